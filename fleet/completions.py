@@ -6,6 +6,8 @@ from typing import Any
 import msgspec
 
 _ENCODER = msgspec.json.Encoder()
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec for JSON of unknown origin: not JSON or of another form, not UTF-8, nested too deeply."""
 MOST_NAME, MOST_DETAIL, MOST_MESSAGE = 256, 500, 2000
 """Limits in characters for external text: names chosen by clients, error texts in logs and spans, and our own
 error messages, which may quote both.

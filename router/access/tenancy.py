@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fleet.completions import ApiError
+from fleet.completions import UNREADABLE, ApiError
 
 MOST_SALT = 512
 """longest `cache_salt` of a client, in characters"""
@@ -60,7 +60,7 @@ def with_salt(body: bytes, salt: str) -> bytes:
         )
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ApiError(400, f"the body must be a JSON object: {error}", code="invalid_json") from error
     fields[_FIELD] = msgspec.Raw(msgspec.json.encode(salt))
     return msgspec.json.encode(fields)

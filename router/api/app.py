@@ -10,7 +10,7 @@ from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from fleet.completions import ApiError
+from fleet.completions import UNREADABLE, ApiError
 from router.access.api_keys import ADMIN, DOCS, INFER, METRICS, ROUTE, Caller
 from router.api.backend_record import DrainRequest
 from router.api.backend_routes import backend_statuses, drain_backend
@@ -74,14 +74,8 @@ class RouterApp(FastAPI):
         ):
             await self.edge.pass_on(route, scope, receive, send)
             return
-        if scope["type"] == "http" and _asks_for_websocket(scope):
-            message = (
-                f"{scope['path']}: WebSocket connections are not passed on; ask over HTTP, with stream: true"
-                " for a stream"
-            )
-            await AsgiResponse(send, lambda: None).error(
-                ApiError(501, message, code="websocket_unsupported"), [(b"connection", b"close")]
-            )
+        if scope["type"] == "http" and _requests_websocket(scope):
+            await _refuse_websocket(scope, send)
             return
         await super().__call__(scope, receive, send)
 
@@ -90,8 +84,17 @@ class RouterApp(FastAPI):
         return any(route.matches(scope)[0] is not Match.NONE for route in self.router.routes)
 
 
-def _asks_for_websocket(scope: Scope) -> bool:
+def _requests_websocket(scope: Scope) -> bool:
     return any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"])
+
+
+async def _refuse_websocket(scope: Scope, send: Send) -> None:
+    message = (
+        f"{scope['path']}: WebSocket connections are not passed on; ask over HTTP, with stream: true"
+        " for a stream"
+    )
+    refusal = ApiError(501, message, code="websocket_unsupported")
+    await AsgiResponse(send, lambda: None).error(refusal, [(b"connection", b"close")])
 
 
 def create_app(service: RouterService, *, tracer_provider: Provider | None = None) -> FastAPI:
@@ -111,12 +114,16 @@ def create_app(service: RouterService, *, tracer_provider: Provider | None = Non
         RESERVE_PATH: edge.reserve,
         RELEASE_PATH: edge.release,
     }
-    for path, serve in app.hot.items():
-        app.router.routes.append(
-            Route(path, _Hot(serve), methods=["POST"])
-        )  # so that other methods are answered 405
-    _add_reading_routes(app, service)
-    _add_documentation(app, service)
+    for path, serve in app.hot.items():  # so that other methods are answered 405
+        app.router.routes.append(Route(path, _Hot(serve), methods=["POST"]))
+    for add_routes in (
+        _add_model_routes,
+        _add_decision_route,
+        _add_backend_routes,
+        _add_status_routes,
+        _add_documentation,
+    ):
+        add_routes(app, service)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     return app
@@ -149,7 +156,7 @@ def _add_documentation(app: FastAPI, service: RouterService) -> None:
         return get_redoc_html(openapi_url=_DOCUMENT, title=_TITLE)
 
 
-def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
+def _add_model_routes(app: FastAPI, service: RouterService) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         """List the models that a live engine serves, in OpenAI's form."""
@@ -165,6 +172,8 @@ def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
         service.picker.roster(name)
         return _json(_model(service, name))
 
+
+def _add_decision_route(app: FastAPI, service: RouterService) -> None:
     @app.get("/v1/decisions/{decision_id}")
     async def decision(request: Request, decision_id: str) -> Response:
         """Return a recent decision of any router about a request of the caller's tenant, with every candidate
@@ -173,6 +182,8 @@ def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
         caller = _admit(request, service, ROUTE)
         return Response(await service.decision(decision_id, caller.sees), media_type=_JSON)
 
+
+def _add_backend_routes(app: FastAPI, service: RouterService) -> None:
     @app.get("/v1/backends")
     async def backends(request: Request) -> Response:
         """Return the static backends as this router process sees them: models, load, speed, and why one gets
@@ -187,12 +198,14 @@ def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
         _admit(request, service, ADMIN)
         try:
             drain_request = msgspec.json.decode(await _small_body(request), type=DrainRequest)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise ApiError(
                 400, f'the body must be {{"draining": true, "reason": ""}}: {error}', code="invalid_value"
             ) from error
         return _json(drain_backend(service, name, drain_request))
 
+
+def _add_status_routes(app: FastAPI, service: RouterService) -> None:
     @app.get("/health")
     async def health() -> Response:
         """Report that the process is alive."""

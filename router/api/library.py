@@ -14,7 +14,7 @@ from bus import Bus
 from bus.protocol.subjects import Subjects
 from fleet.completions import ApiError
 from router.access.api_keys import ALL_RIGHTS, Caller
-from router.api.routes import RESERVE_PATH, ROUTE_PATH, HotRoutes
+from router.api.routes import RESERVE_PATH, ROUTE_PATH, HotRoutes, outcome_of
 from router.config import RouterConfig
 from router.scheduling.decision import NOTHING, Decision
 from router.scheduling.decision_record import DecisionRecord, Supposed
@@ -169,9 +169,7 @@ class Decider:
         )
         exchange.session, exchange.tenant = who.get("session") or None, who.get("tenant") or None
         exchange.asked_priority = who.get("priority") or None
-        if (
-            service.credentials.clients is not None
-        ):  # callers of the library or the bus are trusted to name tenants
+        if service.credentials.clients is not None:  # the library and the bus are trusted to name tenants
             exchange.caller = Caller(exchange.tenant or "", None, ALL_RIGHTS)
         if self._tracing is not None:
             exchange.trace = self._tracing.asked_elsewhere(
@@ -183,13 +181,7 @@ class Decider:
             decision = await self._edge.choose(exchange, data, reserve=reserve, wait=wait, supposed=supposed)
         except ApiError as error:
             exchange.status, exchange.detail = error.status, error.message
-            outcome = (
-                RequestEnd.SATURATED
-                if error.status == 429
-                else RequestEnd.REFUSED
-                if error.status < 500
-                else RequestEnd.UNAVAILABLE
-            )
+            outcome = outcome_of(error.status)
             raise
         else:
             exchange.status, outcome = 200, RequestEnd.ANSWERED

@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from fleet.completions import DECISION_HEADER, ApiError, context_exceeded
+from fleet.completions import UNREADABLE, ApiError, context_exceeded
 from router.access.api_keys import ADMIN, INFER, ROUTE, TRACE
 from router.admission.queue_policy import TIMEOUT_HEADER, class_of
 from router.api.client_connection import ClientGone, ClientWatch, ClientWatches, read_body
@@ -22,12 +22,11 @@ from router.bodies.tasks import PromptBounds
 from router.fleet_state.target_table import TargetTable
 from router.foreign_api.event_stream import error_event
 from router.foreign_api.forwarded import ForwardedRequest
-from router.foreign_api.headers import value_of
+from router.foreign_api.headers import decision_header, value_of
 from router.foreign_api.lenient_fields import LenientRequest
 from router.foreign_api.object_locations import ObjectLocations
 from router.foreign_api.routes import CHAT_ROUTE, ForeignRoute, RouteKind, route_of
-from router.http.asgi_response import AsgiResponse, Headers, Receive, Scope, Send
-from router.http.body_budget import BodyShare
+from router.http.asgi_response import AsgiResponse, Headers, Receive, Scope, Send, not_ready
 from router.openai_api.completion_state import CompletionState
 from router.openai_api.request_schema import (
     DEFAULT_COMPLETION_TOKENS,
@@ -37,7 +36,7 @@ from router.openai_api.request_schema import (
     sampling,
 )
 from router.openai_api.response_format import ResponseHead, answer_for
-from router.openai_api.unserved_fields import NO_FIELDS, PassedFields
+from router.openai_api.unserved_fields import NO_FIELDS
 from router.passthrough.direct import DirectRequests
 from router.passthrough.relay import Relay
 from router.passthrough.unstreamed import UnstreamedAnswers
@@ -64,6 +63,10 @@ _MOST_RELEASE_BYTES = 64 * 1024
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TIMEOUT_MS = re.compile(r"[0-9]{1,10}")
+_JSON = b"content-type", b"application/json"
+_TRACE_CONTEXT = "traceparent", "tracestate"
+_TRACED = "max_tokens", "temperature", "top_p", "stream"
+"""Fields of a request that its span repeats."""
 SESSION, TENANT, PRIORITY = "session", "tenant", "priority"
 """Internal names of the configured headers that identify a conversation, a tenant and a priority class."""
 _READ = {
@@ -72,6 +75,8 @@ _READ = {
     b"tracestate": "tracestate",
     b"x-request-id": "x-request-id",
 } | {TIMEOUT_HEADER.encode(): TIMEOUT_HEADER}
+Handler = Callable[[RequestLog, AsgiResponse, Headers, bytes], Awaitable[None]]
+"""Answers a request whose body was read: its record, the response, its fixed headers, and the body."""
 
 
 class HotRoutes:
@@ -92,11 +97,11 @@ class HotRoutes:
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve `POST /v1/chat/completions`."""
-        await self._serve(scope, receive, send, CHAT_PATH, self._answer_chat)
+        await self._serve(scope, receive, send, CHAT_PATH, partial(self._answer, "chat"))
 
     async def text(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve `POST /v1/completions`."""
-        await self._serve(scope, receive, send, TEXT_PATH, self._answer_text)
+        await self._serve(scope, receive, send, TEXT_PATH, partial(self._answer, "text"))
 
     async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve `POST /v1/route`: decide and explain a chat or completions body. Nothing runs and nothing is
@@ -145,7 +150,7 @@ class HotRoutes:
         receive: Receive,
         send: Send,
         path: str,
-        answer: "Callable[[RequestLog, AsgiResponse, Headers, bytes], Awaitable[None]]",
+        answer: Handler,
         right: str | None = None,
     ) -> None:
         """Serve one request, from its first byte to its log line. right: required of the caller; None: the
@@ -157,10 +162,7 @@ class HotRoutes:
             for raw, value in scope["headers"]
             if (name := self._read.get(raw)) is not None
         }
-        exchange = self._begin(path, headers)
-        exchange.client_headers, exchange.query = scope["headers"], scope.get("query_string", b"")
-        exchange.address = _address(scope)
-        share: BodyShare | None = None
+        exchange = self._begin(path, headers, scope)
         fixed: Headers = [(b"x-request-id", exchange.request_id.encode())]
         watch = ClientWatch(receive)
         reply = AsgiResponse(send, watch.stop)
@@ -169,13 +171,13 @@ class HotRoutes:
         try:
             if service.refusing:
                 fixed.append((b"connection", b"close"))
-                raise _stopping("the router is stopping; ask again, on another connection")  # noqa: TRY301
+                raise not_ready("the router is stopping; ask again, on another connection")  # noqa: TRY301
             self._admit(exchange, headers, right or (INFER if path in (CHAT_PATH, TEXT_PATH) else ROUTE))
-            share = service.body_budget.share(exchange.client)
-            body = await read_body(scope, receive, service.config.max_body_bytes, share)
-            self._watches.start(watch, exchange.request_id)
-            await answer(exchange, reply, fixed, body)
-            outcome = _outcome(reply.status)
+            with service.body_budget.share(exchange.client) as share:
+                body = await read_body(scope, receive, service.config.max_body_bytes, share)
+                self._watches.start(watch, exchange.request_id)
+                await answer(exchange, reply, fixed, body)
+            outcome = outcome_of(reply.status)
         except ApiError as error:
             outcome = await _refuse(exchange, reply, fixed, error)
         except ClientGone:
@@ -188,25 +190,20 @@ class HotRoutes:
                 await _break_off(exchange, reply, fixed)
         except Exception:
             log.exception("request %s: a fault of the router", exchange.request_id)
-            if await _refuse(
-                exchange,
-                reply,
-                fixed,
-                ApiError(500, "the router failed; its log says why", code="internal_error"),
-            ):
-                outcome = RequestEnd.FAILED
+            fault = ApiError(500, "the router failed; its log says why", code="internal_error")
+            await _refuse(exchange, reply, fixed, fault)
         finally:
             watch.stop()
-            if share is not None:
-                share.release()
             service.metrics.in_flight -= 1
             exchange.status = reply.status
             exchange.finish(outcome, service.clock(), service.metrics)
 
-    def _begin(self, path: str, headers: dict[str, str]) -> RequestLog:
+    def _begin(self, path: str, headers: dict[str, str], scope: Scope) -> RequestLog:
         given = headers.get("x-request-id", "")
         request_id = given if given and _REQUEST_ID.fullmatch(given) else self.service.new_request_id()
         exchange = RequestLog(request_id, self.service.new_decision_id(), path, self.service.clock())
+        exchange.client_headers, exchange.query = scope["headers"], scope.get("query_string", b"")
+        exchange.address = _address(scope)
         exchange.session, exchange.tenant = headers.get(SESSION) or None, headers.get(TENANT) or None
         exchange.asked_priority, exchange.asked_timeout = headers.get(PRIORITY), headers.get(TIMEOUT_HEADER)
         trusted = "traceparent" not in headers or self._may_trace(headers)
@@ -214,9 +211,7 @@ class HotRoutes:
             operation = {CHAT_PATH: "chat", TEXT_PATH: "text_completion"}.get(path, "route")
             exchange.trace = self._tracing.request(operation, path, headers, time.time_ns(), trusted=trusted)
         elif trusted:
-            for name in ("traceparent", "tracestate"):
-                if name in headers:
-                    exchange.pass_on[name] = headers[name]
+            exchange.pass_on = {name: headers[name] for name in _TRACE_CONTEXT if name in headers}
         return exchange
 
     def _may_trace(self, headers: dict[str, str]) -> bool:
@@ -242,32 +237,20 @@ class HotRoutes:
 
     # The routes
 
-    async def _answer_chat(
-        self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+    async def _answer(
+        self, kind: BodyKind, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
     ) -> None:
-        if not self._has_text_servers or not await self._passed_on(exchange, reply, headers, body):
-            await self._answer(exchange, reply, headers, body, "chat")
-
-    async def _answer_text(
-        self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
-    ) -> None:
-        if not self._has_text_servers or not await self._passed_on(exchange, reply, headers, body):
-            await self._answer(exchange, reply, headers, body, "text")
-
-    async def _passed_on(
-        self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
-    ) -> bool:
-        """Forward the request if it is for servers that speak text, without validation: those servers
-        validate it. Return true if so.
-        """
-        fields = await self._for_text_servers(exchange, body)
-        if fields is None:
-            return False
+        """Answer chat or completions. Servers that speak text get the body unchanged and validate it."""
         exchange.body_bytes = len(body)
-        if (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text":
-            return False
-        await self._relay(CHAT_ROUTE, exchange, reply, headers, body, fields)
-        return True
+        fields = await self._for_text_servers(exchange, body)
+        if fields is not None and await self._speaks_text(exchange):
+            await self._relay(CHAT_ROUTE, exchange, reply, headers, body, fields)
+        else:
+            await self._stream(kind, exchange, reply, headers, body)
+
+    async def _speaks_text(self, exchange: RequestLog) -> bool:
+        """Return true if the servers of the request's model speak text, once a live one is known."""
+        return (await self.service.waiting.live_roster(exchange, exchange.model)).dialect == "text"
 
     async def _answer_other(
         self,
@@ -284,12 +267,9 @@ class HotRoutes:
                 route, exchange, reply, headers, UpstreamRequest(method, "", _target(exchange), [], body)
             )
             return
-        fields = await self._for_text_servers(exchange, body)
         exchange.body_bytes = len(body)
-        if (
-            fields is None
-            or (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text"
-        ):
+        fields = await self._for_text_servers(exchange, body)
+        if fields is None or not await self._speaks_text(exchange):
             message = (
                 "the engines of this fleet serve chat and completions; no server behind this router takes"
                 f" {exchange.path}"
@@ -347,26 +327,10 @@ class HotRoutes:
         model = self._text_model(fields.model)
         if model is None:
             return None
-        exchange.model, exchange.stream = model, fields.stream
+        known = type(fields.priority) is int or fields.priority in self.service.config.classes
         exchange.session = exchange.session or fields.session
         exchange.tenant = exchange.tenant or fields.user
-        exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, fields.cache_salt)
-        self._rank(
-            exchange,
-            (
-                fields.priority
-                if type(fields.priority) is int or fields.priority in self.service.config.classes
-                else None
-            ),
-        )
-        if exchange.trace is not None:
-            settings = {
-                "max_tokens": fields.max_tokens,
-                "temperature": fields.temperature,
-                "top_p": fields.top_p,
-                "stream": fields.stream,
-            }
-            exchange.trace.asked(model, settings)
+        self._note(exchange, model, fields, fields.priority if known else None)
         return fields
 
     def _text_model(self, named: str | None) -> str | None:
@@ -382,23 +346,15 @@ class HotRoutes:
         live = sum(len(state.joined.urls) for state in view.engines() if state.obstacle is None)
         return default if len(view.roster(default).targets) == live else named
 
-    async def _answer(
-        self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes, kind: BodyKind
+    async def _stream(
+        self, kind: BodyKind, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
     ) -> None:
-        decoded = await self.service.bodies.read(exchange.client, kind, body)
+        """Answer with ranks that speak token ids."""
+        decoded = await self._decoded(kind, exchange, body)
         request = decoded.request
-        self._note(exchange, request)
-        exchange.body_bytes = len(body)
         roster = await self.service.waiting.live_roster(exchange, request.model)
-        settings = sampling(request, self.service.config.max_choices, passes_fields=roster.passes_fields)
-        prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
-        fields = (
-            await self.service.bodies.passed_fields(exchange.client, decoded)
-            if roster.passes_fields
-            else NO_FIELDS
-        )
-        courses = self._courses(request, settings, roster, prompt_ids, fields)
-        exchange.prompt_tokens = sum(len(ids) for ids in prompt_ids)
+        settings, courses = await self._courses(exchange, decoded, roster)
+        exchange.prompt_tokens = sum(len(course.prompt) for course in courses[:: settings.n])
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         exchange.answer_id = f"{prefix}-{exchange.decision_id}"
         head = ResponseHead(id=exchange.answer_id, model=request.model, created=int(time.time()))
@@ -438,14 +394,14 @@ class HotRoutes:
             )
         try:
             release = msgspec.json.decode(body, type=ReleaseRequest)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ApiError(
                 400, f'the body must be {{"id": "...", "first_token": false}}: {error}', code="invalid_value"
             ) from error
-        answer = msgspec.json.encode(
-            self.service.released(release.id, first_token=release.first_token, tenant=exchange.caller.sees)
+        released = self.service.released(
+            release.id, first_token=release.first_token, tenant=exchange.caller.sees
         )
-        await reply.whole(200, [*headers, (b"content-type", b"application/json")], answer)
+        await reply.whole(200, [*headers, _JSON], msgspec.json.encode(released))
 
     async def choose(
         self,
@@ -482,10 +438,8 @@ class HotRoutes:
     async def _need(self, exchange: RequestLog, body: bytes) -> RoutingRequest:
         """Return the routing request of serving the first prompt once."""
         lenient = await self._for_text_servers(exchange, body)
-        known = lenient is not None and lenient.model in (
-            None,
-            exchange.model,
-        )  # nothing is forwarded here, so no server would judge an unknown name
+        # Nothing is forwarded here, so no server would judge an unknown name.
+        known = lenient is not None and lenient.model in (None, exchange.model)
         if lenient is not None and known and self.service.picker.roster(exchange.model).dialect == "text":
             keys = exchange.keys(CHAT_PATH if lenient.is_chat else TEXT_PATH)
             text = TextPrompt(lenient.prompt, exchange.model, exchange.block_seed, lenient.prompt_bytes)
@@ -499,26 +453,16 @@ class HotRoutes:
                 keys,
                 owner=exchange.owner,
             )
-        decoded = await self.service.bodies.read(exchange.client, "either", body)
+        decoded = await self._decoded("either", exchange, body)
         request = decoded.request
-        self._note(exchange, request)
         roster = self.service.picker.roster(request.model)
         keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
-        settings = sampling(request, self.service.config.max_choices, passes_fields=roster.passes_fields)
-        prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
-        fields = (
-            await self.service.bodies.passed_fields(exchange.client, decoded)
-            if roster.passes_fields
-            else NO_FIELDS
-        )
-        course = self._courses(request, settings, roster, prompt_ids, fields)[0]
+        _, (course, *_) = await self._courses(exchange, decoded, roster)
         exchange.prompt_tokens = len(course.prompt)
-        context = len(course.prompt) + course.max_tokens
-        prompt = TokenPrompt(course.prompt, exchange.block_seed)
         return RoutingRequest(
             model=request.model,
-            prompt=prompt,
-            context=context,
+            prompt=TokenPrompt(course.prompt, exchange.block_seed),
+            context=len(course.prompt) + course.max_tokens,
             output=self._expected(course.max_tokens),
             tokenizer=roster.tokenizer,
             request_id=exchange.request_id,
@@ -527,23 +471,28 @@ class HotRoutes:
             passes_fields=bool(course.fields.binding),
         )
 
-    def _note(self, exchange: RequestLog, request: Request) -> None:
-        exchange.model = request.model
-        exchange.stream = bool(request.stream)
+    async def _decoded(self, kind: BodyKind, exchange: RequestLog, body: bytes) -> Decoded:
+        """Decode and validate a body for ranks that speak token ids, and record it on the exchange."""
+        decoded = await self.service.bodies.read(exchange.client, kind, body)
+        request = decoded.request
         exchange.session = exchange.session or request.prompt_cache_key
         exchange.tenant = exchange.tenant or request.user or request.safety_identifier
+        self._note(exchange, request.model, request, request.priority)
+        return decoded
+
+    def _note(
+        self,
+        exchange: RequestLog,
+        model: str,
+        request: Request | LenientRequest,
+        priority: str | int | None,
+    ) -> None:
+        """Record a request on the exchange. ApiError 400 for an invalid priority, deadline or salt."""
+        exchange.model, exchange.stream = model, bool(request.stream)
         exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, request.cache_salt)
-        self._rank(exchange, request.priority)
+        self._rank(exchange, priority)
         if exchange.trace is not None:
-            exchange.trace.asked(
-                request.model,
-                {
-                    "max_tokens": request.max_tokens,
-                    "temperature": request.temperature,
-                    "top_p": request.top_p,
-                    "stream": request.stream,
-                },
-            )
+            exchange.trace.asked(model, {name: getattr(request, name) for name in _TRACED})
 
     def _rank(self, exchange: RequestLog, priority: str | int | None) -> None:
         """Set the request's priority class and deadline. ApiError 400 for an invalid one."""
@@ -573,9 +522,7 @@ class HotRoutes:
         """Return the token ids of each prompt."""
         tokenizer, service = self.service.tokenizer(roster.tokenizer), self.service
         if tokenizer is None or roster.tokenizer is None:
-            raise ApiError(
-                503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0
-            )
+            raise not_ready("the model's tokenizer has not been loaded yet")
         started = time.perf_counter()
         room = PromptBounds(roster.largest_context, max(1, service.config.max_choices // settings.n))
         found = await service.bodies.ids(
@@ -584,16 +531,18 @@ class HotRoutes:
         service.metrics.tokenise.observe(time.perf_counter() - started)
         return found
 
-    def _courses(
-        self,
-        request: Request,
-        settings: SamplingSettings,
-        roster: TargetTable,
-        prompt_ids: list[list[int]],
-        fields: PassedFields,
-    ) -> list[CompletionState]:
-        """Create one completion state per choice of each prompt; choice i samples with seed + i."""
-        most = self.service.config.max_choices
+    async def _courses(
+        self, exchange: RequestLog, decoded: Decoded, roster: TargetTable
+    ) -> tuple[SamplingSettings, list[CompletionState]]:
+        """Return the settings of a request, and one completion state per choice of each prompt; choice i
+        samples with seed + i. ApiError 400 for values that the ranks do not serve.
+        """
+        request, most = decoded.request, self.service.config.max_choices
+        settings = sampling(request, most, passes_fields=roster.passes_fields)
+        prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
+        fields = NO_FIELDS
+        if roster.passes_fields:
+            fields = await self.service.bodies.passed_fields(exchange.client, decoded)
         if len(prompt_ids) * settings.n > most:
             raise ApiError(
                 400,
@@ -603,7 +552,7 @@ class HotRoutes:
             )
         seed = self.service.draw_seed() if settings.seed is None else settings.seed
         limits = [_max_tokens(request, settings, len(ids), roster.largest_context) for ids in prompt_ids]
-        return [
+        return settings, [
             CompletionState(
                 at * settings.n + choice, ids, settings, limit, _wrapped(seed + choice), request.model, fields
             )
@@ -624,11 +573,7 @@ def _address(scope: Scope) -> str:
 
 
 def _about(decision: Decision) -> Headers:
-    return [(b"content-type", b"application/json"), (DECISION_HEADER.encode(), decision.id.encode())]
-
-
-def _stopping(why: str) -> ApiError:
-    return ApiError(503, why, code="not_ready", retry_after=1.0)
+    return [_JSON, decision_header(decision.id)]
 
 
 async def _break_off(exchange: RequestLog, reply: AsgiResponse, headers: Headers) -> None:
@@ -639,12 +584,8 @@ async def _break_off(exchange: RequestLog, reply: AsgiResponse, headers: Headers
     task = asyncio.current_task()
     if task is not None:
         task.uncancel()
-    await _refuse(
-        exchange,
-        reply,
-        headers,
-        _stopping("the router is stopping, and could not finish this answer in time; ask again"),
-    )
+    refusal = not_ready("the router is stopping, and could not finish this answer in time; ask again")
+    await _refuse(exchange, reply, headers, refusal)
 
 
 async def _refuse(exchange: RequestLog, reply: AsgiResponse, headers: Headers, error: ApiError) -> RequestEnd:
@@ -661,12 +602,12 @@ async def _refuse(exchange: RequestLog, reply: AsgiResponse, headers: Headers, e
             reply.abandon()
         return RequestEnd.BROKEN
     if exchange.decision is not None:
-        headers = [*headers, (DECISION_HEADER.encode(), exchange.decision.id.encode())]
+        headers = [*headers, decision_header(exchange.decision.id)]
     await reply.error(error, headers)
-    return _outcome(error.status)
+    return outcome_of(error.status)
 
 
-def _outcome(status: int) -> RequestEnd:
+def outcome_of(status: int) -> RequestEnd:
     """Return the outcome of an answer that was completed."""
     if status < 400:
         return RequestEnd.ANSWERED

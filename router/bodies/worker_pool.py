@@ -42,6 +42,7 @@ from router.bodies.frames import (
 )
 from router.bodies.tasks import Kind, PromptBounds, decode
 from router.foreign_api.lenient_fields import LenientRequest
+from router.http.asgi_response import not_ready
 from router.openai_api.request_schema import Request
 
 log = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ class BodyWorkers:
 
     def _check(self) -> None:
         if not self._open:
-            raise ApiError(503, "the router is stopping", code="not_ready", retry_after=1.0)
+            raise not_ready("the router is stopping")
 
     def _ended(self, job: "asyncio.Task[tuple[Answer, bytes]]", taken: list[FairTurns]) -> None:
         self._jobs.discard(job)
@@ -279,9 +280,7 @@ class BodyWorkers:
     async def _load(self, worker: WorkerProcess, digest: str) -> None:
         archive = self._archive(digest)
         if archive is None:
-            raise ApiError(
-                503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0
-            )
+            raise not_ready("the model's tokenizer has not been loaded yet")
         keep = (*self._digests(), digest)
         loaded, _ = await worker.call(LoadTokenizer(digest, self._seen_bytes, keep), archive)
         if isinstance(loaded, Done):

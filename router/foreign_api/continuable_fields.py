@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+from fleet.completions import UNREADABLE
+
 GOES_ON = frozenset(
     {
         *(
@@ -91,7 +92,7 @@ def read_fields(body: bytes) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         fields = {name: msgspec.json.decode(value) for name, value in raw.items() if name not in _LONG}
-    except _FAULTS:
+    except UNREADABLE:
         return {}
     return fields | {name: _is_plain(raw[name], kind) for name, kind in _LONG.items() if name in raw}
 
@@ -99,7 +100,7 @@ def read_fields(body: bytes) -> dict[str, Any]:
 def _is_plain(raw: msgspec.Raw, kind: Any) -> bool:
     try:
         found = msgspec.json.decode(raw, type=kind)
-    except _FAULTS:
+    except UNREADABLE:
         return False
     if not isinstance(found, list):
         return True

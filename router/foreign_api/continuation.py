@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from fleet.completions import UNREADABLE
 from router.foreign_api.continuable_fields import GOES_ON, obstacle, read_fields
 
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
@@ -58,7 +59,6 @@ class _Chunk(msgspec.Struct):
 
 
 _CHUNK: msgspec.json.Decoder[_Chunk] = msgspec.json.Decoder(_Chunk)
-_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class InexactContinuation(Exception):
@@ -358,5 +358,5 @@ def _chunk(event: bytes) -> _Chunk | None:
         return None
     try:
         return _CHUNK.decode(data)
-    except _FAULTS as error:
+    except UNREADABLE as error:
         raise InexactContinuation(f"an event is no chunk of an answer: {error}") from error

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from fleet.completions import UNREADABLE
+
 MOST_PARTS = 64
 """Most parts of a multipart body that are examined."""
 MOST_FIELD_BYTES = 1024
@@ -105,7 +107,6 @@ class _Usual(msgspec.Struct, frozen=True):
 
 _USUAL: msgspec.json.Decoder[_Usual] = msgspec.json.Decoder(_Usual)
 _FIELDS: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
-_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read(body: bytes, content_type: str) -> LenientRequest:
@@ -114,7 +115,7 @@ def read(body: bytes, content_type: str) -> LenientRequest:
         return _of_parts(body, content_type)
     try:
         return _as_usual(_USUAL.decode(body))
-    except _FAULTS:
+    except UNREADABLE:
         return _leniently(body)
 
 
@@ -154,7 +155,7 @@ def _leniently(body: bytes) -> LenientRequest:
     """Read each field separately, so that an unreadable field does not affect others."""
     try:
         fields = _FIELDS.decode(body)
-    except _FAULTS:
+    except UNREADABLE:
         return LenientRequest()
     limits = (
         _count(_value(raw))
@@ -181,7 +182,7 @@ def _leniently(body: bytes) -> LenientRequest:
 def _value(raw: msgspec.Raw) -> Any:
     try:
         return msgspec.json.decode(raw) if len(bytes(raw)) else None
-    except _FAULTS:
+    except UNREADABLE:
         return None
 
 

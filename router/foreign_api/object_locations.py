@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from fleet.completions import UNREADABLE
 from router.fleet_state.target_table import RankKey
 
 MOST_OBJECTS = 16_384
@@ -64,7 +65,7 @@ def object_id(answer: bytes) -> str | None:
         data = b"".join(line[5:] for line in piece.split(b"\n") if line.startswith(b"data:")) or piece
         try:
             found = _ANSWER.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             continue
         value = found.id if found.response is None else found.response.id
         if isinstance(value, str) and 0 < len(value) <= _LONGEST_ID:

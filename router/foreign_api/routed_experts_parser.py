@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.completions import UNREADABLE
 from fleet.experts import ModelShape
 from fleet.routings import count_pairs, from_sglang, from_vllm
 
@@ -137,7 +138,7 @@ def _read(event: bytes) -> _Answer | None:
     start = event.find(b"{")
     try:
         return msgspec.json.decode(event[max(0, start) :], type=_Answer)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"an answer with routed_experts cannot be read: {error}") from error
 
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from fleet.completions import Usage
+from fleet.completions import UNREADABLE, Usage
 
 _LAST_EVENTS = 4
 """Usage is in the last event of a stream, or in the one before."""
@@ -24,7 +24,7 @@ def counted(events: list[bytes]) -> Usage | None:
             continue
         try:
             usage = _COUNTED.decode(event.strip().removeprefix(b"data:")).usage
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             continue
         if usage is not None:
             return usage

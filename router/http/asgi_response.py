@@ -61,6 +61,11 @@ class AsgiResponse:
         await self.whole(error.status, [*headers, *error_headers(error)], error.body())
 
 
+def not_ready(message: str) -> ApiError:
+    """Return the error of a router that is starting or stopping, or has not loaded something yet."""
+    return ApiError(503, message, code="not_ready", retry_after=1.0)
+
+
 def error_headers(error: ApiError) -> Headers:
     """Return the headers of the response that carries an error."""
     headers = [(b"content-type", b"application/json")]

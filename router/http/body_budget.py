@@ -75,6 +75,12 @@ class BodyShare:
             self._refuse()
         self.held += size
 
+    def __enter__(self) -> "BodyShare":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Release all memory of the request. Idempotent."""
         if self.held:

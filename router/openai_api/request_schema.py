@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from fleet.completions import ApiError, RankRequest, StreamOptions
+from fleet.completions import UNREADABLE, ApiError, RankRequest, StreamOptions
 from router.openai_api.unserved_fields import (
     CHAT,
     RESERVED_TEMPLATE_NAMES,
@@ -141,7 +141,7 @@ class RequestDecoder:
         """Decode a chat request if the body has messages, else a completions request."""
         try:
             has_messages = "messages" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             has_messages = False  # the decoder below reports the error
         return self.chat(body) if has_messages else self.text(body)
 

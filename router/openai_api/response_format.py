@@ -95,7 +95,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerBody(msgspec.Struct, frozen=True, kw_only=True):
     """A complete answer, or one chunk of a stream. `usage` appears in chunks only if the client requested it,
     and is null in all chunks but the last.
     """
@@ -214,7 +214,7 @@ class StreamedResponse:
     ) -> bytes:
         head = self._head
         return sse(
-            Answer(
+            AnswerBody(
                 id=head.id,
                 object=self._form.chunk_object,
                 created=head.created,
@@ -243,7 +243,7 @@ class CompleteResponse:
         head, form = self._head, self._form
         choices = [form.complete(at, _joined(pieces)) for at, pieces in enumerate(self._pieces)]
         return msgspec.json.encode(
-            Answer(
+            AnswerBody(
                 id=head.id,
                 object=form.answer_object,
                 created=head.created,

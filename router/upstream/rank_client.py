@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fleet.completions import MOST_DETAIL, ApiError, shortened
+from fleet.completions import MOST_DETAIL, UNREADABLE, ApiError, shortened
 from router.config import RouterConfig
+from router.http.asgi_response import not_ready
 from router.openai_api.completion_state import AttemptFailure
 from router.upstream.http_client import Connection, ConnectionLost, HttpClient, Origin, request_bytes
 
@@ -285,7 +286,7 @@ def api_error(status: int, body: bytes) -> ApiError:
     """Convert a rank's error to OpenAI's form, as far as its body allows."""
     try:
         answer = msgspec.json.decode(body, type=_ErrorAnswer)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return ApiError(status, body[:500].decode(errors="replace") or f"HTTP {status}")
     error = answer.error
     if isinstance(error, _ErrorBody):
@@ -378,5 +379,5 @@ class Upstream:
     @property
     def _opened(self) -> HttpClient:
         if self._client is None:
-            raise ApiError(503, "the router is starting or stopping", code="not_ready", retry_after=1.0)
+            raise not_ready("the router is starting or stopping")
         return self._client
