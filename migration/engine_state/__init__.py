@@ -1,2 +1,2 @@
-"""State of each engine as received from the bus: placement, demand, liveness. Pure folds; time is an
+"""State of each engine as received from the bus: placement and demand. Pure folds; time is an
 argument."""

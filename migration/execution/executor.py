@@ -9,6 +9,7 @@ unfinished plan, until none is left.
 import asyncio
 import logging
 from collections.abc import Callable
+from math import inf
 
 import msgspec
 
@@ -19,10 +20,10 @@ from fleet.facts.engines import EngineHeartbeat
 from fleet.facts.migrations import MigrationPlanned, Origin
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState as State
+from fleet.membership import Heartbeats
 from fleet.requests.handovers import HandoverDescribed
 from fleet.requests.plans import MigrationAccepted
 from migration.config import MigrationConfig
-from migration.engine_state.liveness import Liveness
 from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
 from migration.execution.handover_driver import HandoverDriver, Unfit, sane, stray
 from migration.execution.leader_lease import LeaderLease
@@ -84,7 +85,7 @@ class PlanExecutor:
             bus, subjects, ledger, committed, config.retry_seconds, lead.standing
         )
         self._log = self._migration_log.chronicle
-        self._liveness = Liveness(config.silent_seconds)
+        self._heartbeats = Heartbeats(config.silent_seconds / 2, listening=inf)
         self._driver = HandoverDriver(
             bus, subjects, self._migration_log, lead, metrics, self._gone, self._silent, clock
         )
@@ -223,7 +224,7 @@ class PlanExecutor:
             if entry is not None and entry.engine != engine_of(received_message.subject):
                 continue  # one engine sends reports in the name of another
             if isinstance(report, EngineHeartbeat):
-                self._liveness.heard(report.worker_id, self._clock())
+                self._heartbeats.beat(report.worker_id, self._clock())
             elif sane(report):
                 self._note(report, entry)
                 self._driver.hear(report)
@@ -244,7 +245,7 @@ class PlanExecutor:
         for engine in {*self._ledger.engines(), *self._log.known()}:
             self._attend_to(engine)
         while True:
-            self._liveness.look(self._clock(), connected=self._bus.connected)
+            self._heartbeats.listen(self._clock(), audible=self._bus.connected)
             for engine in self._log.engines():
                 self._attend_to(engine)
             for engine, entry in self._ledger.engines().items():
@@ -256,7 +257,7 @@ class PlanExecutor:
     def _publish_metrics(self) -> None:
         """Update the watchdog metrics."""
         present = {entry.worker_id for entry in self._ledger.engines().values()}
-        self._liveness.keep_only(present)
+        self._heartbeats.keep_only(present)
         self._statuses = {
             worker_id: statuses for worker_id, statuses in self._statuses.items() if worker_id in present
         }
@@ -279,7 +280,7 @@ class PlanExecutor:
         return "it has restarted" if entry.worker_id != worker_id else ""
 
     def _silent(self, worker_id: int) -> bool:
-        return self._liveness.silent(worker_id, self._clock()) > 0
+        return self._heartbeats.silence(worker_id, self._clock()) > self._config.silent_seconds
 
     # Actions
 

@@ -12,6 +12,7 @@ from fleet.arrays import Float32Array
 from fleet.facts.activity import CountsImported, ExpertsActivated
 from fleet.facts.demand import DemandPublished, ProfilePublished
 from fleet.facts.engines import EngineJoined
+from fleet.membership import Heartbeats, Membership
 from fleet.popularity import ExpertTable, profile
 from fleet.requests.demand import RankPopularity
 from tracker.activity.decay_window import FAST, SLOW, DecayWindow, WindowReport
@@ -60,7 +61,6 @@ class _Rank:
 class _Worker:
     engine: str
     model: str
-    seen_at: float
     ranks: int | None = None
     """None: it reported before its join arrived"""
     windows: dict[int, _Rank] = field(default_factory=dict)
@@ -86,7 +86,8 @@ class EngineActivity:
         self._config = config
         self._constants = (config.fast_seconds, config.slow_seconds)
         self._version = first_version
-        self._workers: dict[int, _Worker] = {}
+        self._workers: Membership[_Worker] = Membership()
+        self._heartbeats = Heartbeats()
         self._models: dict[str, _Model] = {}
         self._departed: OrderedDict[int, None] = OrderedDict()
         self._supplies: OrderedDict[int, LocalSupply] = OrderedDict()
@@ -123,26 +124,17 @@ class EngineActivity:
 
     def engine_of(self, worker_id: int) -> str | None:
         """Return the engine of a known worker."""
-        worker = self._workers.get(worker_id)
-        return None if worker is None else worker.engine
+        return self._workers.engine_of(worker_id)
 
     def joined(self, joined: EngineJoined, now: float) -> None:
         """Add an incarnation of an engine, which replaces the previous one. Repetitions have no effect."""
         if joined.worker_id in self._departed:
             return
-        for worker_id in [
-            worker_id
-            for worker_id, worker in self._workers.items()
-            if worker.engine == joined.engine and worker_id != joined.worker_id
-        ]:
-            self.left(worker_id)
-        worker = self._workers.setdefault(joined.worker_id, _Worker(joined.engine, joined.model, now))
-        worker.engine, worker.model, worker.seen_at, worker.ranks = (
-            joined.engine,
-            joined.model,
-            now,
-            len(joined.urls),
-        )
+        worker = self._workers.get(joined.worker_id) or _Worker(joined.engine, joined.model)
+        for ended in self._workers.join(joined.engine, joined.worker_id, worker):
+            self.left(ended)
+        worker.engine, worker.model, worker.ranks = joined.engine, joined.model, len(joined.urls)
+        self._heartbeats.beat(joined.worker_id, now)
         if joined.shape is not None:
             self._shaped(joined.model, joined.shape.layers, joined.shape.experts, now)
 
@@ -168,7 +160,7 @@ class EngineActivity:
 
     def left(self, worker_id: int) -> None:
         """Drop the demand of a worker's ranks. The model's profile keeps what it learnt."""
-        self._workers.pop(worker_id, None)
+        self._workers.end(worker_id)
         self._supplies.pop(worker_id, None)
         self._departed[worker_id] = None
         while len(self._departed) > DEPARTED:
@@ -177,17 +169,18 @@ class EngineActivity:
     def beat(self, worker_id: int, now: float) -> None:
         """Record a heartbeat."""
         if worker_id in self._workers:
-            self._workers[worker_id].seen_at = now
+            self._heartbeats.beat(worker_id, now)
 
     def forget_silent(self, now: float) -> list[int]:
         """Drop and return the workers silent for too long. A new report brings a worker back."""
         silent = [
             worker_id
-            for worker_id, worker in self._workers.items()
-            if now - worker.seen_at > self._config.forget_seconds
+            for worker_id in self._workers
+            if self._heartbeats.silence(worker_id, now) > self._config.forget_seconds
         ]
         for worker_id in silent:
-            del self._workers[worker_id]
+            self._workers.end(worker_id)
+        self._heartbeats.keep_only(self._workers)
         return silent
 
     # Activations
@@ -209,7 +202,8 @@ class EngineActivity:
         model = self._models.get(report.model) or self._shaped(report.model, layers, experts, now)
         self._check_shape(report.model, model, layers, experts)
         if worker is None:
-            worker = self._workers[report.worker_id] = _Worker(report.engine, report.model, now)
+            worker = _Worker(report.engine, report.model)
+            self._workers.add(report.engine, report.worker_id, worker)
         rank = worker.windows.get(report.rank)
         if rank is None:
             rank = worker.windows[report.rank] = _Rank(DecayWindow(layers, experts, self._constants))
@@ -217,7 +211,8 @@ class EngineActivity:
                 model.window.sources,
                 sum(len(each.windows) for each in self._workers.values() if each.model == report.model),
             )
-        worker.seen_at = model.used_at = model.reported_at = now
+        self._heartbeats.beat(report.worker_id, now)
+        model.used_at = model.reported_at = now
         rank.reported = model.changed = True
         if sequence is not None:
             _note_losses(rank, model, publisher, sequence, now - report.seconds, now)
@@ -459,7 +454,16 @@ class EngineActivity:
                 [name, model.window.state(), model.used_at, model.reported_at, model.changed, model.version],
             )
         for worker_id, worker in list(self._workers.items()):
-            yield "worker", [worker_id, worker.engine, worker.model, worker.seen_at, worker.ranks]
+            yield (
+                "worker",
+                [
+                    worker_id,
+                    worker.engine,
+                    worker.model,
+                    self._heartbeats.last(worker_id),
+                    worker.ranks,
+                ],
+            )
             for number, rank in list(worker.windows.items()):
                 publishers = [[publisher, gaps.state()] for publisher, gaps in rank.publishers.items()]
                 yield (
@@ -523,9 +527,9 @@ class EngineActivity:
     def _restore_worker(
         self, worker_id: int, engine: str, model: str, seen_at: float, ranks: int | None
     ) -> None:
-        self._workers[int(worker_id)] = _Worker(
-            str(engine), str(model), float(seen_at), None if ranks is None else int(ranks)
-        )
+        worker = _Worker(str(engine), str(model), None if ranks is None else int(ranks))
+        self._workers.add(worker.engine, int(worker_id), worker)
+        self._heartbeats.beat(int(worker_id), float(seen_at))
 
     def _restore_rank(
         self,

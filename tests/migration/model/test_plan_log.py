@@ -2,7 +2,6 @@
 
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.placement import linear
-from migration.engine_state.liveness import Liveness
 from migration.model.plan_log import PlanLog
 
 RECORD = linear(layers=1, experts=2, ranks=2).record()
@@ -126,21 +125,3 @@ def test_a_plan_recorded_beside_another_waits_to_be_ended_and_disturbs_nothing()
     assert course is not None
     assert course.planned == planned("p")
     assert not chronicle.heard(committed(0, "q")), "what is said of plans that are over says nothing"
-
-
-def test_silence_counts_only_while_it_could_have_been_broken() -> None:
-    pulse = Liveness(3.0)
-    for now in range(10):
-        pulse.look(now, connected=True)
-    assert pulse.silent(1, 9.0) == 9.0
-    pulse.heard(1, 8.0)
-    assert pulse.silent(1, 9.0) == 0.0
-    for now in (9, 10, 11, 12):
-        pulse.look(now, connected=now != 11)
-    assert pulse.silent(1, 12.0) == 0.0, "the bus was away"
-    for now in (13, 14, 15):
-        pulse.look(now, connected=True)
-    assert pulse.silent(1, 15.0) == 4.0
-    pulse.look(40.0, connected=True)
-    assert pulse.silent(1, 40.0) == 0.0, "we were away ourselves"
-    pulse.keep_only(set())
