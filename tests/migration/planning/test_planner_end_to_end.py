@@ -30,23 +30,25 @@ ENGINE: dict[str, Any] = {
     "dispatch": 0.0,
     "max_running": 64,
 }
-PLANNER = MigrationConfig(cycle_seconds=0.2, window_seconds=0.4, stale_seconds=0.4, least_gain=0.0)
+# Windows and staleness hold on a loaded machine, where the publisher, the event loop and the planner's thread
+# may each be seconds late. Not automatic: the plan would be carried out, and nothing would be left to plan.
+PLANNER = MigrationConfig(automatic=False, window_seconds=4.0, stale_seconds=4.0, least_gain=0.0)
 TRACKER = TrackerConfig(publish_seconds=0.1, fast_seconds=1.0)
 
 
 async def ask(bus: MemoryBus, broker: MemoryBroker, **question: Any) -> PlanRecord:
     answer = await bus.request(
-        broker.subjects.describe_plan, DescribePlan(engine="sim-0", **question), seconds=20
+        broker.subjects.describe_plan, DescribePlan(engine="sim-0", **question), seconds=60
     )
     assert isinstance(answer, PlanDescribed)
     return msgspec.json.decode(answer.record, type=PlanRecord)
 
 
-async def until_judged(bus: MemoryBus, broker: MemoryBroker) -> PlanRecord:
-    """Wait for a plan with copies that is made from one window of demand and judged on the next."""
-    async with asyncio.timeout(20):
+async def until_evaluated(bus: MemoryBus, broker: MemoryBroker) -> PlanRecord:
+    """Wait for a plan with copies that is made from one window of demand and evaluated on the next."""
+    async with asyncio.timeout(120):
         while True:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
             try:
                 record = await ask(bus, broker)
             except BusError:  # too little is known yet
@@ -67,7 +69,9 @@ async def keep_asking(http: aiohttp.ClientSession, url: str, number: int) -> Non
             await answer.read()
 
 
-@pytest.mark.slow  # seconds of real time; test_planning_service says the same of the service with a tracker's words instead of a tracker
+# Seconds of real time. test_planning_service checks the service with a tracker's messages instead of a tracker.
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # also imports and starts three services, slowly on a loaded machine
 async def test_what_requests_want_becomes_a_plan_that_makes_their_steps_shorter() -> None:
     broker = MemoryBroker()
     bus = MemoryBus(broker)
@@ -81,7 +85,7 @@ async def test_what_requests_want_becomes_a_plan_that_makes_their_steps_shorter(
         for number in range(4 * RANKS):
             asking = keep_asking(http, host.identity.urls[number % RANKS], number)
             await stack.enter_async_context(alongside(asking, f"client {number}"))
-        record = await until_judged(bus, broker)
+        record = await until_evaluated(bus, broker)
         assert (record.engine, record.epoch) == ("sim-0", 0)
         assert record.before is not None
         assert record.after is not None
