@@ -6,7 +6,7 @@ delays.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,8 @@ _CELLS = 1 << 21
 _ZERO, _ONE = np.zeros(()), np.ones(())
 """Zero and one as arrays: numpy would convert Python's numbers on every call, which takes twice as long."""
 Amounts = NDArray[np.float64] | NDArray[np.int64]
+Seconds = TypeVar("Seconds", float, FloatArray)
+"""Seconds of one rank, or of all candidates."""
 MOST_SECONDS = 1e6
 """Upper limit of every duration, so that sums stay far from infinity."""
 _SURE = 1.0 - 1e-9
@@ -67,8 +69,8 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prefill_seconds(
-    token_s: FloatArray, pair_s: FloatArray | None, uncached_tokens: Amounts, prompt_tokens: float | Amounts
-) -> FloatArray:
+    token_s: Seconds, pair_s: Seconds | None, uncached_tokens: Any, prompt_tokens: Any
+) -> Seconds:
     """Time to compute the last u tokens of a prompt of N whose first N - u are cached: token_s * u + pair_s *
     (u * N - u^2 / 2).
 
@@ -76,15 +78,15 @@ def prefill_seconds(
     of a token with itself counts half. pair_s None: pairs cost nothing.
     """
     each = token_s if pair_s is None else token_s + pair_s * (prompt_tokens - 0.5 * uncached_tokens)
-    seconds: FloatArray = uncached_tokens * each
+    seconds: Seconds = uncached_tokens * each
     return seconds
 
 
-def queue_seconds(token_s: FloatArray, queued_prefill_tokens: Amounts) -> FloatArray:
+def queue_seconds(token_s: Seconds, queued_prefill_tokens: Any) -> Seconds:
     """Time until the outstanding prefill of a rank is done. Attention is left out: the lengths of its prompts
     are not known.
     """
-    seconds: FloatArray = token_s * queued_prefill_tokens
+    seconds: Seconds = token_s * queued_prefill_tokens
     return seconds
 
 
@@ -108,6 +110,17 @@ def running_seconds(
     return seconds
 
 
+def decode_step_seconds(
+    step_s: Seconds, sequence_s: Seconds, block_s: Seconds, sequences: Any, blocks: Any
+) -> Seconds:
+    """Duration of one decode step of a rank: step_s + sequence_s * sequences + block_s * blocks.
+
+    blocks: KV blocks that the sequences hold.
+    """
+    seconds: Seconds = step_s + sequence_s * sequences + block_s * blocks
+    return seconds
+
+
 def own_seconds(
     sequence_s: FloatArray, token_block_s: FloatArray, tokens: float | Amounts, output_tokens: float | Amounts
 ) -> FloatArray:
@@ -119,23 +132,19 @@ def own_seconds(
     return seconds
 
 
-def lockstep_seconds(
-    work: FloatArray, added: FloatArray, first: NDArray[np.intp], engine: NDArray[np.intp]
-) -> FloatArray:
+def lockstep_seconds(work: FloatArray, longest: FloatArray) -> FloatArray:
     """Time lost because the ranks of an engine step in lockstep: a step is as slow as its slowest rank.
 
-    work, added: [2, ranks]. Row 0: outstanding prefill of each rank, and the request's prefill. Row 1: time
-    that the running sequences add to the request's steps, and time that the request adds to theirs. The
-    result is the sum of two terms. The first is max(0, outstanding prefill + added - the engine's maximum),
-    where anything runs: the request extends its engine's longest prefill by this time for all that wait (it
-    is free beside a busier rank). The second is max(0, the engine's maximum - decode - added): slower ranks
-    extend the request's steps by this time. first: start of each engine's ranks, [engines] in row 0 and then
-    [engines] in row 1, with both rows concatenated. engine: [2, ranks], index of each rank's engine in
-    `first`.
+    work: [2, ranks, ...]. Row 0: outstanding prefill of each rank, plus the request's prefill. Row 1: time
+    that the running sequences add to the request's steps, plus time that the request adds to theirs. longest:
+    the engine's maximum of both rows without the request, of a shape that broadcasts to `work`. The result is
+    the sum of two terms. The first is max(0, prefill - the engine's longest), where anything runs: the
+    request extends its engine's longest prefill by this time for all that wait (it is free beside a busier
+    rank). The second is max(0, the engine's longest - steps): slower ranks extend the request's steps by this
+    time.
     """
-    most = np.maximum.reduceat(work.reshape(-1), first).take(engine)
-    ahead = work + added - most
-    seconds: FloatArray = np.maximum(ahead[0], _ZERO) * (most[1] > _ZERO) - np.minimum(ahead[1], _ZERO)
+    ahead = work - longest
+    seconds: FloatArray = np.maximum(ahead[0], _ZERO) * (longest[1] > _ZERO) - np.minimum(ahead[1], _ZERO)
     return seconds
 
 
@@ -327,7 +336,7 @@ def step_seconds(
     `surplus_pairs`. It is the same for all ranks, since all wait for the most loaded one in each layer.
     """
     prefill = speed.prefill_token * prefill_tokens + speed.prefill_pair * prefill_pairs
-    decode = speed.step + speed.decode_sequence * sequences + speed.decode_block * blocks
+    decode = decode_step_seconds(speed.step, speed.decode_sequence, speed.decode_block, sequences, blocks)
     experts = (
         speed.dispatch * remote_ranks
         + speed.dispatch_node * remote_nodes

@@ -1,22 +1,16 @@
 """Settings that may change while a router runs. Pure."""
 
+from dataclasses import fields
+
 from fleet import reloading
 from fleet.facts.engines import ConfigChanged
 from router.config import RouterConfig
 
 RELOADABLE = frozenset(
     {
+        *(field.name for field in fields(RouterConfig) if field.name.endswith("_weight")),
         *(
             "policy",
-            "prefill_weight",
-            "queue_weight",
-            "decode_weight",
-            "experts_weight",
-            "distinct_weight",
-            "lockstep_weight",
-            "handover_weight",
-        ),
-        *(
             "classic_alpha",
             "classic_beta",
             "classic_gamma",

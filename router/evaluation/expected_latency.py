@@ -4,7 +4,7 @@ steps. Pure.
 
 from typing import NamedTuple
 
-from fleet.timing import EngineSpeed
+from fleet.timing import EngineSpeed, decode_step_seconds, prefill_seconds, queue_seconds
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES
 from router.scheduling.decision import Decision
 
@@ -52,8 +52,8 @@ def first_token(decision: Decision, surcharge: Surcharge = NONE) -> FirstToken:
     uncached = int(decision.uncached[decision.chosen])
     load: list[int] = decision.load[:, decision.chosen].tolist()
     tokens = uncached + load[PREFILL]
-    prefill = speed.prefill_token * tokens + speed.prefill_pair * uncached * (
-        decision.ask.prompt_tokens - 0.5 * uncached
+    prefill = queue_seconds(speed.prefill_token, load[PREFILL]) + prefill_seconds(
+        speed.prefill_token, speed.prefill_pair, uncached, decision.ask.prompt_tokens
     )
     chunks = -(-tokens // max(engine.max_batch_tokens, 1))
     reading = chunks * (surcharge.of_chunk(min(tokens, engine.max_batch_tokens)) - surcharge.reading)
@@ -70,9 +70,12 @@ def step(decision: Decision, surcharge: Surcharge = NONE) -> float:
 
 
 def _step(speed: EngineSpeed, load: list[int], surcharge: Surcharge, rank: int) -> float:
-    sequence = speed.decode_sequence + surcharge.of_token(rank)
-    return (
-        speed.step + surcharge.reading + sequence * (load[SEQUENCES] + 1) + speed.decode_block * load[BLOCKS]
+    return decode_step_seconds(
+        speed.step + surcharge.reading,
+        speed.decode_sequence + surcharge.of_token(rank),
+        speed.decode_block,
+        load[SEQUENCES] + 1,
+        load[BLOCKS],
     )
 
 
@@ -83,11 +86,12 @@ class ExpectedStepTime:
 
     def __init__(self, speed: EngineSpeed, ranks: int) -> None:
         self._speed = speed
-        self._added = [0.0] * ranks
+        self._steps = [0.0] * ranks
 
     def reported(self, rank: int, running: int, blocks: int, surcharge: Surcharge = NONE) -> float:
         """Record the sequences and KV blocks of a rank. Return the expected seconds of a step."""
-        self._added[rank] = (
-            self._speed.decode_sequence + surcharge.of_token(rank)
-        ) * running + self._speed.decode_block * blocks
-        return self._speed.step + surcharge.reading + max(self._added)
+        speed = self._speed
+        self._steps[rank] = decode_step_seconds(
+            speed.step, speed.decode_sequence + surcharge.of_token(rank), speed.decode_block, running, blocks
+        )
+        return surcharge.reading + max(self._steps)

@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array, IntArray
 from router.fleet_state.engine_state import PriceList
-from router.scheduling.cost import TERMS, ExpectedLoad, score
+from router.scheduling.cost import ExpectedLoad, score
 from router.scheduling.decision import Decision
-
-_HANDOVER = TERMS.index("handover")
 
 
 class Truth(NamedTuple):
@@ -58,7 +56,7 @@ def repriced_ms(decision: Decision, truth: Truth, prices: PriceList) -> NDArray[
         None,
         truth.factors,
     )
-    return np.asarray(scores.total[at] + decision.scores.terms[_HANDOVER])
+    return np.asarray(scores.total[at] + decision.scores.ms("handover"))
 
 
 def regret_ms(decision: Decision, truth: Truth, prices: PriceList) -> float:

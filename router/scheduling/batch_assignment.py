@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray, IntArray
-from fleet.timing import own_seconds, prefill_seconds, queue_seconds, running_seconds
+from fleet.timing import own_seconds, prefill_seconds
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.target_table import TargetTable
-from router.scheduling.cost import Weights
+from router.scheduling.cost import COST_TERMS, RequestWork, Weights, outstanding_seconds
 from router.scheduling.decision import Decision
 from router.scheduling.filters import QueuePrices, SaturationLimits
 
@@ -192,8 +192,6 @@ class _Table:
 class LoadPrices:
     """Prices, at any load, of requests that were decided at one load: the terms that depend on load are
     computed anew, the rest stays.
-
-    Keep in step with `cost.score`: queue, decode and lockstep are the only terms that depend on load.
     """
 
     def __init__(
@@ -212,72 +210,70 @@ class LoadPrices:
         `cost.score`.
         """
         self.engine = roster.engine
-        self._queue_ms, self._decode_ms, self._lockstep_ms = 1000.0 * np.array(
-            [weights.queue, weights.decode, weights.lockstep]
-        )
-        self._outputs = outputs
-        factors = np.ones((2, len(roster.targets))) if factors is None else factors
-        self._token_s = (roster.prefill_token_s * factors[0])[:, None]
-        self._sequence_s, self._block_s = (
-            (roster.decode_sequence_s * factors[1])[:, None],
-            (roster.decode_block_s * factors[1])[:, None],
-        )
-        token_block_s, pair_s = (
-            (roster.decode_token_block_s * factors[1])[:, None],
-            (roster.prefill_pair_s * factors[0])[:, None],
-        )
-        self._prefill = prefill_seconds(self._token_s, pair_s, uncached.T, prompts)
-        self._own = own_seconds(self._sequence_s, token_block_s, prompts + outputs, outputs)
-        self._together = (
-            None
-            if roster.together is None or not weights.lockstep
-            else self._lockstep_ms * roster.together[:, None]
-        )
-        self._engines = [
-            slice(first, end) for first, end in pairwise([*roster.first.tolist(), len(roster.targets)])
+        self._roster = roster
+        self._terms = [
+            (term, 1000.0 * weights.by_term[term.name])
+            for term in COST_TERMS
+            if term.by_load and weights.by_term[term.name]
         ]
-        self._fixed = costs.T - self._loaded(slice(0, len(outputs)), slice(0, len(roster.targets)), load)
+        self._outputs = outputs
+        prefill, decode = np.ones((2, len(roster.targets))) if factors is None else factors
+        columns = (
+            roster.prefill_token_s * prefill,
+            roster.decode_sequence_s * decode,
+            roster.decode_block_s * decode,
+            roster.decode_token_block_s * decode,
+            roster.prefill_pair_s * prefill,
+        )
+        self._token_s, self._sequence_s, self._block_s, token_block_s, pair_s = (
+            column[:, None] for column in columns
+        )
+        self._added = np.stack(
+            [
+                prefill_seconds(self._token_s, pair_s, uncached.T, prompts),
+                own_seconds(self._sequence_s, token_block_s, prompts + outputs, outputs),
+            ]
+        )
+        self._together = None if roster.together is None else roster.together[:, None]
+        self._fixed = costs.T - self._by_load(slice(0, len(outputs)), slice(0, len(roster.targets)), load)
 
     def prices(self, requests: slice, targets: slice, load: IntArray) -> FloatArray:
-        return np.asarray(self._fixed[targets, requests] + self._loaded(requests, targets, load), np.float64)
+        return np.asarray(self._fixed[targets, requests] + self._by_load(requests, targets, load))
 
-    def _loaded(self, requests: slice, targets: slice, load: IntArray) -> FloatArray:
-        """Return the load-dependent parts of queue, decode and lockstep, float64 [targets, requests]."""
-        there = load[:, targets, None].astype(np.float64)
-        queue = queue_seconds(self._token_s[targets], there[PREFILL])
-        outputs = self._outputs[requests]
-        running = running_seconds(
+    def _by_load(self, requests: slice, targets: slice, load: IntArray) -> FloatArray:
+        """Return the sum of the terms that depend on load, float64 [targets, requests]."""
+        added = self._added[:, targets, requests]
+        outstanding = np.empty_like(added)
+        outstanding_seconds(
+            self._token_s[targets],
             self._sequence_s[targets],
             self._block_s[targets],
-            there[SEQUENCES],
-            there[BLOCKS],
-            there[STEPS],
-            outputs,
+            load[:, targets, None].astype(np.float64),
+            self._outputs[requests],
+            outstanding,
         )
-        costs = self._decode_ms * running
-        costs += self._queue_ms * queue
-        if self._together is not None:
-            for engine in self._engines if targets.stop - targets.start == len(self.engine) else [targets]:
-                at = slice(engine.start - targets.start, engine.stop - targets.start)
-                lost = _lockstep(
-                    queue[at], running[at], self._prefill[engine, requests], self._own[engine, requests]
-                )
-                lost *= self._together[engine]
-                costs[at] += lost
-        return np.asarray(costs, np.float64)
+        work = RequestWork(
+            self._roster,
+            outstanding,
+            added,
+            outstanding + added,
+            self._longest(outstanding),
+            None if self._together is None else self._together[targets],
+        )
+        costs = np.zeros(added.shape[1:])
+        for term, factor in self._terms:
+            seconds = term.seconds(work)
+            if seconds is not None:
+                costs += factor * seconds
+        return costs
 
-
-def _lockstep(queue: FloatArray, running: FloatArray, prefill: FloatArray, own: FloatArray) -> FloatArray:
-    """Return `fleet.timing.lockstep_seconds` of one engine's ranks, [ranks, requests], from their load and
-    each request's addition.
-    """
-    longer: FloatArray = prefill + (queue - queue.max(axis=0))
-    waits = running + own
-    waits -= running.max(axis=0)
-    np.maximum(longer, 0.0, out=longer)
-    np.minimum(waits, 0.0, out=waits)
-    longer -= waits
-    return longer
+    def _longest(self, outstanding: FloatArray) -> FloatArray | None:
+        """Return `RequestWork.longest` of one entire engine, or of all targets."""
+        if self._together is None:
+            return None
+        if outstanding.shape[1] < len(self.engine):
+            return np.asarray(outstanding.max(axis=1, keepdims=True))
+        return np.maximum.reduceat(outstanding, self._roster.first, axis=1).take(self.engine, axis=1)
 
 
 def order_of(

@@ -1,11 +1,13 @@
 """Cost of a request on each target, in milliseconds, term by term. Pure numpy.
 
-A term is the expected added seconds under the time model (`fleet.timing`), times a weight and 1000. Costs are
+A term is the expected added seconds under the time model (`fleet.timing`), times a weight and 1000.
+COST_TERMS lists them: a new term is a function, its row there, and the setting `<name>_weight`. Costs are
 computed for all targets of a table, since ranks that cannot be chosen still step together with those that
 can.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.arrays import IntArray
+from fleet.arrays import FloatArray, IntArray
 from fleet.timing import (
     dispatch_seconds,
     distinct_seconds,
@@ -25,42 +27,12 @@ from fleet.timing import (
 )
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.target_table import TargetTable, columns
+from router.scheduling.speed_correction import DECODE_SPEED, PREFILL_SPEED
 
-TERMS = ("prefill", "queue", "decode", "experts", "distinct", "lockstep", "handover")
-"""Terms in the order in which they are added up."""
 _FEW = 16
 _ONE = np.ones((), np.int64)
 """An array, since numpy takes longer to convert a number than to compute with it."""
-_PREFILL, _QUEUE, _DECODE, _EXPERTS, _DISTINCT, _LOCKSTEP, _HANDOVER = range(len(TERMS))
-
-
-@dataclass(frozen=True)
-class Weights:
-    """One factor per term, from the configuration; 1: the unscaled time model. Field order: TERMS."""
-
-    prefill: float = 1.0
-    queue: float = 1.0
-    decode: float = 1.0
-    experts: float = 1.0
-    distinct: float = 1.0
-    lockstep: float = 1.0
-    handover: float = 1.0
-
-    def factors(self, targets: int) -> NDArray[np.float64]:
-        """Return the factors from seconds to weighted milliseconds, float64 [TERMS, targets]. Cached for a
-        few numbers of targets, since broadcasting a column takes longer than multiplying the full arrays.
-        """
-        found = self._spread.get(targets)
-        if found is None:
-            if len(self._spread) == _FEW:
-                self._spread.clear()
-            column = np.array([1000.0 * getattr(self, term) for term in TERMS])
-            found = self._spread[targets] = np.repeat(column[:, None], targets, axis=1)
-        return found
-
-    @cached_property
-    def _spread(self) -> dict[int, NDArray[np.float64]]:
-        return {}
+_NO_TOKENS = np.zeros(())
 
 
 class ExpectedLoad(NamedTuple):
@@ -75,6 +47,140 @@ class ExpectedLoad(NamedTuple):
     gain: float = 1.0
 
 
+class RequestWork(msgspec.Struct, frozen=True, gc=False):
+    """Work of one request at each target, from which the terms are computed. Arrays are [targets]; where
+    several requests are priced at once (`batch_assignment`), [targets, requests]. Seconds are corrected by
+    the measured speeds.
+    """
+
+    roster: TargetTable
+    outstanding: FloatArray
+    """[2, ...]: outstanding prefill of each rank, and what its sequences add to the request's steps"""
+    added: FloatArray
+    """[2, ...]: the request's own prefill, and what it adds to the steps"""
+    with_request: FloatArray
+    """[2, ...]: the sum of both"""
+    longest: FloatArray | None
+    """[2, ...]: the largest `outstanding` of the engine's ranks; None: no ranks step together"""
+    together: FloatArray | None
+    """1 where an engine's ranks step together, 0 elsewhere; None: 1"""
+    steps: FloatArray | float = 0.0
+    """fixed part of the request's steps"""
+    uncached: FloatArray = _NO_TOKENS
+    """prompt tokens to compute"""
+    output: float = 0.0
+    """expected output tokens"""
+    expected: ExpectedLoad | None = None
+    handover: FloatArray | None = None
+
+
+class CostTerm(NamedTuple):
+    """One summand of the cost. seconds: of a request at each target; None: there are none. speed: row of the
+    measured speeds behind the term; None: it depends on neither. by_load: the term depends on the load of the
+    ranks, so that every assignment of a batch changes it.
+    """
+
+    name: str
+    seconds: Callable[[RequestWork], FloatArray | None]
+    speed: int | None = None
+    by_load: bool = False
+
+
+def _prefill(work: RequestWork) -> FloatArray:
+    """Compute the uncached prompt."""
+    seconds: FloatArray = work.added[PREFILL_SPEED]
+    return seconds
+
+
+def _queue(work: RequestWork) -> FloatArray:
+    """Wait for the outstanding prefill ahead of it."""
+    seconds: FloatArray = work.outstanding[PREFILL_SPEED]
+    return seconds
+
+
+def _decode(work: RequestWork) -> FloatArray:
+    """Take the output's steps there, slowed by the running sequences."""
+    seconds: FloatArray = work.with_request[DECODE_SPEED] + work.steps
+    return seconds
+
+
+def _experts(work: RequestWork) -> FloatArray | None:
+    """Send each token, computed or emitted, to other ranks and nodes."""
+    if work.expected is None:
+        return None
+    roster, expected = work.roster, work.expected
+    tokens = (work.uncached + work.output) * expected.gain
+    node_s = roster.dispatch_node_s if roster.far else None
+    return dispatch_seconds(roster.dispatch_s, node_s, tokens, expected.remote_ranks, expected.remote_nodes)
+
+
+def _distinct(work: RequestWork) -> FloatArray | None:
+    """Read experts for this request alone."""
+    if work.expected is None or not work.roster.reads:
+        return None
+    tokens = work.expected.gain * work.output
+    return distinct_seconds(work.roster.expert_read_s, work.expected.added_experts, tokens)
+
+
+def _lockstep(work: RequestWork) -> FloatArray | None:
+    """Wait for the engine's slowest rank, and make its longest prefill longer."""
+    if work.longest is None:
+        return None
+    seconds = lockstep_seconds(work.with_request, work.longest)
+    return seconds if work.together is None else seconds * work.together
+
+
+def _handover(work: RequestWork) -> FloatArray | None:
+    """Wait for a migration or layout switch in progress."""
+    return work.handover
+
+
+COST_TERMS = (
+    CostTerm("prefill", _prefill, PREFILL_SPEED),
+    CostTerm("queue", _queue, PREFILL_SPEED, by_load=True),
+    CostTerm("decode", _decode, DECODE_SPEED, by_load=True),
+    CostTerm("experts", _experts),
+    CostTerm("distinct", _distinct),
+    CostTerm("lockstep", _lockstep, DECODE_SPEED, by_load=True),
+    CostTerm("handover", _handover),
+)
+"""In the order in which they are added up."""
+TERMS = tuple(term.name for term in COST_TERMS)
+_SECONDS = tuple(term.seconds for term in COST_TERMS)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One factor per term, from the configuration; 1: the unscaled time model."""
+
+    by_term: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(TERMS, 1.0))
+
+    @classmethod
+    def of(cls, **by_term: float) -> "Weights":
+        """Return these weights; terms that are not named weigh 1."""
+        return cls(dict.fromkeys(TERMS, 1.0) | by_term)
+
+    def without(self, terms: Iterable[str]) -> "Weights":
+        """Return the weights with these terms at 0."""
+        return Weights({**self.by_term, **dict.fromkeys(terms, 0.0)})
+
+    def factors(self, targets: int) -> NDArray[np.float64]:
+        """Return the factors from seconds to weighted milliseconds, float64 [TERMS, targets]. Cached for a
+        few numbers of targets, since broadcasting a column takes longer than multiplying the full arrays.
+        """
+        found = self._spread.get(targets)
+        if found is None:
+            if len(self._spread) == _FEW:
+                self._spread.clear()
+            column = np.array([1000.0 * self.by_term[term] for term in TERMS])
+            found = self._spread[targets] = np.repeat(column[:, None], targets, axis=1)
+        return found
+
+    @cached_property
+    def _spread(self) -> dict[int, NDArray[np.float64]]:
+        return {}
+
+
 class Scores(msgspec.Struct, frozen=True):
     """terms: float64 [TERMS, targets] in ms, weighted; total: float64 [targets], exactly their sum in the
     order of TERMS.
@@ -86,6 +192,10 @@ class Scores(msgspec.Struct, frozen=True):
     terms: NDArray[np.float64]
     total: NDArray[np.float64]
     promised: NDArray[np.float64]
+
+    def ms(self, term: str) -> FloatArray:
+        """Return one term, float64 [targets]."""
+        return np.asarray(self.terms[TERMS.index(term)])
 
     def of(self, at: NDArray[np.intp]) -> "Scores":
         """Return the scores of some of the targets."""
@@ -102,6 +212,21 @@ def uncached_tokens(
     return computed
 
 
+def outstanding_seconds(
+    token_s: FloatArray,
+    sequence_s: FloatArray,
+    block_s: FloatArray,
+    load: FloatArray,
+    output: float | IntArray,
+    out: FloatArray,
+) -> None:
+    """Compute `RequestWork.outstanding` of a load [AMOUNTS, ...] into `out`, float64 [2, ...]."""
+    out[PREFILL_SPEED] = queue_seconds(token_s, load[PREFILL])
+    out[DECODE_SPEED] = running_seconds(
+        sequence_s, block_s, load[SEQUENCES], load[BLOCKS], load[STEPS], output
+    )
+
+
 def score(
     roster: TargetTable,
     load: IntArray,
@@ -113,57 +238,56 @@ def score(
     handover: NDArray[np.float64] | None = None,
     factors: NDArray[np.float64] | None = None,
 ) -> Scores:
-    """Price all targets. load: int64 [AMOUNTS, targets]; uncached: int64 [targets].
+    """Price all targets: the weighted terms of COST_TERMS, and their sum.
 
-    prefill: computing the uncached prompt. queue: outstanding prefill ahead of it. decode: `output_tokens`
-    steps there, slowed by the running sequences. experts: sending each token, computed or emitted, to other
-    ranks and nodes. distinct: reading experts for this request alone. lockstep: waiting for the engine's
-    slowest rank, and making its longest prefill longer. handover: float64 [targets], seconds that a migration
-    or layout switch in progress costs; None: there is none. expected None: nothing is known about the
-    experts. factors: float64 [2, targets], measured over modelled speed of prefill and of decode; None: 1.
+    load: int64 [AMOUNTS, targets]; uncached: int64 [targets]. handover: float64 [targets], seconds that a
+    migration or layout switch in progress costs; None: there is none. expected None: nothing is known about
+    the experts. factors: float64 [2, targets], measured over modelled speed of prefill and of decode; None:
+    1.
     """
     targets, output = len(uncached), float(output_tokens)
-    terms = np.zeros((len(TERMS), targets))
-    work, added = np.empty((2, targets)), np.empty((2, targets))
-    promised, tokens = load.astype(np.float64), uncached.astype(np.float64)
-    work[0] = queue_seconds(roster.prefill_token_s, promised[PREFILL])
-    work[1] = running_seconds(
+    tokens = uncached.astype(np.float64)
+    outstanding, added = np.empty((2, targets)), np.empty((2, targets))
+    outstanding_seconds(
+        roster.prefill_token_s,
         roster.decode_sequence_s,
         roster.decode_block_s,
-        promised[SEQUENCES],
-        promised[BLOCKS],
-        promised[STEPS],
+        load.astype(np.float64),
         output,
+        outstanding,
     )
-    added[0] = prefill_seconds(
+    added[PREFILL_SPEED] = prefill_seconds(
         roster.prefill_token_s, roster.prefill_pair_s if roster.pairs else None, tokens, float(prompt_tokens)
     )
-    added[1] = own_seconds(
+    added[DECODE_SPEED] = own_seconds(
         roster.decode_sequence_s, roster.decode_token_block_s, float(prompt_tokens + output_tokens), output
     )
     steps = output * roster.step_s
     if factors is not None:
-        work *= factors
+        outstanding *= factors
         added *= factors
-        steps *= factors[1]
-    terms[_PREFILL], terms[_QUEUE] = added[0], work[0]
-    terms[_DECODE] = work[1] + added[1] + steps
-    if expected is not None:
-        tokens += output
-        tokens *= expected.gain
-        node_s = roster.dispatch_node_s if roster.far else None
-        terms[_EXPERTS] = dispatch_seconds(
-            roster.dispatch_s, node_s, tokens, expected.remote_ranks, expected.remote_nodes
-        )
-    if expected is not None and roster.reads:
-        terms[_DISTINCT] = distinct_seconds(
-            roster.expert_read_s, expected.added_experts, expected.gain * output
-        )
+        steps *= factors[DECODE_SPEED]
+    longest = None
     if roster.together is not None:
-        terms[_LOCKSTEP] = lockstep_seconds(work, added, roster.group_first, roster.group)
-        if roster.apart:
-            terms[_LOCKSTEP] *= roster.together
-    if handover is not None:
-        terms[_HANDOVER] = handover
+        longest = np.maximum.reduceat(outstanding.reshape(-1), roster.group_first).take(roster.group)
+    together = roster.together if roster.apart else None
+    work = RequestWork(
+        roster,
+        outstanding,
+        added,
+        outstanding + added,
+        longest,
+        together,
+        steps,
+        tokens,
+        output,
+        expected,
+        handover,
+    )
+    terms = np.zeros((len(COST_TERMS), targets))
+    for row, seconds_of in enumerate(_SECONDS):
+        seconds = seconds_of(work)
+        if seconds is not None:
+            terms[row] = seconds
     terms *= weights.factors(targets)
-    return Scores(terms, np.add.reduce(terms, axis=0), work[0] + work[1])
+    return Scores(terms, np.add.reduce(terms, axis=0), outstanding[0] + outstanding[1])

@@ -2,7 +2,6 @@
 number."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Literal, NamedTuple
 from weakref import ReferenceType
 
@@ -25,7 +24,7 @@ from router.prediction.predictor import (
     PredictionKeys,
     PredictionRecord,
 )
-from router.scheduling.cost import TERMS, ExpectedLoad, Scores, Weights, score, uncached_tokens
+from router.scheduling.cost import COST_TERMS, TERMS, ExpectedLoad, Scores, Weights, score, uncached_tokens
 from router.scheduling.decision_record import (
     Candidate,
     DecisionRecord,
@@ -55,9 +54,6 @@ _COLUMN_BYTES = 8 * (3 + AMOUNTS + len(TERMS) + 2 + 1 + 4)
 """Bytes of one candidate: place, overlap and uncached tokens; load; terms; their sum and the outstanding
 work; score; four columns of the outlook.
 """
-_EXPERTS = TERMS.index("experts")
-_SPEED_OF = (0, 0, 1, None, None, 1, None)
-"""Speed behind each term: 0 for prefill, 1 for decode, None for neither."""
 _LEAST_GAIN = 1e-6
 _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
 """Bytes of a decision, and of each candidate's entry in its columns."""
@@ -258,7 +254,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return [*terms]
         known = self.measured[:, candidate].tolist()
         return [
-            term if kind is None or known[kind] else None for term, kind in zip(terms, _SPEED_OF, strict=True)
+            value if term.speed is None or known[term.speed] else None
+            for value, term in zip(terms, COST_TERMS, strict=True)
         ]
 
     @property
@@ -331,7 +328,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if self.choice.why in ("cheapest", "tie", "home"):  # equals may differ by rounding
             order.remove(self.chosen)
             order.insert(0, self.chosen)
-        weights = asdict(self.weights)
+        weights = dict(self.weights.by_term)
         other, gone = self.runner_up, self.if_gone()
         return DecisionRecord(
             id=self.id,
@@ -587,7 +584,7 @@ def _home(
     if rules.policy != "cost" or not np.logical_and.reduce(outlook.priced):
         return HomeRanks(at_home(outlook.home), None)
     if gain > _LEAST_GAIN:
-        return HomeRanks(at_home(outlook.home), scores.terms[_EXPERTS] * (-sure / gain))
+        return HomeRanks(at_home(outlook.home), scores.ms("experts") * (-sure / gain))
     node_s = roster.dispatch_node_s[at] if roster.far else None
     costs = dispatch_seconds(
         roster.dispatch_s[at],
@@ -596,7 +593,7 @@ def _home(
         outlook.remote_ranks,
         outlook.remote_nodes,
     )
-    return HomeRanks(at_home(outlook.home), costs * (-1000.0 * sure * rules.weights.experts))
+    return HomeRanks(at_home(outlook.home), costs * (-1000.0 * sure * rules.weights.by_term["experts"]))
 
 
 def _place(key: RankKey, roster: TargetTable, at: NDArray[np.intp]) -> int | None:

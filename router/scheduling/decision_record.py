@@ -8,22 +8,22 @@ import msgspec
 
 from router.fleet_state.target_table import Excluded
 from router.prediction.predictor import PredictionRecord
+from router.scheduling.cost import TERMS
 from router.scheduling.policies import Unit, Why
 
-
-class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Predicted milliseconds, weighted. Under the policy cost their sum in this order is exactly the score.
-    Fields: `cost.TERMS`. None: the underlying speed is neither stated nor measured; the score is then a
-    comparison, not a time.
-    """
-
-    prefill: float | None
-    queue: float | None
-    decode: float | None
-    experts: float | None
-    distinct: float | None
-    lockstep: float | None
-    handover: float | None
+_ABOUT_TERMS = """Predicted milliseconds, weighted. Under the policy cost their sum in this order is exactly
+the score. Fields: `cost.TERMS`. None: the underlying speed is neither stated nor measured; the score is then
+a comparison, not a time.
+"""
+Terms = msgspec.defstruct(
+    "Terms",
+    [(term, float | None) for term in TERMS],
+    namespace={"__doc__": _ABOUT_TERMS},
+    module=__name__,
+    frozen=True,
+    kw_only=True,
+    gc=False,
+)
 
 
 class PromisedLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -44,7 +44,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     worker_id: str
     score: float
     """minimised by the policy, in the record's `unit`"""
-    terms_ms: Terms
+    terms_ms: Terms  # type: ignore[valid-type]  # its fields are the rows of a table
     """present under every policy"""
     speed: Literal["stated", "measured", "not measured"] = "stated"
     """source of its milliseconds: the engine or the settings, the router's measurements, or none yet"""

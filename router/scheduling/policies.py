@@ -10,7 +10,7 @@ for deployments that prefer them:
 - round_robin: each rank in turn.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray
 from router.config import Policy, RouterConfig
-from router.scheduling.cost import Scores, Weights
+from router.scheduling.cost import TERMS, Scores, Weights
 
 Unit = Literal["ms", "1"]
 Why = Literal["cheapest", "tie", "home", "session", "temperature", "only"]
@@ -41,7 +41,7 @@ class PolicyRules:
     """
 
     policy: Policy = "cost"
-    weights: Weights = Weights()  # noqa: RUF009 immutable
+    weights: Weights = field(default_factory=Weights)
     alpha: float = 1.0
     beta: float = 1.0
     gamma: float = 1.0
@@ -54,20 +54,14 @@ class PolicyRules:
     def steers(self) -> bool:
         """True if expert placement affects these rules. If not, homes do not count either."""
         return (
-            self.weights.experts > 0 if self.policy == "cost" else self.policy == "classic" and self.beta > 0
+            self.weights.by_term["experts"] > 0
+            if self.policy == "cost"
+            else self.policy == "classic" and self.beta > 0
         )
 
     @classmethod
     def of(cls, config: RouterConfig) -> "PolicyRules":
-        weights = Weights(
-            config.prefill_weight,
-            config.queue_weight,
-            config.decode_weight,
-            config.experts_weight,
-            config.distinct_weight,
-            config.lockstep_weight,
-            config.handover_weight,
-        )
+        weights = Weights({term: getattr(config, f"{term}_weight") for term in TERMS})
         classic = (config.classic_alpha, config.classic_beta, config.classic_gamma)
         return cls(
             config.policy,
@@ -80,7 +74,7 @@ class PolicyRules:
 
     def without(self, terms: tuple[str, ...]) -> "PolicyRules":
         """Return the rules without these terms."""
-        return replace(self, weights=replace(self.weights, **dict.fromkeys(terms, 0.0))) if terms else self
+        return replace(self, weights=self.weights.without(terms)) if terms else self
 
 
 class CandidateFacts(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ from router.prefix_index.approximate_index import ApproximateIndex
 from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import Prompt
 from router.scheduling.batch_assignment import order_of
+from router.scheduling.cost import TERMS
 from router.scheduling.decision import (
     NOTHING,
     UNKNOWN_OWNER,
@@ -453,16 +454,17 @@ def _ignored(roster: TargetTable, bars: Exclusions) -> tuple[Excluded, ...]:
     return tuple(Excluded(target.engine.engine, target.rank, bars.every[target.key]) for target in soft)
 
 
+_FIRST_TOKEN_TERMS = ("prefill", "queue")
+
+
 def _first_token_seconds(decision: Decision) -> float | None:
     """Return the expected seconds to the chosen rank's first token; None if a weight of 0 hides them, or the
     speed is unknown.
     """
     if not decision.is_measured(decision.chosen):
         return None
-    prefill, queue = decision.scores.terms[:2, decision.chosen].tolist()  # the first two of TERMS
-    weights = decision.weights
-    return (
-        (prefill / weights.prefill + queue / weights.queue) / 1000.0
-        if weights.prefill and weights.queue
-        else None
-    )
+    weights = [decision.weights.by_term[term] for term in _FIRST_TOKEN_TERMS]
+    if not all(weights):
+        return None
+    terms = [decision.scores.terms.item(TERMS.index(term), decision.chosen) for term in _FIRST_TOKEN_TERMS]
+    return sum(ms / weight for ms, weight in zip(terms, weights, strict=True)) / 1000.0

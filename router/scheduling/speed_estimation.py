@@ -15,9 +15,8 @@ does not change silently.
 from math import exp, log
 
 from router.fleet_state.target_table import RankKey
+from router.scheduling.speed_correction import DECODE_SPEED, PREFILL_SPEED
 
-PREFILL_KIND, DECODE_KIND = 0, 1
-KINDS = 2
 LEAST, ENOUGH, MOST = 4.0, 16.0, 32.0
 """Observations: LEAST make a measurement; the median is taken of the first ENOUGH; at most MOST are
 remembered.
@@ -89,20 +88,20 @@ class SpeedEstimation:
         """
         if predicted_s > 0 and observed_s > 0:
             ratio = log(max(observed_s - beside_s, _LEAST_SHARE * observed_s) / predicted_s)
-            self._add(PREFILL_KIND, pool, server, ratio, (predicted_s / (predicted_s + beside_s)) ** 2)
+            self._add(PREFILL_SPEED, pool, server, ratio, (predicted_s / (predicted_s + beside_s)) ** 2)
 
     def step(
         self, pool: str, server: RankKey, predicted_s: float, observed_s: float, weight: float = 1.0
     ) -> None:
         """Record a decode step. weight: in (0, 1]."""
         if predicted_s > 0 and observed_s > 0:
-            self._add(DECODE_KIND, pool, server, log(observed_s / predicted_s), weight)
+            self._add(DECODE_SPEED, pool, server, log(observed_s / predicted_s), weight)
 
     def of(self, pool: str, server: RankKey) -> tuple[tuple[float, bool], tuple[float, bool]]:
         """Return, for prefill and for decode, the factor of a server's predicted seconds, and True if it was
         measured; (1.0, False) before.
         """
-        return self._factor(PREFILL_KIND, pool, server), self._factor(DECODE_KIND, pool, server)
+        return self._factor(PREFILL_SPEED, pool, server), self._factor(DECODE_SPEED, pool, server)
 
     def age(self, now: float) -> None:
         """Halve the evidence with every HALF_LIFE_SECONDS."""

@@ -155,7 +155,7 @@ def test_a_home_may_cost_more_by_its_expected_saving_scaled_by_confidence() -> N
 @pytest.mark.parametrize(
     "rules",
     [
-        PolicyRules(weights=Weights(experts=0.0)),
+        PolicyRules(weights=Weights.of(experts=0.0)),
         PolicyRules("kv"),
         PolicyRules("least_loaded"),
         PolicyRules("round_robin"),

@@ -130,7 +130,7 @@ def shares(found: Burst) -> NDArray[np.float64]:
 def test_a_burst_between_two_reports_gives_no_rank_more_than_five_quarters_of_a_fair_share(
     engines: Any, lockstep: float
 ) -> None:
-    assert shares(burst(engines, PolicyRules(weights=Weights(lockstep=lockstep)))).max() < 1.25
+    assert shares(burst(engines, PolicyRules(weights=Weights.of(lockstep=lockstep)))).max() < 1.25
 
 
 @pytest.mark.parametrize("policy", ["classic", "kv", "least_loaded"])

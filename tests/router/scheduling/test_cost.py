@@ -1,6 +1,6 @@
 """Each term of the cost alone: its value computed by hand, and its trend."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -16,11 +16,15 @@ from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import linear
 from fleet.timing import EngineSpeed
+from router.config import RouterConfig
+from router.evaluation.expected_latency import first_token, step
 from router.fleet_state.dispatch_cost import locality
-from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, STEPS
+from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.target_table import TargetTable
 from router.fleet_state.view import FleetView
 from router.scheduling.cost import TERMS, ExpectedLoad, Scores, Weights, score
+from router.scheduling.decision_record import Terms
+from router.scheduling.policies import PolicyRules
 from tests.router.decision_builders import decided, foretold, view_of
 from tests.router.learnt_tables import clusters, halves
 from tests.router.router_fixture import SHAPE, engine_joined
@@ -282,8 +286,39 @@ def scores_of(state: dict[str, Any], weights: Weights = Weights()) -> Scores:  #
     )
 
 
+def test_every_term_is_a_row_with_a_setting() -> None:
+    settings_of_terms = [
+        field.name.removesuffix("_weight") for field in fields(RouterConfig) if field.name.endswith("_weight")
+    ]
+    assert settings_of_terms == list(TERMS) == list(Terms.__struct_fields__)
+    assert PolicyRules.of(RouterConfig()).weights == Weights()
+
+
 @settings(deadline=None, max_examples=60)
-@given(state=states, weights=st.builds(Weights, *[st.floats(0, 10)] * len(TERMS)))
+@given(state=states, prompt=st.integers(1, 2000))
+def test_expected_latencies_are_the_terms_of_the_cost(state: dict[str, Any], prompt: int) -> None:
+    """The first token is the terms prefill and queue. The term decode is one step per token, and the KV blocks
+    of the request itself, as long as no sequence ends before it.
+    """
+    load = np.array(state["load"]).T
+    load[STEPS] = load[SEQUENCES] * state["output"]
+    for at in range(4):
+        decision = decided(
+            HOUSE, load, conditions={"held": HOUSE.targets[at].key}, prompt=prompt, output=state["output"]
+        )
+        seconds = {term: decision.scores.ms(term)[decision.chosen] / 1000.0 for term in TERMS}
+        assert first_token(decision).prefill == pytest.approx(seconds["prefill"] + seconds["queue"])
+        target = int(decision.at[decision.chosen])
+        own_blocks = HOUSE.decode_token_block_s[target] * (prompt + state["output"])
+        running = load[SEQUENCES, target] > 0  # blocks without a sequence cost a step, but no request waits
+        if running or not load[BLOCKS, target]:
+            assert seconds["decode"] == pytest.approx(state["output"] * (step(decision) + own_blocks))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    state=states, weights=st.builds(Weights, st.fixed_dictionaries(dict.fromkeys(TERMS, st.floats(0, 10))))
+)
 def test_terms_add_up_exactly_and_none_is_negative(state: dict[str, Any], weights: Weights) -> None:
     found = scores_of(state, weights)
     alone = score(

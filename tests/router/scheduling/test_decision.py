@@ -31,7 +31,7 @@ loads = st.lists(
     max_size=4,
 )
 overlaps = st.lists(st.integers(0, 40), min_size=4, max_size=4)
-weights = st.builds(Weights, *[st.floats(0, 10)] * len(TERMS))
+weights = st.builds(Weights, st.fixed_dictionaries(dict.fromkeys(TERMS, st.floats(0, 10))))
 
 
 @settings(deadline=None)
@@ -120,10 +120,10 @@ def test_more_load_never_lowers_a_score(load: Any, row: int | None, which: int) 
 def test_a_weight_of_zero_switches_a_term_off_and_two_doubles_it() -> None:
     view, _ = view_of({"speed": SLOW})
     load = np.array([[5, 9]] * AMOUNTS)
-    for at in range(len(TERMS)):
+    for at, term in enumerate(TERMS):
         plain = decided(view.roster("demo"), load, outlook=foretold([1.0, 0.5])).scores.terms
         for factor in (0.0, 2.0):
-            only = Weights(*[factor if one == at else 1.0 for one in range(len(TERMS))])
+            only = Weights.of(**{term: factor})
             weighted = decided(
                 view.roster("demo"), load, weights=only, outlook=foretold([1.0, 0.5])
             ).scores.terms

@@ -38,7 +38,7 @@ from tests.router.router_fixture import engine_joined
 BLOCK, OUTPUT, RANKS = 16, 128, 8
 BLOCK_SECONDS = 1e-3
 """Seconds of one of Dynamo's blocks."""
-COMMON = Weights(experts=0.0, distinct=0.0, lockstep=0.0, handover=0.0)
+COMMON = Weights.of(experts=0.0, distinct=0.0, lockstep=0.0, handover=0.0)
 
 
 def roster_of(scale: float, per_request: float) -> TargetTable:

@@ -318,8 +318,8 @@ def test_rules_are_what_the_configuration_says() -> None:
         temperature_ms=3.0,
         session_affinity_ms=7.0,
     )
-    weights = Weights(lockstep=0.0, distinct=2.0)
+    weights = Weights.of(lockstep=0.0, distinct=2.0)
     assert PolicyRules.of(config) == PolicyRules("classic", weights, 1.0, 0.5, 1.0, 3.0, 7.0)
-    assert PolicyRules.of(config).without(("distinct", "queue")).weights == Weights(
+    assert PolicyRules.of(config).without(("distinct", "queue")).weights == Weights.of(
         lockstep=0.0, distinct=0.0, queue=0.0
     )

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from router.scheduling.speed_estimation import (
-    DECODE_KIND,
+    DECODE_SPEED,
     ENOUGH,
     HALF_LIFE_SECONDS,
     LEAST,
-    PREFILL_KIND,
+    PREFILL_SPEED,
     SpeedEstimation,
 )
 
@@ -57,8 +57,8 @@ def test_prefill_and_decode_are_measured_apart() -> None:
     for _ in range(10):
         speeds.step("llama", ONE, 0.02, 0.06)
     found = speeds.of("llama", ONE)
-    assert found[PREFILL_KIND] == (1.0, False)
-    assert found[DECODE_KIND] == (pytest.approx(3.0), True)
+    assert found[PREFILL_SPEED] == (1.0, False)
+    assert found[DECODE_SPEED] == (pytest.approx(3.0), True)
 
 
 def test_like_servers_have_one_speed_in_spite_of_noise() -> None:
@@ -72,8 +72,8 @@ def test_like_servers_have_one_speed_in_spite_of_noise() -> None:
 def test_an_unmeasured_server_has_the_speed_of_its_pool_and_of_no_other() -> None:
     speeds = SpeedEstimation()
     feed(speeds, 5.0, 20, ONE)
-    assert speeds.of("llama", (9, 0))[PREFILL_KIND] == (pytest.approx(5.0), True)
-    assert speeds.of("mistral", (9, 0))[PREFILL_KIND] == (1.0, False)
+    assert speeds.of("llama", (9, 0))[PREFILL_SPEED] == (pytest.approx(5.0), True)
+    assert speeds.of("mistral", (9, 0))[PREFILL_SPEED] == (1.0, False)
 
 
 def test_a_server_that_is_clearly_slower_is_known_for_it() -> None:
@@ -82,7 +82,7 @@ def test_a_server_that_is_clearly_slower_is_known_for_it() -> None:
         feed(speeds, 1.0, 2, ONE)
         feed(speeds, 6.0, 2, TWO)
     fast, slow = speeds.of("llama", ONE), speeds.of("llama", TWO)
-    assert slow[DECODE_KIND][0] / fast[DECODE_KIND][0] == pytest.approx(6.0, rel=0.2)
+    assert slow[DECODE_SPEED][0] / fast[DECODE_SPEED][0] == pytest.approx(6.0, rel=0.2)
 
 
 def test_a_cold_start_among_the_first_tokens_does_not_tell_the_speed() -> None:
@@ -90,15 +90,15 @@ def test_a_cold_start_among_the_first_tokens_does_not_tell_the_speed() -> None:
     speeds.first_token("llama", ONE, 0.1, 0.0, 60.0)
     for _ in range(4):
         speeds.first_token("llama", ONE, 0.1, 0.0, 0.2)
-    assert speeds.of("llama", ONE)[PREFILL_KIND] == (pytest.approx(2.0), True)
+    assert speeds.of("llama", ONE)[PREFILL_SPEED] == (pytest.approx(2.0), True)
 
 
 def test_one_wild_value_later_changes_little() -> None:
     speeds = SpeedEstimation()
     feed(speeds, 2.0, 30)
-    before = speeds.of("llama", ONE)[DECODE_KIND][0]
+    before = speeds.of("llama", ONE)[DECODE_SPEED][0]
     speeds.step("llama", ONE, 0.02, 2000.0)
-    assert abs(log(speeds.of("llama", ONE)[DECODE_KIND][0] / before)) <= log(2.0) / ENOUGH
+    assert abs(log(speeds.of("llama", ONE)[DECODE_SPEED][0] / before)) <= log(2.0) / ENOUGH
 
 
 def test_what_was_measured_once_stays_measured_through_a_silent_night_and_follows_a_change() -> None:
@@ -106,9 +106,9 @@ def test_what_was_measured_once_stays_measured_through_a_silent_night_and_follow
     feed(speeds, 2.0, 30)
     speeds.age(0.0)
     speeds.age(1000 * HALF_LIFE_SECONDS)
-    assert speeds.of("llama", ONE)[DECODE_KIND] == (pytest.approx(2.0), True)
+    assert speeds.of("llama", ONE)[DECODE_SPEED] == (pytest.approx(2.0), True)
     feed(speeds, 0.5, 60)
-    assert speeds.of("llama", ONE)[DECODE_KIND][0] == pytest.approx(0.5, rel=0.2)
+    assert speeds.of("llama", ONE)[DECODE_SPEED][0] == pytest.approx(0.5, rel=0.2)
 
 
 def test_the_last_server_that_is_forgotten_takes_its_pool_along() -> None:
@@ -116,7 +116,7 @@ def test_the_last_server_that_is_forgotten_takes_its_pool_along() -> None:
     feed(speeds, 2.0, 30, ONE)
     feed(speeds, 2.0, 30, TWO)
     speeds.forget_worker(1)
-    assert speeds.of("llama", ONE)[DECODE_KIND][1]
+    assert speeds.of("llama", ONE)[DECODE_SPEED][1]
     speeds.forget_worker(2)
     assert speeds.of("llama", ONE) == ((1.0, False), (1.0, False))
 
