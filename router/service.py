@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from math import inf
 
 import msgspec
 
@@ -152,7 +151,6 @@ class RouterService:
         self.tag = secrets.token_hex(4)
         """prefix of this router's decision ids"""
         self.warmup = Readiness(self.view, self.feeds, self.peers)
-        self._audible_since = -inf
         """time since which heartbeats can arrive over the bus"""
         self.backends = StaticBackends(
             config, lambda url: self.credentials.backend_key_of(url), self.view, clock, self.forget_worker
@@ -542,14 +540,11 @@ class RouterService:
         while True:
             now = self.clock()
             silent = self.bus_silent
-            if silent:
-                self._audible_since = now
+            self.view.listen(now, audible=not silent)
             if silent and not was_silent:
                 self._doubt_failures(now)
             was_silent = silent
-            for worker_id in self.view.sweep(
-                now, config.dead_after_seconds, config.forget_after_seconds, self._audible_since
-            ):
+            for worker_id in self.view.sweep(now, config.dead_after_seconds, config.forget_after_seconds):
                 self.forget_worker(worker_id)
             self._judge(now)
             self._expire(now)

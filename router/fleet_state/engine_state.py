@@ -42,10 +42,9 @@ class EngineStatus(StrEnum):
 
 @dataclass(slots=True)
 class EngineState:
-    """One incarnation of an engine. `heard_at`: seconds on the router's clock."""
+    """One incarnation of an engine."""
 
     joined: EngineJoined
-    heard_at: float
     placement: Placement | None
     layout: Layout | None
     standing: EngineStatus = EngineStatus.UNHEARD
@@ -67,7 +66,7 @@ class EngineState:
         """Take over the state of an incarnation that joins again. Its prices stand until they are computed
         anew, unless the join describes another engine.
         """
-        self.heard_at, self.blocked, self.handover_seconds = old.heard_at, old.blocked, old.handover_seconds
+        self.blocked, self.handover_seconds = old.blocked, old.handover_seconds
         self.standing = EngineStatus.UNHEARD if old.standing is EngineStatus.LEFT else old.standing
         if old.placement is not None and (
             self.placement is None or old.placement.epoch > self.placement.epoch

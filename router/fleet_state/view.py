@@ -7,13 +7,13 @@ which are dropped when any input changes. Loads are in `reservations`, KV conten
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from math import inf
 
 import numpy as np
 
 from fleet.arrays import FloatArray
 from fleet.facts.engines import EngineJoined
 from fleet.layout import Layout
+from fleet.membership import Heartbeats, Membership
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import MOST_SECONDS
@@ -44,7 +44,8 @@ class FleetView:
 
     def __init__(self, reservations: Reservations) -> None:
         self._reservations = reservations
-        self._engines: dict[int, EngineState] = {}
+        self._engines: Membership[EngineState] = Membership()
+        self._heartbeats = Heartbeats()
         self._clusters: dict[str, ClusterModel] = {}
         self._latest_clusters: deque[ClusterModel] = deque(maxlen=_KEPT_CLUSTERS)
         """strong references to clusters that decisions refer to weakly"""
@@ -72,22 +73,19 @@ class FleetView:
             )
         placement = None if joined.placement is None else Placement.from_record(joined.placement)
         old = self._engines.get(joined.worker_id)
-        state = EngineState(joined, now, placement, joined.layout, probed=probed)
-        if old is not None:
+        state = EngineState(joined, placement, joined.layout, probed=probed)
+        if old is None:
+            self._heartbeats.beat(joined.worker_id, now)
+        else:
             state.resume(old)
-        superseded = [
-            worker
-            for worker, other in self._engines.items()
-            if other.joined.engine == joined.engine and worker != joined.worker_id
-        ]
-        for worker in superseded:
-            self.forget(worker)
-        self._engines[joined.worker_id] = state
+        superseded = self._engines.join(joined.engine, joined.worker_id, state)
+        for worker, ended in superseded.items():
+            self._remove_ranks(worker, ended)
         state.rows = [
             self._reservations.add_rank((joined.worker_id, rank)) for rank in range(len(joined.urls))
         ]
         self._changed()
-        return superseded
+        return list(superseded)
 
     def leave(self, worker_id: int) -> bool:
         """Record that an engine was stopped on purpose. Its running streams are not touched. False if it is
@@ -100,7 +98,7 @@ class FleetView:
         state = self._engines.get(worker_id)
         if state is None:
             return False
-        state.heard_at = now
+        self._heartbeats.beat(worker_id, now)
         if state.standing is not EngineStatus.LEFT:
             self._stand(worker_id, EngineStatus.LIVE)
         return True
@@ -111,36 +109,36 @@ class FleetView:
         if state is not None and state.standing is EngineStatus.LIVE:
             self._stand(worker_id, EngineStatus.UNREACHABLE)
 
-    def sweep(
-        self, now: float, dead_after: float, forget_after: float, audible_since: float = -inf
-    ) -> list[int]:
-        """Declare silent engines dead, and forget those silent for long. Return the forgotten worker_ids.
-        Silence before `audible_since` does not count, since no heartbeats could arrive then.
-        """
+    def listen(self, now: float, *, audible: bool) -> None:
+        """Record that the bus delivers messages at present, or does not: then silences start over."""
+        self._heartbeats.listen(now, audible=audible)
+
+    def sweep(self, now: float, dead_after: float, forget_after: float) -> list[int]:
+        """Declare silent engines dead, and forget those silent for long. Return the forgotten worker_ids."""
         for worker, state in self._engines.items():
-            silent = not state.probed and now - max(state.heard_at, audible_since) > dead_after
+            silent = not state.probed and self._heartbeats.silence(worker, now) > dead_after
             if silent and state.standing in (EngineStatus.LIVE, EngineStatus.UNREACHABLE):
                 self._stand(worker, EngineStatus.DEAD)
-        quiet = (
-            worker
-            for worker, state in self._engines.items()
-            if now - max(state.heard_at, audible_since) > forget_after
-        )
         old = [
             worker
-            for worker in quiet
-            if not self._engines[worker].probed or self._engines[worker].standing is not EngineStatus.LIVE
+            for worker, state in self._engines.items()
+            if self._heartbeats.silence(worker, now) > forget_after
+            and not (state.probed and state.standing is EngineStatus.LIVE)
         ]
         for worker in old:
             self.forget(worker)
         return old
 
     def forget(self, worker_id: int) -> None:
-        state = self._engines.pop(worker_id, None)
+        state = self._engines.end(worker_id)
         if state is not None:
-            for rank in range(len(state.joined.urls)):
-                self._reservations.remove_rank((worker_id, rank))
-            self._changed()
+            self._remove_ranks(worker_id, state)
+
+    def _remove_ranks(self, worker_id: int, state: EngineState) -> None:
+        self._heartbeats.keep_only(self._engines)
+        for rank in range(len(state.joined.urls)):
+            self._reservations.remove_rank((worker_id, rank))
+        self._changed()
 
     def block(self, worker_id: int, reason: str | None) -> None:
         """Set the reason why a live engine cannot be used, or (None) clear it."""
