@@ -13,11 +13,10 @@ from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
 from fleet.facts.migrations import LoopFigures, MigrationAborted, MigrationCommitted, MigrationPlanned
 from fleet.facts.placements import HomesPublished
+from fleet.membership import SILENT_SECONDS, Heartbeats
 
 LAST_SECONDS = 10.0
 """Time window of the figures."""
-SILENT_SECONDS = 3.0
-"""Age of the last heartbeat beyond which an engine counts as silent."""
 MOST_MEASURED = 4096
 """Most measurements kept per engine."""
 MOST_EVENTS = 256
@@ -42,7 +41,7 @@ class LiveState:
         """events so far, including those already dropped"""
         self._began = began
         self._measured: dict[int, deque[tuple[float, DispatchMeasured]]] = {}
-        self._beaten: dict[int, float] = {}
+        self._heartbeats = Heartbeats()
         self._homes: dict[int, int] = {}
 
     def present(self, engines: Iterable[EngineNow]) -> None:
@@ -93,7 +92,7 @@ class LiveState:
         match message:
             case EngineHeartbeat():
                 engine.heartbeat = message
-                self._beaten[message.worker_id] = now
+                self._heartbeats.beat(message.worker_id, now)
             case KvMetrics() if 0 <= message.dp_rank < len(engine.joined.urls):
                 engine.load[message.dp_rank] = message
             case DispatchMeasured() if sound(message):
@@ -117,7 +116,8 @@ class LiveState:
     def _forget(self) -> None:
         """Drop the data of engines that have left."""
         there = {engine.joined.worker_id for engine in self.engines.values()}
-        for kept in (self._measured, self._beaten, self._homes):
+        self._heartbeats.keep_only(there)
+        for kept in (self._measured, self._homes):
             for worker_id in kept.keys() - there:
                 del kept[worker_id]
 
@@ -127,7 +127,7 @@ class LiveState:
             while measured and measured[0][0] < now - LAST_SECONDS:
                 measured.popleft()
         for engine in self.engines.values():
-            if self._beaten.get(engine.joined.worker_id, -math.inf) < now - SILENT_SECONDS:
+            if self._heartbeats.silence(engine.joined.worker_id, now) > SILENT_SECONDS:
                 engine.heartbeat = None
 
     def figures(self) -> dict[str, LoopFigures]:

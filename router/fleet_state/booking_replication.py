@@ -18,12 +18,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from fleet.facts.bookings import BookedLoad, ReservationsChanged
+from fleet.membership import SILENT_SECONDS
 from fleet.requests.routing import ReservationsDescribed
 from router.fleet_state.reservations import BLOCKS, PREFILL, STEPS, Booking, Reservations
 from router.fleet_state.target_table import RankKey
 
-SILENT_SECONDS = 3.0
-"""A router that is silent for this time is gone, and its bookings end."""
 DOUBTFUL_SECONDS = 1.0
 """A router that is silent for this time is queried."""
 MOST_ROUTERS = 256

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.facts.bookings import BookedLoad, ReservationsChanged
+from fleet.membership import SILENT_SECONDS
 from fleet.requests.routing import ReservationsDescribed
 from router.fleet_state.booking_replication import (
     MOST_PER_MESSAGE,
     MOST_PREFIX_BLOCKS,
-    SILENT_SECONDS,
     BookingMessage,
     OwnBookings,
     RemoteBookings,
