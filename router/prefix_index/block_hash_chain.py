@@ -63,6 +63,11 @@ class BlockHashChain(Sequence[int]):
         self._looked_up, self._key, self._run = -1, 0, b""
         """first block of the run that was looked up last, its key and its bytes"""
 
+    @property
+    def computed(self) -> int:
+        """Number of hashes computed so far."""
+        return len(self._chained)
+
     def reach(self, depth: int, runs: HashRuns | None = None) -> list[int]:
         """Return at least the first `depth` hashes (there are `len(self)`), more if `runs` knows them. The
         list belongs to the chain and must not be changed.

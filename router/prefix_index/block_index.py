@@ -109,6 +109,16 @@ class BlockIndex:
         slot = self._slots.get(rank)
         return 0 if slot is None else slot.entries
 
+    def may_have_gaps(self, rank: RankKey) -> bool:
+        """Return True if a rank may hold a block without its parent."""
+        slot = self._slots.get(rank)
+        return slot is not None and bool(self._gappy & slot.bit)
+
+    @property
+    def links(self) -> int:
+        """Number of stored links from a block to one stored after it."""
+        return sum(len(after) if isinstance(after, set) else 1 for after in self._children.values())
+
     def store(self, rank: RankKey, parent: int | None, blocks: Sequence[int]) -> None:
         """Add consecutive blocks to a rank, after a parent that it holds (None: from the start). The rank may
         lose them in any order.

@@ -79,7 +79,8 @@ class Connection(asyncio.Protocol):
         self._buffered = 0
         self._head_bytes = 0
         self._paused = False
-        self._lost: str | None = None
+        self.lost: str | None = None
+        """reason why the connection is closed; None: it is open"""
         self._waiter: asyncio.Future[None] | None = None
         self._silent_at = math.inf
         """time at which the server will have been silent for too long; inf while nothing waits for it"""
@@ -140,8 +141,8 @@ class Connection(asyncio.Protocol):
         """Wait for a change, and cut the connection after `seconds` without one. ConnectionLost if no change
         is possible.
         """
-        if self._lost is not None:
-            raise ConnectionLost(self._lost)
+        if self.lost is not None:
+            raise ConnectionLost(self.lost)
         waiter = self._waiter = self._loop.create_future()
         self._silent_at = self._loop.time() + seconds
         if self._silent_at < self._alarm_at:
@@ -153,7 +154,7 @@ class Connection(asyncio.Protocol):
 
     def cut(self, why: str) -> None:
         """Close at once. A waiting task gets the reason. The server sees the connection close."""
-        self._lost = self._lost or why
+        self.lost = self.lost or why
         self._quiet_alarm()
         self._transport.abort()
         self._wake()
@@ -165,7 +166,7 @@ class Connection(asyncio.Protocol):
             self.complete
             and self._keep
             and not self._overrun
-            and self._lost is None
+            and self.lost is None
             and not self._transport.is_closing()
         )
 
@@ -225,9 +226,9 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.status and self._until_closed and error is None and self._lost is None:
+        if self.status and self._until_closed and error is None and self.lost is None:
             self.complete = True
-        self._lost = self._lost or (str(error) if error else "the server closed the connection")
+        self.lost = self.lost or (str(error) if error else "the server closed the connection")
         self._quiet_alarm()
         self._wake()
 
@@ -358,6 +359,11 @@ class HttpClient:
                 connection.cut("idle for too long")
             if not idle:
                 del self._idle[key]
+
+    @property
+    def idle_connections(self) -> int:
+        """Number of connections kept for reuse."""
+        return sum(map(len, self._idle.values()))
 
     def _fresh(self, connection: Connection) -> bool:
         return connection.reusable and self.loop.time() - connection.idle_since < self._keepalive

@@ -14,7 +14,7 @@ from bus import Message
 from bus.memory import MemoryBroker, MemoryBus
 from deploy.views.decision import show_decision
 from fleet.blocks import local_hashes, sequence_hashes, words
-from fleet.completions import ApiError
+from fleet.completions import DECISION_HEADER, ApiError
 from fleet.facts.activity import RequestOutcome, RequestsFinished
 from fleet.facts.engines import Capabilities
 from fleet.requests.demand import DescribeClusters
@@ -30,6 +30,7 @@ from router.scheduling.scheduler import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from tests.router.learnt_tables import halves, published_clusters, tables
+from tests.router.metric_values import value_of
 from tests.router.router_fixture import (
     House,
     MockRank,
@@ -317,10 +318,11 @@ async def test_the_headers_names_are_settings(
 ) -> None:
     house = await open_house(session_header="x-conversation", tenant_header="x-org")
     await engine(house, serve_rank, byte_archive)
-    await house.post(
+    answer = await house.post(
         CHAT, chat(), headers={"x-conversation": "s", "x-org": "t", "x-session-id": "no", "x-tenant-id": "no"}
     )
-    [decision] = house.service.picker._kept.values()
+    decision = house.service.picker.kept(answer.headers[DECISION_HEADER])
+    assert decision is not None
     assert decision.ask.keys == keys_of("s", "t", "demo", CHAT)
 
 
@@ -475,7 +477,7 @@ async def test_outcomes_are_published_in_batches_at_once_when_many_wait_and_drop
             noted(service, outcomes, number)
         await asyncio.sleep(1)
         assert [count for _, count in batches[2:]] == [BATCH, 100 - BATCH]
-        assert service.metrics.outcomes_dropped._value.get() == 30
+        assert value_of(service.metrics.outcomes_dropped) == 30
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

@@ -24,6 +24,7 @@ from router.prediction.table_replica import SLICE, ChangeVerdict, TableReplica, 
 from router.sync.table_subscriber import TableSubscriber
 from router.telemetry.metrics import RouterMetrics
 from tests.router.learnt_tables import halves, published_clusters, tables
+from tests.router.metric_values import value_of
 from tests.router.router_fixture import until
 
 BUDGET = 1 << 20
@@ -104,14 +105,15 @@ def test_a_table_grows_with_its_rows_up_to_its_budget_and_keeps_them() -> None:
     assert not RowTable(SLOT * WAYS).crowded_by(10**9), "what the budget does not allow is not requested"
 
 
-def test_a_table_of_many_ages_stays_whole() -> None:
-    rows = RowTable(64 * SLOT * WAYS)
+def test_a_table_of_many_ages_stays_whole_and_knows_its_oldest_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prediction.row_table._YOUNGEST", 40)
+    rows = RowTable(SLOT * WAYS)
+    for number in range(100):  # more than the ages there are
+        rows.put(np.array([number % WAYS + 1], np.uint64), rows_of(1))
+    assert len(rows) == WAYS
+    assert 100 % WAYS + 1 in rows
     rows.put(np.array([99], np.uint64), rows_of(1))
-    rows._now = 65_500  # as after this number of puts
-    for number in range(100):
-        rows.put(np.array([number % 50 + 1], np.uint64), rows_of(1))
-    assert len(rows) == 51
-    assert rows._written.max() <= rows._now < 2**16
+    assert sorted(rows) == sorted({*range(1, WAYS + 1), 99} - {100 % WAYS + 1})
 
 
 # Accepted and refused messages
@@ -342,7 +344,7 @@ class House:
 
     @property
     def refused(self) -> float:
-        return float(self.metrics.bus_refused._value.get())
+        return value_of(self.metrics.bus_refused)
 
     def equal(self) -> bool:
         """Return True if the replica equals the tracker's tables."""
@@ -439,11 +441,11 @@ async def test_the_snapshot_is_requested_once_and_deltas_follow_without_requests
         await until(house.equal)
         assert house.tracker.requests == 1
         assert [(model, clusters.version) for model, clusters in house.learnt] == [("demo", 1)]
-        assert house.metrics.tables_asked._value.get() == 0
+        assert value_of(house.metrics.tables_asked) == 0
         await house.say(house.tracker.change(9) and house.tracker.change(10))
         await until(house.equal)
         assert house.tracker.requests == 2
-        assert house.metrics.tables_asked._value.get() == 1
+        assert value_of(house.metrics.tables_asked) == 1
 
 
 async def test_an_answer_is_taken_even_where_the_tracker_began_anew_with_lower_versions(house: House) -> None:

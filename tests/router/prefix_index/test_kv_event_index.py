@@ -60,11 +60,11 @@ def test_only_a_rank_that_lost_a_block_before_those_behind_it_may_have_gaps() ->
         [removed(LOCAL, [3, 4, 5], rank=1), removed(other, [6, 5, 4, 3], rank=1), removed(LOCAL, [2], rank=1)]
     )
     holders = index.holders
-    assert holders._gappy == holders._slots[WORKER, 0].bit
+    assert [rank for rank in range(3) if holders.may_have_gaps((WORKER, rank))] == [0]
     index.apply([removed(LOCAL, [4], rank=2)])
     assert found(index, LOCAL) == {(WORKER, 0): 2, (WORKER, 1): 2, (WORKER, 2): 4}
     index.apply([cleared(rank=0), cleared(rank=2)])
-    assert holders._gappy == 0
+    assert not any(holders.may_have_gaps((WORKER, rank)) for rank in range(3))
 
 
 def test_blocks_behind_a_block_are_forgotten_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,15 +74,13 @@ def test_blocks_behind_a_block_are_forgotten_with_it(monkeypatch: pytest.MonkeyP
     for arm in arms[:36]:
         index.apply([removed(arm, [1])])
     index.apply([stored([2000 + arm], [LOCAL[0]]) for arm in range(60)])
-    behind = index.holders._children[LOCAL[0]]
-    assert isinstance(behind, set)
-    assert len(behind) <= 100
+    assert 60 <= index.holders.links <= 100
     index.apply([cleared()])
     index.holders.add((1, 1), [5])
     index.holders.clear((1, 1))
     monkeypatch.setattr(module, "_FEW_LEFT", 1)
     assert index.holders.sweep(1000)
-    assert (len(index.holders), index.holders._children) == (0, {})
+    assert (len(index.holders), index.holders.links) == (0, 0)
 
 
 def test_removals_clearing_and_lost_workers_leave_the_others_alone() -> None:
@@ -115,7 +113,7 @@ def test_what_lies_in_another_tier_is_not_cached() -> None:
     assert found(index, LOCAL) == {(WORKER, 0): 4}
 
 
-def test_a_rank_may_call_its_blocks_as_it_likes() -> None:
+def test_a_rank_may_call_its_blocks_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     named = [KvBlock(100 + at, LOCAL[at]) for at in range(6)]
     index = KvEventIndex(BlockIndex())
     say = lambda change: index.apply(  # noqa: E731
@@ -127,7 +125,10 @@ def test_a_rank_may_call_its_blocks_as_it_likes() -> None:
     say(KvChange(removed=KvRemoved(block_hashes=(105, 104, CHAINED[0] ^ 1))))
     assert (found(index, LOCAL), index.missing_removals) == ({(WORKER, 0): 4}, 1)
     say(KvChange(removed=KvRemoved(block_hashes=(100, 101, 102, 103))))
-    assert (index.holders.entries, index._names[WORKER, 0]) == (0, {})
+    assert index.holders.entries == 0
+    monkeypatch.setattr("router.prefix_index.kv_event_index.MOST_BLOCKS", 2)
+    say(KvChange(stored=KvStored(blocks=tuple(named[:2]))))  # the names of removed blocks do not count
+    assert found(index, LOCAL) == {(WORKER, 0): 2}
 
 
 @pytest.mark.parametrize("behind", [LOCAL[:2], LOCAL[:1]])
@@ -179,10 +180,10 @@ def test_a_prompt_is_hashed_little_further_than_any_rank_holds_it() -> None:
     holders = BlockIndex()
     holders.add((1, 0), [1, 2, 3])
     assert holders.overlaps(prompt.chained(16)) == {}
-    assert len(prompt.chained(16)._chained) == 1
+    assert prompt.chained(16).computed == 1
     holders.add((1, 0), TokenPrompt(list(range(8_000))).chained(16)[:])
     assert holders.overlaps(prompt.chained(16)) == {(1, 0): 500}
-    assert len(prompt.chained(16)._chained) <= 500 + 32
+    assert prompt.chained(16).computed <= 500 + 32
 
 
 def test_equal_prompts_of_two_salts_have_no_block_in_common_though_runs_are_remembered() -> None:
@@ -214,7 +215,7 @@ def test_beginnings_that_were_hashed_before_are_not_hashed_again(monkeypatch: py
     )
     again = TokenPrompt(ids[:1_600] + [7] * 400).chained(16)
     for depth in (1, 2, 33, 70, 100, 125):
-        assert again.reach(depth, runs)[:100] == whole[: min(max(depth, len(again._chained)), 100)]
+        assert again.reach(depth, runs)[:100] == whole[: min(max(depth, again.computed), 100)]
     assert sum(hashed) == 2 + 29  # the first block of each run, and the blocks after all runs
     assert again[:] == sequence_hashes(local_hashes(ids[:1_600] + [7] * 400))
     assert TokenPrompt(ids).chained(8).reach(250, runs) == sequence_hashes(local_hashes(ids, 8))
@@ -256,7 +257,9 @@ def test_what_cleared_ranks_leave_behind_is_swept_out_as_others_write(
     assert (len(holders), overlap(holders, CHAINED)) == (10, {(1, 5): 10})
     holders.add((9, 9), CHAINED[:2])
     assert overlap(holders, CHAINED) == {(1, 5): 10, (9, 9): 2}
-    assert holders._numbers <= 8  # slots are reused
+    leading = holders.leading(Made(CHAINED))
+    assert leading is not None
+    assert len(leading) <= 8  # slots are reused
 
 
 class Compared(RuleBasedStateMachine):
