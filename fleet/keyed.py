@@ -4,6 +4,9 @@ A key's set follows from its bits. Its row may be in any way of the set. Evictio
 table.
 """
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,3 +50,36 @@ class KeySets:
         """Return the keys in the table."""
         held: list[int] = self.keys[self.keys != 0].tolist()
         return held
+
+
+class KeyedTable(Mapping[int, bytes]):
+    """Rows in the slots of a `KeySets`, as a mapping from keys to bytes. The table that derives from it
+    writes keys and rows, evicts, and counts the filled slots.
+    """
+
+    def __init__(self, index: KeySets, rows: memoryview, stride: int, width: int) -> None:
+        """rows: `stride` bytes per slot, of which the first `width` are the row of its key."""
+        self._index = index
+        self._keys = index.keys
+        self._row_bytes = rows
+        self._stride = stride
+        self._width = width
+        self._filled = 0
+
+    def __len__(self) -> int:
+        return self._filled
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._index.held())
+
+    def __getitem__(self, key: int) -> bytes:
+        found: bytes | None = self.get(key)
+        if found is None:
+            raise KeyError(key)
+        return found
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """Return the row of a key; does not count as use."""
+        slot = self._index.slot(key)
+        start = slot * self._stride
+        return default if slot < 0 else self._row_bytes[start : start + self._width].tobytes()

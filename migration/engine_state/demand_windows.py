@@ -22,6 +22,7 @@ from fleet.facts.engines import EngineJoined
 from fleet.placement import Placement
 from fleet.prediction import SOURCES, together
 from fleet.signatures import ClusterModel
+from fleet.text import listed
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
 from migration.engine_state.demand_counts import DemandByRank
@@ -384,7 +385,7 @@ class DemandWindows:
             since = "was never reported" if last == -np.inf else f"was not reported for {now - last:.0f} s"
             raise InvalidPlacementEvent(
                 PlacementFault.DEMAND,
-                f"the demand of ranks {_listed(unknown)} of engine {engine.joined.engine!r} {since}: send"
+                f"the demand of ranks {listed(unknown)} of engine {engine.joined.engine!r} {since}: send"
                 " requests, and check the tracker (roost status)",
             )
 
@@ -469,8 +470,3 @@ def _bound(kept: "OrderedDict[str, Any]", newest: str) -> None:
     kept.move_to_end(newest)
     while len(kept) > MOST_MODELS:
         kept.popitem(last=False)
-
-
-def _listed(numbers: list[int]) -> str:
-    """Format the first numbers of a list."""
-    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")

@@ -15,10 +15,11 @@ from bus import Bus, BusError, Declined
 from bus.protocol.subjects import Subjects
 from fleet.handover import CoordinatorState
 from fleet.requests.handovers import DescribeHandover, HandoverDescribed
+from fleet.text import listed
 from migration.execution.leader_lease import LeaderLease
 from migration.execution.migration_log import MigrationLog
 from migration.handover.coordinator import Command, HandoverState, Move
-from migration.handover.rank_progress import DECLINED, OVERDUE, HandoverFailure, listed
+from migration.handover.rank_progress import DECLINED, OVERDUE, HandoverFailure
 from migration.telemetry.metrics import MigrationMetrics
 from migration.telemetry.tracing import HandoverTrace
 

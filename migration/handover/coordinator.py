@@ -26,6 +26,7 @@ from fleet.requests.handovers import (
     HandoverDescribed,
     ProposeHandover,
 )
+from fleet.text import listed
 from migration.handover.rank_progress import (
     DECLINED,
     ENGINE_GONE,
@@ -35,7 +36,6 @@ from migration.handover.rank_progress import (
     RankProgress,
     RankStatus,
     hopeless,
-    listed,
     reached,
 )
 

@@ -4,7 +4,6 @@ Progress of a rank in one handover is monotonic: unknown, staging, failed or sta
 Reports are merged by taking the maximum. Late, repeated and reordered reports therefore change nothing.
 """
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -96,8 +95,3 @@ def hopeless(said: HandoverDescribed, handover: int, epoch: int) -> HandoverFail
             rank,
         )
     return None
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Format the first ranks of a list for people."""
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,6 +1,6 @@
 """Convert plans and figures to records and sentences. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,12 +140,4 @@ def named_homes(share: NDArray[np.float32]) -> tuple[tuple[int, tuple[int, ...]]
         (cluster, tuple(rank for rank in order[cluster].tolist() if row[rank] >= LEAST_HOME))
         for cluster, row in enumerate(share)
         if row.any()
-    )
-
-
-def listed(numbers: Iterable[int], most: int = 8) -> str:
-    """Format the first numbers of a list, and the count of the others."""
-    all_of_them = list(numbers)
-    return ", ".join(map(str, all_of_them[:most])) + (
-        f" and {len(all_of_them) - most} more" if len(all_of_them) > most else ""
     )

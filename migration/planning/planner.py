@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from fleet.placement import EMPTY, Placement
+from fleet.text import listed
 from migration.config import MigrationConfig, Policy
 from migration.model.engine_view import EngineView, PlannedHomes
 from migration.model.placement_changes import made, within
@@ -21,7 +22,7 @@ from migration.model.plan_record import MemoryPoint, PlanRecord
 from migration.planning.evaluation import EvaluatedPlan, appraised, least_cost, most_gained
 from migration.planning.joint_homes import at_home, joint, lived_in, settled
 from migration.planning.locality_report import as_before, none, saved
-from migration.planning.plan_report import duration, listed, measures, memory, named_homes, outcome, steps
+from migration.planning.plan_report import duration, measures, memory, named_homes, outcome, steps
 from migration.planning.problem import PlanningProblem, PlanningQuestion, situation
 from migration.planning.rank_loss import recover
 from migration.planning.slots_vs_kv_cache import curve

@@ -52,14 +52,7 @@ class RouterApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the document served at /openapi.json."""
         if self.openapi_schema is None:
-            self.openapi_schema = with_hot_routes(
-                super().openapi(),
-                chat_path=CHAT_PATH,
-                text_path=TEXT_PATH,
-                route_path=ROUTE_PATH,
-                reserve_path=RESERVE_PATH,
-                release_path=RELEASE_PATH,
-            )
+            self.openapi_schema = with_hot_routes(super().openapi())
         return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

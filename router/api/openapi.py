@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from router.admission.queue_policy import TIMEOUT_HEADER
+from router.api.routes import CHAT_PATH, RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, TEXT_PATH
 from router.openai_api.request_schema import ChatRequest, TextRequest
 from router.scheduling.cost import TERMS
 from router.scheduling.decision_record import DecisionRecord
@@ -13,15 +14,7 @@ from router.scheduling.external_reservations import ReleaseRecord, ReleaseReques
 _REFERENCE = "#/components/schemas/{name}"
 
 
-def with_hot_routes(
-    document: dict[str, Any],
-    *,
-    chat_path: str,
-    text_path: str,
-    route_path: str,
-    reserve_path: str,
-    release_path: str,
-) -> dict[str, Any]:
+def with_hot_routes(document: dict[str, Any]) -> dict[str, Any]:
     """Return FastAPI's document with the raw routes and their schemas; fields that the schemas do not list
     pass through.
     """
@@ -36,12 +29,12 @@ def with_hot_routes(
         " x-roost-decision-id"
     )
     document["paths"] |= {
-        chat_path: _post("Chat completion", chat, answer, {}, _PRIORITY, _TIMEOUT),
-        text_path: _post("Completion", text, answer, {}, _PRIORITY, _TIMEOUT),
-        route_path: _post(
+        CHAT_PATH: _post("Chat completion", chat, answer, {}, _PRIORITY, _TIMEOUT),
+        TEXT_PATH: _post("Completion", text, answer, {}, _PRIORITY, _TIMEOUT),
+        ROUTE_PATH: _post(
             "Decide and explain without running", either, "The decision", decision, _WITHOUT, _GONE
         ),
-        reserve_path: _post(
+        RESERVE_PATH: _post(
             "Decide, and hold the load for the program that forwards the request",
             either,
             "The decision and its target",
@@ -50,7 +43,7 @@ def with_hot_routes(
             _PRIORITY,
             _TIMEOUT,
         ),
-        release_path: _post(
+        RELEASE_PATH: _post(
             "Report that a reserved request computed its prompt, or is over",
             release,
             "The outcome; unknown ids are no error",

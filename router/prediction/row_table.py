@@ -7,14 +7,11 @@ a prefix goes before its beginning. A table is sized for about the existing numb
 larger one, until the budget is reached.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import ByteArray, KeyArray
-from fleet.keyed import KeySets
+from fleet.keyed import KeyedTable, KeySets
 from fleet.prediction import ROW
 from fleet.signatures import PACKED
 
@@ -28,7 +25,7 @@ _ROOM = 3
 _SLICE = 2048
 
 
-class RowTable(Mapping[int, bytes]):
+class RowTable(KeyedTable):
     """At most `budget` bytes, at least one set. Key 0 is not a key. ROW bytes per row, as built by
     `fleet.prediction.row`.
 
@@ -40,14 +37,11 @@ class RowTable(Mapping[int, bytes]):
         self._most_sets = max(1, budget // (SLOT * WAYS))
         self._sets = min(self._most_sets, max(_FEWEST_SETS, -(-_ROOM * expected // WAYS)))
         slots = self._sets * WAYS
-        self._index = KeySets(self._sets, WAYS)
-        self._keys: KeyArray = self._index.keys
         self._rows: ByteArray = np.zeros((slots, ROW), np.uint8)
-        self._row_bytes = self._rows.reshape(-1).data
+        super().__init__(KeySets(self._sets, WAYS), self._rows.reshape(-1).data, ROW, ROW)
         self._tokens: NDArray[np.uint32] = self._rows[:, PACKED:].view("<u4")[:, 0]
         self._written = np.zeros(slots, np.uint16)
         self._now = 0
-        self._filled = 0
 
     @property
     def nbytes(self) -> int:
@@ -69,23 +63,6 @@ class RowTable(Mapping[int, bytes]):
             part = slots[start : start + _SLICE]
             new.put(self._keys[part], self._rows[part])
         return new
-
-    def __len__(self) -> int:
-        return self._filled
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._index.held())
-
-    def __getitem__(self, key: int) -> bytes:
-        found: bytes | None = self.get(key)
-        if found is None:
-            raise KeyError(key)
-        return found
-
-    def get(self, key: int, default: Any = None) -> Any:
-        """Return the row of a key."""
-        slot = self._index.slot(key)
-        return default if slot < 0 else self._row_bytes[slot * ROW : (slot + 1) * ROW].tobytes()
 
     def put(self, keys: KeyArray, rows: ByteArray) -> None:
         """Store rows [n, ROW] of keys [n]; later ones replace earlier ones. A row without evidence removes

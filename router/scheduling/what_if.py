@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from urllib.parse import parse_qsl
 
 from fleet.completions import ApiError
+from fleet.text import listed
 from router.fleet_state.target_table import RankKey, TargetTable
 from router.scheduling.cost import TERMS
 from router.scheduling.decision_record import Supposed
 
 GONE = "gone, as assumed"
 MOST_NAMES = 1024
-_MOST_LISTED = 16
+_NAMED_RANKS = 16
 
 
 def asked(query: bytes) -> Supposed:
@@ -76,9 +77,10 @@ def barred(gone: tuple[str, ...], roster: TargetTable) -> dict[RankKey, str]:
     for name in gone:
         keys = [target.key for target in roster.targets if name in (target.name, target.engine.engine)]
         if not keys:
+            names = listed((target.name for target in roster.targets), _NAMED_RANKS)
             raise ApiError(
                 400,
-                f"no rank or engine {name!r} serves the model {roster.model!r}; ranks: {_listed(roster)}",
+                f"no rank or engine {name!r} serves the model {roster.model!r}; ranks: {names}",
                 param="gone",
                 code="invalid_value",
             )
@@ -91,9 +93,3 @@ def barred(gone: tuple[str, ...], roster: TargetTable) -> dict[RankKey, str]:
             code="invalid_value",
         )
     return found
-
-
-def _listed(roster: TargetTable) -> str:
-    names = [target.name for target in roster.targets]
-    more = len(names) - _MOST_LISTED
-    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 MISSES = 3
 """Failed probes in a row that remove a server."""
 _LIST_BYTES = 1024 * 1024
-_NOTHING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
-_ISOLATING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False, isolates_tenants=True)
 _UNKNOWN_CONTEXT = 2**31 - 1
 _NO_EXPERTS = locality((0,), None, None, None, None)
 _SEQUENCE_SHARE = 0.01
@@ -239,7 +237,13 @@ def _as_engine(server: _Server, models: tuple[_Model, ...], block_size: int) -> 
         max_batch_tokens=_UNKNOWN_CONTEXT,
         max_requests=server.settings.max_requests,
         speed=_stated_speed(server.settings),
-        capabilities=_ISOLATING if server.settings.isolates_tenants else _NOTHING,
+        capabilities=Capabilities(
+            kv_events=False,
+            load=False,
+            experts=False,
+            token_ids=False,
+            isolates_tenants=server.settings.isolates_tenants,
+        ),
     )
 
 

@@ -10,14 +10,14 @@ a new row always enters, and a flood of keys used once takes one way of a set, n
 Rows of a prefix link to that of its parent: touching one touches its ancestors too.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import AnyArray, KeyArray
-from fleet.keyed import KeySets
+from fleet.keyed import KeyedTable, KeySets
 from fleet.prediction import ROW
 from fleet.signatures import PACKED
 
@@ -41,7 +41,7 @@ def cell(extra: int) -> np.dtype[Any]:
     return np.dtype([("packed", "u1", (PACKED,)), ("tokens", "<u4"), ("extra", "u1", (extra,))])
 
 
-class RowCache(Mapping[int, bytes]):
+class RowCache(KeyedTable):
     """A table of at most `budget` bytes, all allocated at construction. As a mapping it returns rows of ROW
     bytes (`fleet.prediction`).
 
@@ -60,16 +60,14 @@ class RowCache(Mapping[int, bytes]):
                 f"a budget of {budget} bytes holds no rows; allow at least {2 * (OVERHEAD + one_set)}"
             )
         slots = self._sets * WAYS
-        self._index = KeySets(self._sets, WAYS)
-        self._cell_bytes = bytearray(self._cell.itemsize * slots)
-        self._keys: KeyArray = self._index.keys
-        self._cells: AnyArray = np.frombuffer(self._cell_bytes, self._cell)
+        cells = bytearray(self._cell.itemsize * slots)
+        super().__init__(KeySets(self._sets, WAYS), memoryview(cells), self._cell.itemsize, ROW)
+        self._cells: AnyArray = np.frombuffer(cells, self._cell)
         self._parents = np.zeros(slots, np.uint32)
         self._touched = np.zeros(slots, np.uint16)
         self._uses = np.zeros(slots, np.uint8)
         self._changes: KeyArray = np.zeros(self._log, np.uint64)
         self._changed = 0
-        self._filled = 0
         self._tick = 0
         self._tick_seconds = life / TICKS
         self._origin: float | None = None
@@ -90,26 +88,6 @@ class RowCache(Mapping[int, bytes]):
     @property
     def capacity(self) -> int:
         return len(self._keys)
-
-    def __len__(self) -> int:
-        return self._filled
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._index.held())
-
-    def __getitem__(self, key: int) -> bytes:
-        found: bytes | None = self.get(key)
-        if found is None:
-            raise KeyError(key)
-        return found
-
-    def get(self, key: int, default: Any = None) -> Any:
-        """Return the row of a key; does not count as use."""
-        slot = self._index.slot(key)
-        if slot < 0:
-            return default
-        start = slot * self._cell.itemsize
-        return bytes(self._cell_bytes[start : start + ROW])
 
     def cell(self, key: int) -> Any | None:
         """Return a copy of the complete row of a key (a scalar of `cell`); None if absent."""
