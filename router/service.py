@@ -588,11 +588,11 @@ class RouterService:
         groups = dict.fromkeys(
             tuple(target.key for target in roster.targets) for roster in rosters
         )  # models served by the same ranks are one group
-        health.judge(list(groups), now)
+        health.eject_outliers(list(groups), now)
         self.metrics.left_alone(
             {
                 (roster.model, *key): kind.value
                 for roster in rosters
-                for key, kind in health.bars(roster, now).kinds.items()
+                for key, kind in health.exclusions(roster, now).kinds.items()
             }
         )

@@ -36,7 +36,7 @@ DEFAULT_RIGHTS = frozenset({INFER})
 """Rights of a line that lists none."""
 ALL = "all"
 """Every right, in a keys file."""
-_FORMERLY = frozenset({INFER, ROUTE})
+_CLEAR_TEXT_RIGHTS = frozenset({INFER, ROUTE})
 """Rights of a key in the old file format, in clear text."""
 
 KEY_PREFIX = "rk_"
@@ -169,7 +169,7 @@ def parse_keys(text: str, classes: Sequence[str], default_class: str) -> ClientK
 
 def _parse_line(number: int, line: str, classes: Sequence[str], default_class: str) -> tuple[bytes, Caller]:
     if not line.startswith(_SCHEME):
-        instead = key_line(line, "default", None, _FORMERLY)
+        instead = key_line(line, "default", None, _CLEAR_TEXT_RIGHTS)
         raise ValueError(
             f"line {number} holds a key in clear; put this line instead (with the tenant's name for"
             f" 'default'): {instead}"

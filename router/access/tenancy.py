@@ -15,7 +15,7 @@ import msgspec
 
 from fleet.completions import UNREADABLE, ApiError
 
-MOST_SALT = 512
+MAX_SALT = 512
 """longest `cache_salt` of a client, in characters"""
 _FIELD = "cache_salt"
 SALT_FIELD = _FIELD.encode()
@@ -26,8 +26,8 @@ def cache_salt(key: bytes, tenant: str, own: str | None) -> str:
     """Return the salt of a tenant's request. tenant: "" without client keys. Result "": the request shares KV
     blocks with all requests without a salt. ApiError 400 for a `cache_salt` that is empty or too long.
     """
-    if own is not None and not 1 <= len(own) <= MOST_SALT:
-        message = f"cache_salt must have 1 to {MOST_SALT} characters, not {len(own)}; or leave it out"
+    if own is not None and not 1 <= len(own) <= MAX_SALT:
+        message = f"cache_salt must have 1 to {MAX_SALT} characters, not {len(own)}; or leave it out"
         raise ApiError(400, message, param=_FIELD, code="invalid_value")
     if not tenant:
         return own or ""

@@ -57,10 +57,10 @@ def _status(
             speed=nothing,
         )
     now, key = service.clock(), (worker_id, 0)
-    roster = service.view.roster(state.joined.model)
-    load = service.picker.reservations.load(roster.rows, now)
-    at = roster.index.get(key)
-    exclusion = None if at is None else service.picker.health.bars(roster, now).every.get(key)
+    table = service.view.roster(state.joined.model)
+    load = service.picker.reservations.load(table.rows, now)
+    at = table.index.get(key)
+    exclusion = None if at is None else service.picker.health.exclusions(table, now).every.get(key)
     return BackendStatus(
         name=name,
         url=url,
@@ -82,9 +82,9 @@ def _speed(service: RouterService, state: EngineState, at: int | None) -> Backen
             (state.joined.speed is not None,) * 2,
         )
     else:
-        roster = service.view.roster(state.joined.model)
-        measured = service.picker.speeds.known(roster).measured
-        speed, factors = roster.targets[at].speed, service.picker.speeds.of(roster, at)
+        table = service.view.roster(state.joined.model)
+        measured = service.picker.speeds.known(table).measured
+        speed, factors = table.targets[at].speed, service.picker.speeds.of(table, at)
         known = (True, True) if measured is None else (bool(measured[0, at]), bool(measured[1, at]))
     return BackendSpeed(
         source="stated" if state.joined.speed is not None else "measured" if any(known) else "not measured",

@@ -29,18 +29,18 @@ class ClientWatch:
         self._request_id = ""
         self._task: asyncio.Task[None] | None = None
         self._answering: asyncio.Task[None] | None = None
-        self._left = False
+        self._disconnected = False
 
     def stop(self) -> None:
         self._receive = None
         if self._task is not None:
-            self._task.remove_done_callback(self._gone)
+            self._task.remove_done_callback(self._on_disconnect)
             self._task.cancel()
             self._task = None
 
-    def client_left(self) -> bool:
+    def client_disconnected(self) -> bool:
         """True when the present cancellation comes from this watch alone; it is then taken back."""
-        return self._left and self._answering is not None and self._answering.uncancel() == 0
+        return self._disconnected and self._answering is not None and self._answering.uncancel() == 0
 
     def answered_by(self, task: asyncio.Task[None] | None, request_id: str) -> None:
         """Set the task to cancel."""
@@ -49,17 +49,17 @@ class ClientWatch:
     def begin(self) -> None:
         if self._receive is not None:
             self._task = asyncio.create_task(
-                _until_gone(self._receive), name=f"watches the client of request {self._request_id}"
+                _until_disconnected(self._receive), name=f"watches the client of request {self._request_id}"
             )
-            self._task.add_done_callback(self._gone)
+            self._task.add_done_callback(self._on_disconnect)
 
-    def _gone(self, task: asyncio.Task[None]) -> None:
+    def _on_disconnect(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and self._answering is not None:
-            self._left = True
+            self._disconnected = True
             self._answering.cancel()
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -90,7 +90,7 @@ class ClientWatches:
         self._timer = loop.call_at(self._due[0][0], self._look, loop) if self._due else None
 
 
-async def read_body(scope: Scope, receive: Receive, most: int, share: BodyShare) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, share: BodyShare) -> bytes:
     """Read the complete body; `share` accounts for its memory.
 
     ApiError 413 as soon as it is known to be too long, 503 when there is no memory for it; ClientGone when
@@ -99,8 +99,8 @@ async def read_body(scope: Scope, receive: Receive, most: int, share: BodyShare)
     for name, value in scope["headers"]:
         if name == b"content-length":
             if value.isdigit():
-                if int(value) > most:
-                    raise _too_large(most)
+                if int(value) > limit:
+                    raise _too_large(limit)
                 share.announce(int(value))
             break
     parts: list[bytes] = []
@@ -111,13 +111,13 @@ async def read_body(scope: Scope, receive: Receive, most: int, share: BodyShare)
             raise ClientGone
         part: bytes = message.get("body", b"")
         size += len(part)
-        if size > most:
-            raise _too_large(most)
+        if size > limit:
+            raise _too_large(limit)
         share.add(len(part))
         if not message.get("more_body", False):
             return b"".join((*parts, part)) if parts else part
         parts.append(part)
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is longer than {most} bytes", code="body_too_large")
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")

@@ -122,22 +122,22 @@ class Decider:
         *,
         without: Sequence[str] = (),
         gone: Sequence[str] = (),
-        **who: Unpack[RequestIdentity],
+        **identity: Unpack[RequestIdentity],
     ) -> DecisionRecord:
         """Return the decision that this request would get now, without booking it.
 
         without: terms to leave out of the cost. gone: ranks ("engine/rank") or engines to treat as absent.
         ApiError with the statuses of the HTTP server: 400, 404, 429, 503.
         """
-        return (await self.choose(body, supposed=supposed(without, gone), **who)).record()
+        return (await self.choose(body, supposed=supposed(without, gone), **identity)).record()
 
     async def reserve(
-        self, body: Body, *, wait: bool = False, **who: Unpack[RequestIdentity]
+        self, body: Body, *, wait: bool = False, **identity: Unpack[RequestIdentity]
     ) -> ReservedRecord:
         """Decide and book the load of a request. wait: when every rank is saturated, wait in turn with the
         requests that this router forwards itself. ApiError as in `decide`.
         """
-        decision = await self.choose(body, reserve=True, wait=wait, **who)
+        decision = await self.choose(body, reserve=True, wait=wait, **identity)
         return reserved(
             decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt
         )
@@ -156,24 +156,24 @@ class Decider:
         wait: bool = False,
         supposed: Supposed = NOTHING,
         asked_over: AskedOver = "library",
-        **who: Unpack[RequestIdentity],
+        **identity: Unpack[RequestIdentity],
     ) -> Decision:
         """Return the decision itself; counted, logged and traced as a request of its own."""
         self._check()
         service, path = self.service, RESERVE_PATH if reserve else ROUTE_PATH
         exchange = RequestLog(
-            who.get("request_id") or service.new_request_id(),
+            identity.get("request_id") or service.new_request_id(),
             service.new_decision_id(),
             path,
             service.clock(),
         )
-        exchange.session, exchange.tenant = who.get("session") or None, who.get("tenant") or None
-        exchange.asked_priority = who.get("priority") or None
+        exchange.session, exchange.tenant = identity.get("session") or None, identity.get("tenant") or None
+        exchange.asked_priority = identity.get("priority") or None
         if service.credentials.clients is not None:  # the library and the bus are trusted to name tenants
             exchange.caller = Caller(exchange.tenant or "", None, ALL_RIGHTS)
         if self._tracing is not None:
             exchange.trace = self._tracing.asked_elsewhere(
-                asked_over, path, who.get("traceparent") or "", time.time_ns()
+                asked_over, path, identity.get("traceparent") or "", time.time_ns()
             )
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         outcome = RequestEnd.FAILED

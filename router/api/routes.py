@@ -59,7 +59,7 @@ ROUTE_PATH = "/v1/route"
 RESERVE_PATH = "/v1/route/reserve"
 RELEASE_PATH = "/v1/route/release"
 
-_MOST_RELEASE_BYTES = 64 * 1024
+_MAX_RELEASE_BYTES = 64 * 1024
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TIMEOUT_MS = re.compile(r"[0-9]{1,10}")
@@ -183,7 +183,7 @@ class HotRoutes:
         except ClientGone:
             outcome = RequestEnd.CLIENT_GONE
         except asyncio.CancelledError:
-            if watch.client_left():
+            if watch.client_disconnected():
                 outcome = RequestEnd.CLIENT_GONE
             else:
                 outcome = RequestEnd.CANCELLED
@@ -335,7 +335,7 @@ class HotRoutes:
 
     def _text_model(self, named: str | None) -> str | None:
         """Return the model whose servers get a request. If all servers serve the same models, they also get
-        unknown names, to judge them.
+        unknown names, to answer them.
         """
         view = self.service.view
         if named is not None and (view.roster(named).targets or named in view.models(live=False)):
@@ -352,15 +352,15 @@ class HotRoutes:
         """Answer with ranks that speak token ids."""
         decoded = await self._decoded(kind, exchange, body)
         request = decoded.request
-        roster = await self.service.waiting.live_roster(exchange, request.model)
-        settings, courses = await self._courses(exchange, decoded, roster)
-        exchange.prompt_tokens = sum(len(course.prompt) for course in courses[:: settings.n])
+        table = await self.service.waiting.live_roster(exchange, request.model)
+        settings, states = await self._completion_states(exchange, decoded, table)
+        exchange.prompt_tokens = sum(len(state.prompt) for state in states[:: settings.n])
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         exchange.answer_id = f"{prefix}-{exchange.decision_id}"
         head = ResponseHead(id=exchange.answer_id, model=request.model, created=int(time.time()))
-        answer = answer_for(request, head, len(courses))
+        answer = answer_for(request, head, len(states))
         await TokenStream(
-            self.service, exchange, reply, headers, answer, courses, settings.n, roster.tokenizer
+            self.service, exchange, reply, headers, answer, states, settings.n, table.tokenizer
         ).run()
 
     async def _explain(
@@ -388,10 +388,8 @@ class HotRoutes:
     async def _release(
         self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
     ) -> None:
-        if len(body) > _MOST_RELEASE_BYTES:
-            raise ApiError(
-                413, f"a release is longer than {_MOST_RELEASE_BYTES} bytes", code="body_too_large"
-            )
+        if len(body) > _MAX_RELEASE_BYTES:
+            raise ApiError(413, f"a release is longer than {_MAX_RELEASE_BYTES} bytes", code="body_too_large")
         try:
             release = msgspec.json.decode(body, type=ReleaseRequest)
         except UNREADABLE as error:
@@ -438,7 +436,7 @@ class HotRoutes:
     async def _need(self, exchange: RequestLog, body: bytes) -> RoutingRequest:
         """Return the routing request of serving the first prompt once."""
         lenient = await self._for_text_servers(exchange, body)
-        # Nothing is forwarded here, so no server would judge an unknown name.
+        # Nothing is forwarded here, so no server would refuse an unknown name.
         known = lenient is not None and lenient.model in (None, exchange.model)
         if lenient is not None and known and self.service.picker.roster(exchange.model).dialect == "text":
             keys = exchange.keys(CHAT_PATH if lenient.is_chat else TEXT_PATH)
@@ -455,20 +453,20 @@ class HotRoutes:
             )
         decoded = await self._decoded("either", exchange, body)
         request = decoded.request
-        roster = self.service.picker.roster(request.model)
+        table = self.service.picker.roster(request.model)
         keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
-        _, (course, *_) = await self._courses(exchange, decoded, roster)
-        exchange.prompt_tokens = len(course.prompt)
+        _, (state, *_) = await self._completion_states(exchange, decoded, table)
+        exchange.prompt_tokens = len(state.prompt)
         return RoutingRequest(
             model=request.model,
-            prompt=TokenPrompt(course.prompt, exchange.block_seed),
-            context=len(course.prompt) + course.max_tokens,
-            output=self._expected(course.max_tokens),
-            tokenizer=roster.tokenizer,
+            prompt=TokenPrompt(state.prompt, exchange.block_seed),
+            context=len(state.prompt) + state.max_tokens,
+            output=self._expected(state.max_tokens),
+            tokenizer=table.tokenizer,
             request_id=exchange.request_id,
             keys=keys,
             owner=exchange.owner,
-            passes_fields=bool(course.fields.binding),
+            passes_fields=bool(state.fields.binding),
         )
 
     async def _decoded(self, kind: BodyKind, exchange: RequestLog, body: bytes) -> Decoded:
@@ -511,47 +509,47 @@ class HotRoutes:
 
     def _expected(self, max_tokens: int | None) -> int:
         """Return the expected number of output tokens."""
-        most = self.service.config.expected_output_tokens
-        return most if max_tokens is None else max(1, min(max_tokens, most))
+        limit = self.service.config.expected_output_tokens
+        return limit if max_tokens is None else max(1, min(max_tokens, limit))
 
     # Prompts as ids
 
     async def _tokenise(
-        self, exchange: RequestLog, decoded: Decoded, settings: SamplingSettings, roster: TargetTable
+        self, exchange: RequestLog, decoded: Decoded, settings: SamplingSettings, table: TargetTable
     ) -> list[list[int]]:
         """Return the token ids of each prompt."""
-        tokenizer, service = self.service.tokenizer(roster.tokenizer), self.service
-        if tokenizer is None or roster.tokenizer is None:
+        tokenizer, service = self.service.tokenizer(table.tokenizer), self.service
+        if tokenizer is None or table.tokenizer is None:
             raise not_ready("the model's tokenizer has not been loaded yet")
         started = time.perf_counter()
-        room = PromptBounds(roster.largest_context, max(1, service.config.max_choices // settings.n))
+        room = PromptBounds(table.largest_context, max(1, service.config.max_choices // settings.n))
         found = await service.bodies.ids(
-            exchange.client, decoded, tokenizer, roster.tokenizer, room, exchange.salt
+            exchange.client, decoded, tokenizer, table.tokenizer, room, exchange.salt
         )
         service.metrics.tokenise.observe(time.perf_counter() - started)
         return found
 
-    async def _courses(
-        self, exchange: RequestLog, decoded: Decoded, roster: TargetTable
+    async def _completion_states(
+        self, exchange: RequestLog, decoded: Decoded, table: TargetTable
     ) -> tuple[SamplingSettings, list[CompletionState]]:
         """Return the settings of a request, and one completion state per choice of each prompt; choice i
         samples with seed + i. ApiError 400 for values that the ranks do not serve.
         """
-        request, most = decoded.request, self.service.config.max_choices
-        settings = sampling(request, most, passes_fields=roster.passes_fields)
-        prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
+        request, limit = decoded.request, self.service.config.max_choices
+        settings = sampling(request, limit, passes_fields=table.passes_fields)
+        prompt_ids = await self._tokenise(exchange, decoded, settings, table)
         fields = NO_FIELDS
-        if roster.passes_fields:
+        if table.passes_fields:
             fields = await self.service.bodies.passed_fields(exchange.client, decoded)
-        if len(prompt_ids) * settings.n > most:
+        if len(prompt_ids) * settings.n > limit:
             raise ApiError(
                 400,
-                f"{len(prompt_ids)} prompts with n = {settings.n} are more than {most} choices",
+                f"{len(prompt_ids)} prompts with n = {settings.n} are more than {limit} choices",
                 param="prompt",
                 code="invalid_value",
             )
         seed = self.service.draw_seed() if settings.seed is None else settings.seed
-        limits = [_max_tokens(request, settings, len(ids), roster.largest_context) for ids in prompt_ids]
+        limits = [_max_tokens(request, settings, len(ids), table.largest_context) for ids in prompt_ids]
         return settings, [
             CompletionState(
                 at * settings.n + choice, ids, settings, limit, _wrapped(seed + choice), request.model, fields

@@ -39,11 +39,11 @@ class TokenStream:
         reply: AsgiResponse,
         headers: Headers,
         answer: ClientResponse,
-        courses: list[CompletionState],
+        states: list[CompletionState],
         choices: int,
         digest: str | None,
     ) -> None:
-        """courses: `choices` of the first prompt, then of the next. digest: identifies the tokenizer of their
+        """states: `choices` of the first prompt, then of the next. digest: identifies the tokenizer of their
         ids.
         """
         self._service = service
@@ -51,9 +51,9 @@ class TokenStream:
         self._reply = reply
         self._headers = headers
         self._answer = answer
-        self._courses = courses
+        self._states = states
         self._digest = digest
-        self._open = len(courses)
+        self._open = len(states)
         self._seed = exchange.block_seed
         self._per_prompt = choices
 
@@ -61,75 +61,75 @@ class TokenStream:
         """Answer the request. ApiError when a choice cannot be finished, also after the answer has begun (see
         `AsgiResponse.status`).
         """
-        if len(self._courses) == 1:
-            await self._follow(self._courses[0])
+        if len(self._states) == 1:
+            await self._follow(self._states[0])
             return
         try:
             async with asyncio.TaskGroup() as choices:
-                for course in self._courses:
+                for state in self._states:
                     choices.create_task(
-                        self._follow(course),
-                        name=f"answers choice {course.index} of request {self._exchange.request_id}",
+                        self._follow(state),
+                        name=f"answers choice {state.index} of request {self._exchange.request_id}",
                     )
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 
-    async def _follow(self, course: CompletionState) -> None:
+    async def _follow(self, state: CompletionState) -> None:
         """Run one choice, from rank to rank, until it is complete. An attempt that produced tokens does not
         count against `max_attempts`, because it made progress.
         """
         attempt, fruitless, replaces = 1, 0, None
         while True:
-            had = len(course.emitted)
-            decision, failed = await self._try(course, attempt, replaces)
+            had = len(state.emitted)
+            decision, failed = await self._try(state, attempt, replaces)
             if failed is None:
                 return
-            if course.exhausted:
+            if state.exhausted:
                 tokenizer = self._service.tokenizer(self._digest)
-                whole_text = "" if tokenizer is None else tokenizer.decode(course.emitted)
-                await self._emit(course, [course.finish_with(whole_text)])
-                await self._finished(course)
+                whole_text = "" if tokenizer is None else tokenizer.decode(state.emitted)
+                await self._emit(state, [state.finish_with(whole_text)])
+                await self._finished(state)
                 return
-            if course.emitted and course.fields.binding:
-                inexact = f"one with {', '.join(course.fields.binding)} cannot be continued exactly"
+            if state.emitted and state.fields.binding:
+                inexact = f"one with {', '.join(state.fields.binding)} cannot be continued exactly"
                 message = f"the rank broke off its answer ({failed.how.value}), and {inexact}; ask again"
                 raise ApiError(502, message, code="upstream_failed") from failed
-            fruitless = 1 if len(course.emitted) > had else fruitless + 1
+            fruitless = 1 if len(state.emitted) > had else fruitless + 1
             if fruitless >= self._service.config.max_attempts:
                 raise failed.refusal(attempt) from failed
-            self._service.may_retry(failed.how, begun=bool(course.emitted or self._reply.status))
+            self._service.may_retry(failed.how, begun=bool(state.emitted or self._reply.status))
             attempt, replaces = attempt + 1, decision.id
 
     async def _try(
-        self, course: CompletionState, attempt: int, replaces: str | None
+        self, state: CompletionState, attempt: int, replaces: str | None
     ) -> tuple[Decision, UpstreamFailed | None]:
         """Make one attempt at one rank. Its booking and its span end here in every case."""
-        prompt = TokenPrompt(course.prompt + course.emitted if course.emitted else course.prompt, self._seed)
-        decision, booking = await self._decide(course, prompt, attempt, replaces)
+        prompt = TokenPrompt(state.prompt + state.emitted if state.emitted else state.prompt, self._seed)
+        decision, booking = await self._decide(state, prompt, attempt, replaces)
         span: AttemptTrace | None = None
         ended: str | None = "abandoned"
         try:
             span = None if self._exchange.trace is None else self._exchange.trace.attempt(decision)
-            await self._attempt(course, decision, booking, span)
+            await self._attempt(state, decision, booking, span)
         except UpstreamFailed as failed:
             ended = failed.how.value
             self._service.attempt_failed(self._exchange, decision, booking, failed.how, str(failed))
-            course.failures.append((decision.target.key, failed.how))
+            state.failures.append((decision.target.key, failed.how))
             return decision, failed
         else:
             ended = None
             self._service.finished(decision, booking, prompt)
             return decision, None
         finally:
-            course.began(decision.target.engine.weights_digest)
+            state.began(decision.target.engine.weights_digest)
             self._service.release(booking)
             if span is not None:
                 span.end(ended)
 
     async def _decide(
-        self, course: CompletionState, prompt: TokenPrompt, attempt: int, replaces: str | None
+        self, state: CompletionState, prompt: TokenPrompt, attempt: int, replaces: str | None
     ) -> tuple[Decision, Booking]:
-        left = course.max_tokens - len(course.emitted)
+        left = state.max_tokens - len(state.emitted)
         need = RoutingRequest(
             model=self._exchange.model,
             prompt=prompt,
@@ -139,32 +139,32 @@ class TokenStream:
             request_id=self._exchange.request_id,
             keys=self._exchange.keys(),
             owner=self._exchange.owner,
-            passes_fields=bool(course.fields.binding),
-            begun=course.begun,
+            passes_fields=bool(state.fields.binding),
+            begun=state.begun,
         )
-        suffix = (f"-c{course.index}" if course.index else "") + (f"-a{attempt}" if attempt > 1 else "")
-        begun = bool(course.emitted or self._reply.status)
-        attempted = Attempt(attempt, replaces, tuple(course.failures))
+        suffix = (f"-c{state.index}" if state.index else "") + (f"-a{attempt}" if attempt > 1 else "")
+        begun = bool(state.emitted or self._reply.status)
+        attempted = Attempt(attempt, replaces, tuple(state.failures))
         decision, booking = await self._service.waiting.admit(
             self._exchange, need, suffix, attempted, begun=begun
         )
-        if course.index == 0 or self._exchange.decision is None:
+        if state.index == 0 or self._exchange.decision is None:
             self._exchange.decision = decision
         return decision, booking
 
     async def _attempt(
-        self, course: CompletionState, decision: Decision, booking: Booking, span: AttemptTrace | None
+        self, state: CompletionState, decision: Decision, booking: Booking, span: AttemptTrace | None
     ) -> None:
         context = self._exchange.pass_on if span is None else span.headers
         headers = own_headers(context, self._exchange.request_id, decision.id)
         headers += self._service.credentials.for_ranks
         passes = decision.target.engine.capabilities.passes_fields
-        body = rank_body(course.request(decision.cache_salt), course.fields.values if passes else {})
+        body = rank_body(state.request(decision.cache_salt), state.fields.values if passes else {})
         async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
-            await self._stream(course, booking, call, span)
+            await self._stream(state, booking, call, span)
 
     async def _stream(
-        self, course: CompletionState, booking: Booking, call: Call, span: AttemptTrace | None
+        self, state: CompletionState, booking: Booking, call: Call, span: AttemptTrace | None
     ) -> None:
         """Forward a rank's stream to its end. After the finish reason only usage is missing, which is not
         worth a retry.
@@ -172,10 +172,10 @@ class TokenStream:
         splitter = EventSplitter(self._service.config.max_event_bytes)
         waiting = True
         over = False
-        counted = len(course.emitted)
+        counted = len(state.emitted)
         while not over:
             try:
-                choices, over, failure = _taken(course, splitter, await call.read())
+                choices, over, failure = _taken(state, splitter, await call.read())
             except UpstreamFailed as failed:
                 choices, over, failure = [], True, failed
             if waiting and choices:
@@ -184,32 +184,32 @@ class TokenStream:
                 self._service.first_token(booking)
                 if span is not None:
                     span.first_token()
-            if len(course.emitted) - counted >= _EMITTED_EVERY:
-                self._service.emitted(booking, len(course.emitted) - counted)
-                counted = len(course.emitted)
-            await self._emit(course, choices)  # before raising a failure: these tokens count as emitted
-            if failure is not None and course.finish_reason is None:
+            if len(state.emitted) - counted >= _EMITTED_EVERY:
+                self._service.emitted(booking, len(state.emitted) - counted)
+                counted = len(state.emitted)
+            await self._emit(state, choices)  # before raising a failure: these tokens count as emitted
+            if failure is not None and state.finish_reason is None:
                 raise failure
-        if course.finish_reason is None:
+        if state.finish_reason is None:
             raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
         call.whole()
-        await self._finished(course)
+        await self._finished(state)
 
-    async def _emit(self, course: CompletionState, choices: list[Choice]) -> None:
+    async def _emit(self, state: CompletionState, choices: list[Choice]) -> None:
         data = b""
         for choice in choices:
             self._exchange.output_tokens += len(choice.token_ids or ())
-            data += self._answer.add(course.index, choice)
+            data += self._answer.add(state.index, choice)
         if data:
             if not self._reply.status:
                 await self._start()
             await self._reply.write(data)
 
-    async def _finished(self, course: CompletionState) -> None:
+    async def _finished(self, state: CompletionState) -> None:
         """Count a finished choice. After the last one, end the answer; upstream's own end of stream is
         awaited only after that.
         """
-        self._exchange.finish_reasons.append(course.finish_reason or "")
+        self._exchange.finish_reasons.append(state.finish_reason or "")
         self._open -= 1
         if self._open:
             return
@@ -231,10 +231,10 @@ class TokenStream:
     def _usage(self) -> Usage:
         """Return the usage of the client's own prompts; each prompt counts once, for any number of
         choices."""
-        completion = sum(len(course.emitted) for course in self._courses)
+        completion = sum(len(state.emitted) for state in self._states)
         prompt = self._exchange.prompt_tokens
         cached = self._exchange.cached_tokens = sum(
-            course.cached_tokens for course in self._courses[:: self._per_prompt]
+            state.cached_tokens for state in self._states[:: self._per_prompt]
         )
         return Usage(
             prompt_tokens=prompt,
@@ -245,7 +245,7 @@ class TokenStream:
 
 
 def _taken(
-    course: CompletionState, splitter: EventSplitter, data: bytes
+    state: CompletionState, splitter: EventSplitter, data: bytes
 ) -> tuple[list[Choice], bool, UpstreamFailed | None]:
     """Add new bytes to a choice. Return its new pieces, true when the stream is over, and the failure that
     ended it after them.
@@ -256,7 +256,7 @@ def _taken(
         for event in splitter.feed(data):
             if event == _DONE:
                 return choices, True, None
-            choice = course.take(_CHUNK.decode(event))
+            choice = state.take(_CHUNK.decode(event))
             if choice is not None:
                 choices.append(choice)
     except msgspec.ValidationError:

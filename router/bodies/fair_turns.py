@@ -15,16 +15,16 @@ _RETRY_SECONDS = 2.0
 class FairTurns:
     """State: free slots, and queues of waiting jobs by client, in the order of the clients' turns.
 
-    One client may have at most `most_per_client` jobs waiting, all clients together `most_waiting`. Use it on
+    One client may have at most `max_per_client` jobs waiting, all clients together `max_waiting`. Use it on
     one event loop.
     """
 
-    def __init__(self, name: str, places: int, most_waiting: int, most_per_client: int) -> None:
+    def __init__(self, name: str, slots: int, max_waiting: int, max_per_client: int) -> None:
         """name: plural noun for the jobs in error messages."""
         self._name = name
-        self._free = places
-        self._most_waiting = most_waiting
-        self._most_per_client = most_per_client
+        self._free = slots
+        self._max_waiting = max_waiting
+        self._max_per_client = max_per_client
         self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self.waiting = 0
 
@@ -73,13 +73,13 @@ class FairTurns:
             self.give_back()
 
     def _refuse(self, client: str) -> None:
-        if len(self._queues.get(client, ())) >= self._most_per_client:
+        if len(self._queues.get(client, ())) >= self._max_per_client:
             message = (
-                f"{self._most_per_client} {self._name} of yours wait already; ask again when some of them are"
+                f"{self._max_per_client} {self._name} of yours wait already; ask again when some of them are"
                 " answered"
             )
             raise ApiError(429, message, code="too_many_large_requests", retry_after=_RETRY_SECONDS)
-        if self.waiting >= self._most_waiting:
+        if self.waiting >= self._max_waiting:
             raise ApiError(
                 503,
                 f"{self.waiting} {self._name} wait already; ask again",

@@ -75,7 +75,7 @@ class RequestFields(msgspec.Struct, frozen=True, tag=True):
 
 
 class PassthroughFields(msgspec.Struct, frozen=True, tag=True):
-    asked: bytes
+    fields: bytes
     """the fields as JSON"""
 
 

@@ -28,7 +28,7 @@ from router.tokenization.tokenizer import ModelTokenizer
 from router.tokenization.tokenizer_registry import TokenizerRegistry
 
 _THREADS = 2
-_MOST_WAITING = 4096
+_MAX_WAITING = 4096
 """limit of texts that wait for a thread"""
 _Result = TypeVar("_Result")
 
@@ -51,11 +51,11 @@ class BodyReader:
     `client` identifies a queue of the fair queueing: a tenant, or an address.
     """
 
-    def __init__(self, config: RouterConfig, lexicon: TokenizerRegistry) -> None:
+    def __init__(self, config: RouterConfig, registry: TokenizerRegistry) -> None:
         self._large = config.large_body_bytes
         self._long = config.long_prompt_characters
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="roost-tokenise")
-        self._turns = FairTurns("prompts", _THREADS, _MOST_WAITING, _MOST_WAITING // 2)
+        self._turns = FairTurns("prompts", _THREADS, _MAX_WAITING, _MAX_WAITING // 2)
         self._stack = AsyncExitStack()
         self.workers = BodyWorkers(
             config.large_body_processes,
@@ -63,8 +63,8 @@ class BodyReader:
             config.large_bodies_per_client,
             memory_bytes=config.large_body_process_bytes,
             seen_bytes=config.segment_cache_bytes // config.large_body_processes,
-            archive=lexicon.archive,
-            digests=lambda: lexicon.digests,
+            archive=registry.archive,
+            digests=lambda: registry.digests,
         )
 
     async def __aenter__(self) -> "BodyReader":

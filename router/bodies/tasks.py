@@ -22,12 +22,12 @@ from router.tokenization.tokenizer import ModelTokenizer
 
 Kind = Literal["chat", "text", "either"]
 """kind of a body: chat completions, completions, or one of both"""
-MOST_PREFIX_BYTES = 256 * 1024
+MAX_PREFIX_BYTES = 256 * 1024
 """bytes of a prompt that are kept to estimate its prefix in a server's cache"""
-_LONGEST_KEPT = 2048
-_MOST_KEPT, _MOST_KEPT_INSIDE = 64, 8
+_MAX_STRING = 2048
+_MAX_MEMBERS, _MAX_INNER_MEMBERS = 64, 8
 """Most members kept of a field's list or mapping, and of the collections inside."""
-_DEEPEST_KEPT = 4
+_MAX_DEPTH = 4
 _Value = TypeVar("_Value")
 
 _DECODER = RequestDecoder()
@@ -55,15 +55,15 @@ def read(kind: Kind, body: bytes) -> Request:
     """
     request = decode(kind, body)
     if (
-        isinstance(request, ChatRequest) and len(request.chat_template_kwargs or ()) > _MOST_KEPT
+        isinstance(request, ChatRequest) and len(request.chat_template_kwargs or ()) > _MAX_MEMBERS
     ):  # every name is checked later
         raise ApiError(
             400,
-            f"chat_template_kwargs may have at most {_MOST_KEPT} names",
+            f"chat_template_kwargs may have at most {_MAX_MEMBERS} names",
             param="chat_template_kwargs",
             code="invalid_value",
         )
-    fields = {name: _abridged(getattr(request, name), _DEEPEST_KEPT) for name in request.__struct_fields__}
+    fields = {name: _abridged(getattr(request, name), _MAX_DEPTH) for name in request.__struct_fields__}
     if isinstance(request, ChatRequest):
         fields["messages"] = [{"role": "user", "content": ""}]
     else:
@@ -80,15 +80,15 @@ def read_passthrough(content_type: str, body: bytes) -> lenient_fields.LenientRe
         if isinstance(value, str)
     }
     return msgspec.structs.replace(
-        found, prompt=found.prompt[:MOST_PREFIX_BYTES], prompt_bytes=len(found.prompt), **cut
+        found, prompt=found.prompt[:MAX_PREFIX_BYTES], prompt_bytes=len(found.prompt), **cut
     )
 
 
 def abridged(value: str) -> str:
     """Cut a long string so that different strings (salts, for example) stay different."""
-    if len(value) <= _LONGEST_KEPT:
+    if len(value) <= _MAX_STRING:
         return value
-    return value[:_LONGEST_KEPT] + hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
+    return value[:_MAX_STRING] + hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _abridged(value: _Value, depth: int) -> _Value | Any:
@@ -97,13 +97,13 @@ def _abridged(value: _Value, depth: int) -> _Value | Any:
         return abridged(value)
     if isinstance(value, list | dict) and not depth:
         return type(value)()
-    most = _MOST_KEPT if depth == _DEEPEST_KEPT else _MOST_KEPT_INSIDE
+    limit = _MAX_MEMBERS if depth == _MAX_DEPTH else _MAX_INNER_MEMBERS
     if isinstance(value, list):
-        return [_abridged(one, depth - 1) for one in value[:most]]
+        return [_abridged(one, depth - 1) for one in value[:limit]]
     if isinstance(value, dict):
         return {
             abridged(key): _abridged(one, depth - 1)
-            for (key, one), _ in zip(value.items(), range(most), strict=False)
+            for (key, one), _ in zip(value.items(), range(limit), strict=False)
         }
     return value
 
@@ -132,7 +132,7 @@ def ids_of(request: Request, tokenizer: ModelTokenizer, room: PromptBounds) -> l
 def rendered(request: ChatRequest, tokenizer: ModelTokenizer, room: PromptBounds) -> str:
     """Return the text to tokenise. ApiError 400 when it cannot fit."""
     text = tokenizer.render(text_messages(request), request.chat_template_kwargs)
-    refuse_longer(tokenizer.fewest_tokens(text), room, "messages", at_least=True)
+    refuse_longer(tokenizer.min_tokens(text), room, "messages", at_least=True)
     return text
 
 
@@ -146,7 +146,7 @@ def chat_ids(text: str, tokenizer: ModelTokenizer, room: PromptBounds) -> list[i
 def _prompt_ids(prompt: str | list[int], tokenizer: ModelTokenizer, room: PromptBounds) -> list[int]:
     if isinstance(prompt, list):
         return prompt
-    refuse_longer(tokenizer.fewest_tokens(prompt), room, "prompt", at_least=True)
+    refuse_longer(tokenizer.min_tokens(prompt), room, "prompt", at_least=True)
     ids = tokenizer.encode_prompt(prompt)
     refuse_longer(len(ids), room, "prompt")
     return ids

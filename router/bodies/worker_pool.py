@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 _LARGEST_SHORT = 1024 * 1024
 _GRACE_SECONDS = 0.5
-_MOST_SECONDS = 60.0
+_MAX_SECONDS = 60.0
 """time limit of one task"""
 _SLICE = 256 * 1024
 """bytes per write, which bounds the copying in one callback of the event loop"""
@@ -122,8 +122,8 @@ class BodyWorkers:
     def __init__(
         self,
         processes: int,
-        most_waiting: int,
-        most_per_client: int,
+        max_waiting: int,
+        max_per_client: int,
         *,
         memory_bytes: int,
         seen_bytes: int,
@@ -133,8 +133,8 @@ class BodyWorkers:
         """memory_bytes: address space of one process. seen_bytes: part of it for token ids of texts seen
         before. archive: returns a tokenizer's archive, by digest. digests: returns the digests in use.
         """
-        self._turns = FairTurns("large requests", processes, most_waiting, most_per_client)
-        self._huge = FairTurns("large requests", max(1, processes - 1), most_waiting, most_per_client)
+        self._turns = FairTurns("large requests", processes, max_waiting, max_per_client)
+        self._huge = FairTurns("large requests", max(1, processes - 1), max_waiting, max_per_client)
         self._memory_bytes = memory_bytes
         self._seen_bytes = seen_bytes
         self._archive = archive
@@ -188,7 +188,7 @@ class BodyWorkers:
         """
         fields, prompt = await self._run(client, ReadPassthrough(content_type), body)
         assert isinstance(fields, PassthroughFields)
-        return LenientRequest(**msgspec.json.decode(fields.asked), prompt=prompt)
+        return LenientRequest(**msgspec.json.decode(fields.fields), prompt=prompt)
 
     async def with_salt(self, client: str, body: bytes, salt: str) -> bytes:
         """Replace the salt of a body, as `tenancy.with_salt`. ApiError as in `read`."""
@@ -244,7 +244,7 @@ class BodyWorkers:
         """Execute one task in an idle or new process; a process that fails, or is cancelled, is killed."""
         worker = self._idle.pop() if self._idle else await self._start()
         try:
-            async with asyncio.timeout(_MOST_SECONDS):
+            async with asyncio.timeout(_MAX_SECONDS):
                 if isinstance(task, Encode) and task.digest not in worker.loaded:
                     await self._load(worker, task.digest)
                 result = await worker.call(task, body)
@@ -259,7 +259,7 @@ class BodyWorkers:
             if isinstance(error, TimeoutError):
                 raise ApiError(
                     503,
-                    f"this body takes longer than {_MOST_SECONDS:g} s to be read",
+                    f"this body takes longer than {_MAX_SECONDS:g} s to be read",
                     code="body_worker_failed",
                 ) from error
             raise

@@ -9,7 +9,7 @@ import msgspec
 
 from fleet.completions import UNREADABLE
 
-GOES_ON = frozenset(
+CONTINUED_FIELDS = frozenset(
     {
         *(
             "model",
@@ -111,7 +111,7 @@ def _is_plain(raw: msgspec.Raw, kind: Any) -> bool:
 def obstacle(fields: Mapping[str, Any], *, chat: bool) -> str | None:
     """Return the first reason why the rest of the answer would not be exact at another server, or None."""
     for name, value in fields.items():
-        known = name in GOES_ON or name in _PROMPT_ONLY or name in _HARMLESS
+        known = name in CONTINUED_FIELDS or name in _PROMPT_ONLY or name in _HARMLESS
         if (
             not known
             and value is not None

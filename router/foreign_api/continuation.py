@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from fleet.completions import UNREADABLE
-from router.foreign_api.continuable_fields import GOES_ON, obstacle, read_fields
+from router.foreign_api.continuable_fields import CONTINUED_FIELDS, obstacle, read_fields
 
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 UNKNOWN_CONTEXT = 2**31 - 1
-MOST_POSITIONS = 16
+MAX_POSITIONS = 16
 """Most positions for which a server's text is requested, from the last id backwards."""
-MOST_IDS = 1 << 20
+MAX_IDS = 1 << 20
 """Most ids of an answer without a known limit."""
 _TEXT_DEFAULT = 16
 """Tokens of a completion that states no limit."""
@@ -175,7 +175,7 @@ class Continuable:
         elif text and ids is None:
             self.obstacle = "the server returns no token ids"
         self.ids += ids or ()
-        if len(self.ids) > (self._limit() or MOST_IDS):
+        if len(self.ids) > (self._limit() or MAX_IDS):
             self.obstacle = "the server sent more tokens than requested"
         self._parts.append(text)
         self._characters += len(text)
@@ -268,7 +268,7 @@ class Continuable:
         """
         if self._mark == _Mark(len(self.ids), self._characters):
             return range(0)
-        return range(len(self.ids), max(self._mark.ids, len(self.ids) - MOST_POSITIONS), -1)
+        return range(len(self.ids), max(self._mark.ids, len(self.ids) - MAX_POSITIONS), -1)
 
     def context_of(self, ids: int) -> list[int]:
         """Return the ids whose text to request: the end of the prompt, and the first `ids` of the answer."""
@@ -304,7 +304,9 @@ class Continuable:
         self._known_text, self._known_ids = again_text, again_ids
         self.ids, self._base, self._continued, self.broken = self.ids[: mark.ids], mark.ids, True, None
         fields = {
-            name: value for name, value in self._fields.items() if name in GOES_ON and value is not None
+            name: value
+            for name, value in self._fields.items()
+            if name in CONTINUED_FIELDS and value is not None
         }
         return msgspec.json.encode(
             {
@@ -327,7 +329,7 @@ class Continuable:
         return end + counted + b"data: [DONE]\n\n"
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Return the number of tokens that may still come."""
         limit = self._limit()
         return 1 if limit is None else max(1, limit - len(self.ids))

@@ -13,13 +13,13 @@ class EventStream:
     """A byte stream, cut after its last complete event. The concatenated output equals the input.
 
     A partial event is useless to the client. If the server breaks off within an event, an error event after
-    it could not be parsed. An event longer than `most_bytes` passes in pieces.
+    it could not be parsed. An event longer than `max_bytes` passes in pieces.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.rest = b""
         """start of an event that is not complete yet"""
-        self._most = most_bytes
+        self._max_bytes = max_bytes
         self._inside = False
         """True after part of an unfinished event was passed on"""
 
@@ -35,7 +35,7 @@ class EventStream:
         cut = max(at + len(end) if (at := data.rfind(end, searched)) >= 0 else 0 for end in _ENDS)
         if cut:
             self._inside = False
-        if len(data) - cut > self._most:
+        if len(data) - cut > self._max_bytes:
             cut, self._inside = len(data), True
         ready, self.rest = data[:cut], data[cut:]
         return ready

@@ -16,7 +16,7 @@ class ForwardedRequest(msgspec.Struct, frozen=True):
     """path and query"""
     headers: Headers
     body: bytes
-    asked: LenientRequest
+    fields: LenientRequest
     output: int
     """expected tokens"""
     own_credentials: bool = True

@@ -13,12 +13,12 @@ import msgspec
 
 from fleet.completions import UNREADABLE
 
-MOST_PARTS = 64
+MAX_PARTS = 64
 """Most parts of a multipart body that are examined."""
-MOST_FIELD_BYTES = 1024
+MAX_FIELD_BYTES = 1024
 """A longer text field of a multipart body cannot be a model's name."""
 _PART_HEAD_BYTES = 4096
-_MOST_TOKENS = 2**31
+_MAX_TOKENS = 2**31
 """Beyond any context length."""
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _NOTHING = msgspec.Raw(b"")
@@ -104,7 +104,7 @@ def _as_usual(fields: _Usual) -> LenientRequest:
         model=fields.model or None,
         stream=bool(fields.stream),
         max_tokens=next(
-            (min(limit, _MOST_TOKENS) for limit in limits if limit is not None and limit >= 1), None
+            (min(limit, _MAX_TOKENS) for limit in limits if limit is not None and limit >= 1), None
         ),
         prompt=b"".join(
             (
@@ -179,9 +179,9 @@ def _number(value: Any) -> float | None:
 
 
 def _count(value: Any) -> int | None:
-    """Read a count, clipped to 1.._MOST_TOKENS."""
+    """Read a count, clipped to 1.._MAX_TOKENS."""
     number = _number(value)
-    return None if number is None or number < 1 else min(int(number), _MOST_TOKENS)
+    return None if number is None or number < 1 else min(int(number), _MAX_TOKENS)
 
 
 def _truth(value: Any) -> bool:
@@ -239,12 +239,12 @@ def _text_fields(body: bytes, boundary: bytes, names: Sequence[str]) -> list[tup
         return found
     delimiter = b"--" + boundary
     start = body.find(delimiter)
-    for _ in range(MOST_PARTS):
+    for _ in range(MAX_PARTS):
         end = -1 if start < 0 else body.find(b"\r\n" + delimiter, start + len(delimiter))
         if end < 0:
             break
         head_end = body.find(b"\r\n\r\n", start, start + _PART_HEAD_BYTES)
-        if head_end >= 0 and end - head_end - 4 <= MOST_FIELD_BYTES:
+        if head_end >= 0 and end - head_end - 4 <= MAX_FIELD_BYTES:
             name = _part_name(body[start:head_end])
             if name in names:
                 found.append((name, body[head_end + 4 : end].decode("utf-8", "replace").strip()))

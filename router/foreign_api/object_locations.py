@@ -12,8 +12,8 @@ import msgspec
 from fleet.completions import UNREADABLE
 from router.fleet_state.target_table import RankKey
 
-MOST_OBJECTS = 16_384
-_LONGEST_ID = 256
+MAX_OBJECTS = 16_384
+_MAX_ID = 256
 
 
 class ObjectLocation(NamedTuple):
@@ -35,7 +35,7 @@ class ObjectLocations:
         """Record a created object. The oldest entry is evicted."""
         self._places[object_id] = place
         self._places.move_to_end(object_id)
-        if len(self._places) > MOST_OBJECTS:
+        if len(self._places) > MAX_OBJECTS:
             self._places.popitem(last=False)
 
     def find(self, object_id: str) -> ObjectLocation | None:
@@ -68,6 +68,6 @@ def object_id(answer: bytes) -> str | None:
         except UNREADABLE:
             continue
         value = found.id if found.response is None else found.response.id
-        if isinstance(value, str) and 0 < len(value) <= _LONGEST_ID:
+        if isinstance(value, str) and 0 < len(value) <= _MAX_ID:
             return value
     return None

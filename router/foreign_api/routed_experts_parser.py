@@ -22,7 +22,7 @@ from fleet.experts import ModelShape
 from fleet.routings import count_pairs, from_sglang, from_vllm
 
 MARK = b"routed_experts"
-MOST_EVENTS = 8
+MAX_EVENTS = 8
 """Most events of one stream that are kept because they mention experts. Later ones replace earlier ones."""
 NPY = "k05VTVBZ"
 """Base64 of the beginning of a .npy file, up to the last complete character."""
@@ -52,9 +52,9 @@ class RoutedExpertsParser:
     nothing.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        """most_bytes: limit for one event. Longer events are not kept."""
-        self._most = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: limit for one event. Longer events are not kept."""
+        self._max_bytes = max_bytes
         self._open = bytearray()
         self._kept: list[bytes] = []
         self.too_long = False
@@ -67,7 +67,7 @@ class RoutedExpertsParser:
         if end >= 0:
             self._keep(bytes(self._open[:end]))
             del self._open[: end + 2]
-        if len(self._open) > self._most:
+        if len(self._open) > self._max_bytes:
             self.too_long = self.too_long or MARK in self._open
             self._open.clear()
 
@@ -79,7 +79,7 @@ class RoutedExpertsParser:
 
     def _keep(self, events: bytes) -> None:
         if MARK in events:
-            self._kept = [*self._kept, events][-MOST_EVENTS:]
+            self._kept = [*self._kept, events][-MAX_EVENTS:]
 
 
 class _Holder(msgspec.Struct, frozen=True):
@@ -96,14 +96,14 @@ class _Answer(msgspec.Struct, frozen=True):
     nvext: _Holder | None = None
 
 
-def counted(said: list[bytes], shape: ModelShape, usage: TokenUsage) -> RoutedCounts | None:
+def counted(events: list[bytes], shape: ModelShape, usage: TokenUsage) -> RoutedCounts | None:
     """Count the experts in the events (or the body) kept by a `RoutedExpertsParser`; None without any.
 
     ValueError if the content is not an array of this model's experts.
     """
     prompt: NDArray[np.int32] | None = None
     whole: list[NDArray[np.int32]] = []
-    for answer in map(_read, (event for events in said for event in events.split(b"\n\n"))):
+    for answer in map(_read, (event for events in events for event in events.split(b"\n\n"))):
         if answer is None:
             continue
         if answer.prompt_routed_experts is not None:

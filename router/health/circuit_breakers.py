@@ -27,13 +27,13 @@ from router.health.outliers import WINDOW_SECONDS, OutlierDetector, RecentObserv
 
 DOUBLINGS = 5
 """Most doublings of the open time of a breaker: up to 32 times the first one."""
-JUDGED_SECONDS = 1.0
+EVALUATION_SECONDS = 1.0
 """Interval between two searches for outliers."""
 EJECTION_SECONDS = 10.0
 """Ejection time of an outlier, times the number of its recent ejections."""
-LONGEST_EJECTION = 12
+MAX_EJECTION = 12
 """Longest ejection, in multiples of EJECTION_SECONDS."""
-MOST_DRAINS = 65_536
+MAX_DRAINS = 65_536
 REASON_CHARACTERS = 200
 """Characters kept of an operator's reason, which is repeated in the record of every decision."""
 
@@ -65,7 +65,7 @@ class Exclusions(NamedTuple):
         return Exclusions({**self.every, **reasons}, {**self.hard, **reasons}, self.kinds)
 
 
-NO_BARS = Exclusions({}, {}, {})
+NO_EXCLUSIONS = Exclusions({}, {}, {})
 
 
 class _Rank(OutlierDetector):
@@ -105,7 +105,7 @@ class _Rank(OutlierDetector):
 
 class CircuitBreakers:
     """Circuit breakers, ejections and drains of all ranks; see the module docstring. The caller reports the
-    begin and the end of every attempt, and calls `judge` regularly (every second).
+    begin and the end of every attempt, and calls `eject_outliers` regularly (every second).
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -122,7 +122,7 @@ class CircuitBreakers:
         self._next = inf
         """next time at which something changes merely because time passes"""
         self._exclusions: dict[str, tuple[TargetTable, int, Exclusions]] = {}
-        self._judged_at = -inf
+        self._evaluated_at = -inf
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Apply other settings. Open breakers keep their open time."""
@@ -140,11 +140,11 @@ class CircuitBreakers:
 
     def drain(self, worker_id: int, rank: int | None, reason: str) -> None:
         """Stop new requests to a rank, or (None) to all ranks of an engine, by order of an operator.
-        ValueError beyond MOST_DRAINS.
+        ValueError beyond MAX_DRAINS.
         """
-        if sum(map(len, self._drains.values())) >= MOST_DRAINS:
+        if sum(map(len, self._drains.values())) >= MAX_DRAINS:
             raise ValueError(
-                f"more than {MOST_DRAINS} drains are remembered already: the one of worker {worker_id} is not"
+                f"more than {MAX_DRAINS} drains are remembered already: the one of worker {worker_id} is not"
             )
         self._drains.setdefault(worker_id, {})[rank] = reason[:REASON_CHARACTERS]
         self._version += 1
@@ -182,9 +182,9 @@ class CircuitBreakers:
     def first_token(self, visit: Hashable, now: float) -> None:
         """Record the first token of an attempt. An open breaker closes on trial."""
         known = self._visits.get(visit)
-        if known is None or known.told:
+        if known is None or known.first_token_seen:
             return
-        known.told = True
+        known.first_token_seen = True
         rank = self._ranks[known.key]
         if rank.waiting.pop(visit, None) is not None:
             rank.ratios.add(known.ratio(now), now)
@@ -247,40 +247,42 @@ class CircuitBreakers:
 
     # Conclusions
 
-    def bars(self, roster: TargetTable, now: float) -> Exclusions:
+    def exclusions(self, table: TargetTable, now: float) -> Exclusions:
         """Return the exclusions of a model at this time. Costs next to nothing when nothing is excluded."""
         if not self._opened and not self._ejected and not self._drains:
-            return NO_BARS
+            return NO_EXCLUSIONS
         if now >= self._next:
             self._next = self._next_change(now)
             self._version += 1
-        kept = self._exclusions.get(roster.model)
-        if kept is not None and kept[0] is roster and kept[1] == self._version:
+        kept = self._exclusions.get(table.model)
+        if kept is not None and kept[0] is table and kept[1] == self._version:
             return kept[2]
         found = {
-            target.key: bar
-            for target in roster.targets
-            if (bar := self._exclusion(target.key, now)) is not None
+            target.key: exclusion
+            for target in table.targets
+            if (exclusion := self._exclusion(target.key, now)) is not None
         }
-        hard = {key: bar.reason for key, bar in found.items() if bar.kind is ExclusionKind.DRAIN}
-        bars = Exclusions(
-            {key: bar.reason for key, bar in found.items()},
+        hard = {
+            key: exclusion.reason for key, exclusion in found.items() if exclusion.kind is ExclusionKind.DRAIN
+        }
+        exclusions = Exclusions(
+            {key: exclusion.reason for key, exclusion in found.items()},
             hard,
-            {key: bar.kind for key, bar in found.items()},
+            {key: exclusion.kind for key, exclusion in found.items()},
         )
-        self._exclusions[roster.model] = roster, self._version, bars
-        return bars
+        self._exclusions[table.model] = table, self._version, exclusions
+        return exclusions
 
-    def judge(self, models: Iterable[Sequence[RankKey]], now: float) -> None:
+    def eject_outliers(self, models: Iterable[Sequence[RankKey]], now: float) -> None:
         """Eject outliers and end ejections. models: for each model, the ranks that could serve it. Does
-        nothing if called again within JUDGED_SECONDS.
+        nothing if called again within EVALUATION_SECONDS.
         """
-        if now < self._judged_at + JUDGED_SECONDS:
+        if now < self._evaluated_at + EVALUATION_SECONDS:
             return
-        self._judged_at = now
+        self._evaluated_at = now
         self._exclusions.clear()  # drops models that have left, too
         for ranks in models:
-            self._judge(ranks, now)
+            self._eject_outliers_of(ranks, now)
 
     # Breakers
 
@@ -313,19 +315,19 @@ class CircuitBreakers:
 
     # Outliers
 
-    def _judge(self, ranks: Sequence[RankKey], now: float) -> None:
-        most = int(self._config.max_ejected_share * len(ranks) + 1e-9)
+    def _eject_outliers_of(self, ranks: Sequence[RankKey], now: float) -> None:
+        limit = int(self._config.max_ejected_share * len(ranks) + 1e-9)
         out = sorted(
             (key for key in ranks if key in self._ejected),
             key=lambda key: self._ranks[key].ejected_until or now,
             reverse=True,
         )
         for number, key in enumerate(out):
-            if number >= most or (self._ranks[key].ejected_until or now) <= now:
+            if number >= limit or (self._ranks[key].ejected_until or now) <= now:
                 self._return(key, now)
         if not self._config.outlier_factor:
             return
-        room = most - sum(key in self._ejected or key in self._opened for key in ranks)
+        room = limit - sum(key in self._ejected or key in self._opened for key in ranks)
         present = {key: self._ranks[key] for key in ranks if key in self._ranks and key not in self._ejected}
         for rank in present.values():
             rank.ratios.forget(now - WINDOW_SECONDS)
@@ -340,7 +342,7 @@ class CircuitBreakers:
     def _eject(self, key: RankKey, now: float) -> None:
         rank = self._ranks[key]
         rank.ejections += 1
-        rank.ejected_until = now + EJECTION_SECONDS * min(rank.ejections, LONGEST_EJECTION)
+        rank.ejected_until = now + EJECTION_SECONDS * min(rank.ejections, MAX_EJECTION)
         self._ejected.add(key)
         self._changed(rank.ejected_until)
 
@@ -376,7 +378,7 @@ class CircuitBreakers:
                     "its breaker is half open: one probe request tests if it works again",
                 )
         if rank.ejected_until is not None and now < rank.ejected_until:
-            seconds = EJECTION_SECONDS * min(rank.ejections, LONGEST_EJECTION)
+            seconds = EJECTION_SECONDS * min(rank.ejections, MAX_EJECTION)
             return Exclusion(
                 ExclusionKind.OUTLIER,
                 "an outlier of its model: far slower than predicted, or failing far more often; ejected for"

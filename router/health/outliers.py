@@ -13,9 +13,9 @@ from router.fleet_state.target_table import RankKey
 
 WINDOW_SECONDS = 30.0
 """Older observations do not count."""
-KEPT = 32
+MAX_OBSERVATIONS = 32
 """Most observations kept, per kind and rank."""
-LEAST = 8
+MIN_OBSERVATIONS = 8
 """Fewest observations with which a rank can be an outlier or serve for comparison."""
 GRACE_SECONDS = 0.02
 """Added to observed and predicted times of first tokens, since ratios of a few milliseconds are noise."""
@@ -28,7 +28,7 @@ FAILURE_SIGMAS = 4.0
 class Visit:
     """One attempt of one request at one rank."""
 
-    __slots__ = ("began", "key", "opening", "predicted", "told")
+    __slots__ = ("began", "first_token_seen", "key", "opening", "predicted")
 
     def __init__(self, key: RankKey, began: float, predicted: float | None, opening: int) -> None:
         self.key = key
@@ -37,7 +37,7 @@ class Visit:
         """predicted seconds to the first token; None: no prediction"""
         self.opening = opening
         """number of openings of the rank's breaker when the visit began"""
-        self.told = False
+        self.first_token_seen = False
         """True once its first token has come"""
 
     def ratio(self, now: float) -> float:
@@ -51,8 +51,8 @@ class RecentObservations:
     __slots__ = ("_times", "values")
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=KEPT)
-        self.values: deque[float] = deque(maxlen=KEPT)
+        self._times: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
+        self.values: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
 
     def add(self, value: float, now: float) -> None:
         self._times.append(now)
@@ -87,7 +87,9 @@ def slow(ranks: Mapping[RankKey, OutlierDetector], factor: float, now: float) ->
     ratio can only grow. Waiting requests are examined only if the longest wait exceeds the bound.
     """
     seen = {key: sorted(rank.ratios.values) for key, rank in ranks.items()}
-    medians = sorted((_median(ratios), key) for key, ratios in seen.items() if len(ratios) >= LEAST)
+    medians = sorted(
+        (_median(ratios), key) for key, ratios in seen.items() if len(ratios) >= MIN_OBSERVATIONS
+    )
     ordered = [median for median, _ in medians]
     places = {key: at for at, (_, key) in enumerate(medians)}
     found: dict[RankKey, float] = {}
@@ -98,12 +100,16 @@ def slow(ranks: Mapping[RankKey, OutlierDetector], factor: float, now: float) ->
         if max(longest, 0.0 if at is None else ordered[at]) < bound:
             continue  # the usual case
         late = (
-            [ratio for visit in islice(waiting.values(), KEPT) if (ratio := visit.ratio(now)) >= bound]
+            [
+                ratio
+                for visit in islice(waiting.values(), MAX_OBSERVATIONS)
+                if (ratio := visit.ratio(now)) >= bound
+            ]
             if longest >= bound
             else []
         )
         known = sorted(ratios + late)
-        if len(known) >= LEAST and _median(known) >= bound:
+        if len(known) >= MIN_OBSERVATIONS and _median(known) >= bound:
             found[key] = _median(known) / bound
     return found
 
@@ -120,7 +126,7 @@ def failing(ranks: Mapping[RankKey, OutlierDetector]) -> dict[RankKey, float]:
     found: dict[RankKey, float] = {}
     for key, (failed, ended) in ends.items():
         others_failed, others_ended = all_failed - failed, all_ended - ended
-        if not failed or ended < LEAST or others_ended < LEAST:
+        if not failed or ended < MIN_OBSERVATIONS or others_ended < MIN_OBSERVATIONS:
             continue
         # Laplace's rule of succession: no failure among a few requests does not mean a rate of zero
         usual = (others_failed + 1) / (others_ended + 2)

@@ -136,7 +136,7 @@ class CompletionState:
         )
 
 
-def other_weights(begun: BegunAnswer, roster: TargetTable) -> dict[RankKey, str]:
+def other_weights(begun: BegunAnswer, table: TargetTable) -> dict[RankKey, str]:
     """Return the ranks that must not continue an answer because their weights differ from those it was begun
     with, with reasons.
     """
@@ -145,7 +145,7 @@ def other_weights(begun: BegunAnswer, roster: TargetTable) -> dict[RankKey, str]
             f"it serves {_named(target.engine.weights_digest)}; this answer was begun with"
             f" {_named(begun.weights)}"
         )
-        for target in roster.targets
+        for target in table.targets
         if target.engine.weights_digest != begun.weights
     }
 
@@ -155,7 +155,7 @@ def _named(weights: str | None) -> str:
 
 
 def to_avoid(
-    failures: Iterable[tuple[RankKey, AttemptFailure]], roster: TargetTable
+    failures: Iterable[tuple[RankKey, AttemptFailure]], table: TargetTable
 ) -> list[frozenset[RankKey]]:
     """Return the ranks to avoid after these failures, strictest choice first. The caller takes the first that
     leaves a candidate.
@@ -170,7 +170,7 @@ def to_avoid(
         return [frozenset()]
     failed = {rank for rank, _ in failures}
     broken = {rank[0] for rank, how in failures if how is not AttemptFailure.BUSY}
-    engines = {target.key for target in roster.targets if target.key[0] in broken}
+    engines = {target.key for target in table.targets if target.key[0] in broken}
     twice = {rank for rank in failed if sum(rank == other for other, _ in failures) > 1}
     sure = {rank for rank, how in failures if how is not AttemptFailure.DISCONNECTED} | twice
     return [frozenset(failed | engines), frozenset(failed), frozenset(sure)]

@@ -210,9 +210,9 @@ def sampling(request: Request, max_choices: int, *, passes_fields: bool = False)
     )
 
 
-def _between(value: float, name: str, least: float, most: float) -> float:
-    if not least <= value <= most:
-        _refuse(f"{name} must be between {least:g} and {most:g}, not {value:g}", name)
+def _between(value: float, name: str, minimum: float, maximum: float) -> float:
+    if not minimum <= value <= maximum:
+        _refuse(f"{name} must be between {minimum:g} and {maximum:g}, not {value:g}", name)
     return value
 
 
@@ -262,14 +262,14 @@ def passed_fields(request: Request, body: bytes) -> PassedFields:
 def binding_fields(request: Request) -> tuple[str, ...]:
     """Return the names of the fields that change the answer and that only engines with `passes_fields`
     serve."""
-    return tuple(SAMPLING.asked_by(request))
+    return tuple(SAMPLING.effective_in(request))
 
 
 def _refuse_unserved(request: Request, *, passes_fields: bool) -> None:
     """Refuse fields that are not served. Ignoring them silently would produce another answer than
     requested."""
-    effective = (CHAT if isinstance(request, ChatRequest) else TEXT).asked_by(request)
-    for name in effective or (() if passes_fields else SAMPLING.asked_by(request)):
+    effective = (CHAT if isinstance(request, ChatRequest) else TEXT).effective_in(request)
+    for name in effective or (() if passes_fields else SAMPLING.effective_in(request)):
         _refuse(
             f"{name} is not supported by the engines that serve this model", name, "unsupported_parameter"
         )

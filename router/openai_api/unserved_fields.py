@@ -26,7 +26,7 @@ class FieldGroup:
         self.neutral = neutral
         self._values = attrgetter(*neutral)
 
-    def asked_by(self, request: msgspec.Struct) -> Sequence[str]:
+    def effective_in(self, request: msgspec.Struct) -> Sequence[str]:
         """Return the names of the fields that have an effective value in a request (of a form that has all of
         them).
         """

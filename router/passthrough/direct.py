@@ -18,9 +18,9 @@ from router.upstream.rank_client import Call, Patience, UpstreamFailed, Upstream
 
 SERVER_HEADER = "x-roost-server"
 """Header that names the server of such a request, if there are several."""
-MOST_ASKED = 64
+MAX_QUERIED = 64
 """Most servers that are queried for an object of unknown location."""
-_ASK_SECONDS = 10.0
+_QUERY_SECONDS = 10.0
 """timeout of each of these queries"""
 
 
@@ -74,7 +74,7 @@ class DirectRequests:
         for server in self._servers():
             try:
                 async with self._call(
-                    server, exchange, UpstreamRequest("GET", "", path, [], b""), _ASK_SECONDS
+                    server, exchange, UpstreamRequest("GET", "", path, [], b""), _QUERY_SECONDS
                 ) as call:
                     if call.status == 200:
                         return ObjectLocation((server.joined.worker_id, 0), exchange.caller.tenant)
@@ -94,7 +94,7 @@ class DirectRequests:
         servers = self._servers()
         for number, server in enumerate(servers, 1):
             try:
-                async with self._call(server, exchange, sent, _ASK_SECONDS) as call:
+                async with self._call(server, exchange, sent, _QUERY_SECONDS) as call:
                     if (call.status != 404 and call.status < 500) or number == len(servers):
                         await self._pass(call, reply, headers)
                         return
@@ -104,13 +104,13 @@ class DirectRequests:
         raise _no_object(route.object_id)
 
     def _servers(self) -> list[EngineState]:
-        """Return the live servers that speak text, at most MOST_ASKED."""
+        """Return the live servers that speak text, at most MAX_QUERIED."""
         live = (
             state
             for state in self._service.view.engines()
             if state.dialect == "text" and state.obstacle is None
         )
-        return sorted(live, key=lambda state: state.joined.engine)[:MOST_ASKED]
+        return sorted(live, key=lambda state: state.joined.engine)[:MAX_QUERIED]
 
     def _named(self, name: str, caller: Caller) -> EngineState:
         servers = self._servers()

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 _SECONDS = 5.0
 """timeout of one request"""
-_MOST_BYTES = 1024 * 1024
+_MAX_BYTES = 1024 * 1024
 """size limit of one answer"""
 
 
@@ -26,16 +26,16 @@ _DETOKENIZED: msgspec.json.Decoder[_Detokenized] = msgspec.json.Decoder(_Detoken
 
 
 async def find_position(
-    course: Continuable, upstream: Upstream, url: str, headers: Headers, model: str
+    continuable: Continuable, upstream: Upstream, url: str, headers: Headers, model: str
 ) -> None:
     """Query the server until the client's text is found. If the server cannot detokenise, the known position
     is kept.
     """
     try:
-        before = await _text_of(course.context_of(0), upstream, url, headers, model)
-        for ids in course.positions():
-            text = await _text_of(course.context_of(ids), upstream, url, headers, model)
-            if course.fits(ids, before, text):
+        before = await _text_of(continuable.context_of(0), upstream, url, headers, model)
+        for ids in continuable.positions():
+            text = await _text_of(continuable.context_of(ids), upstream, url, headers, model)
+            if continuable.fits(ids, before, text):
                 return
     except (UpstreamFailed, ApiError, ValueError) as error:
         log.info("%s does not detokenise ids: %s", url, error)
@@ -52,8 +52,8 @@ async def _text_of(ids: list[int], upstream: Upstream, url: str, headers: Header
         answer = b""
         while data := await call.read():
             answer += data
-            if len(answer) > _MOST_BYTES:
-                raise ValueError(f"its answer exceeds {_MOST_BYTES} bytes")
+            if len(answer) > _MAX_BYTES:
+                raise ValueError(f"its answer exceeds {_MAX_BYTES} bytes")
         call.whole()
         if call.status != 200:
             raise ValueError(f"HTTP {call.status}")

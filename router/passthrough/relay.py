@@ -88,14 +88,14 @@ class Relay:
         self._unstreamed = unstreamed
         self._located = located
         self._prompt = TextPrompt(
-            request.asked.prompt, exchange.model, exchange.block_seed, request.asked.prompt_bytes
+            request.fields.prompt, exchange.model, exchange.block_seed, request.fields.prompt_bytes
         )
         self._failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
         self._reported = False
         """the answer contained its expert routing"""
         self._events: EventStream | None = None
         """stream of the present attempt, if its answer is a stream"""
-        self._course: Continuable | None = None
+        self._continuable: Continuable | None = None
         """state of an answer that another server may continue"""
         self._begun: BegunAnswer | None = None
 
@@ -124,7 +124,7 @@ class Relay:
     @property
     def _progress(self) -> int:
         """Tokens received, if they are counted."""
-        return 0 if self._course is None else len(self._course.ids)
+        return 0 if self._continuable is None else len(self._continuable.ids)
 
     async def _complete_in_spite_of(self, failed: UpstreamFailed) -> bool:
         """Send the end of an answer of which nothing else was missing, and return true. False: the answer has
@@ -132,11 +132,15 @@ class Relay:
         """
         if not self._reply.status:
             return False
-        course = self._course
-        why_not = "this answer cannot be continued by another server" if course is None else course.why_not()
+        continuable = self._continuable
+        why_not = (
+            "this answer cannot be continued by another server"
+            if continuable is None
+            else continuable.why_not()
+        )
         if why_not is not None:
             await self._broken(f"{failed.how.value}; {why_not}", failed)
-        if course is None or not course.finished:
+        if continuable is None or not continuable.finished:
             return False
         await self._end_continued()
         return True
@@ -168,11 +172,11 @@ class Relay:
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """Make one attempt at one server. Its booking and its span end here in every case."""
-        about, begun, course = self._exchange, bool(self._reply.status), self._course
+        about, begun, continuable = self._exchange, bool(self._reply.status), self._continuable
         prompt, output = self._prompt, self._request.output
-        if begun and course is not None:
-            prompt = self._longer_prompt(course.text.encode("utf-8", "surrogatepass"))
-            output = min(output, course.left)
+        if begun and continuable is not None:
+            prompt = self._longer_prompt(continuable.text.encode("utf-8", "surrogatepass"))
+            output = min(output, continuable.remaining)
         need = RoutingRequest(
             about.model,
             prompt,
@@ -212,7 +216,7 @@ class Relay:
 
     def _longer_prompt(self, text: bytes) -> TextPrompt:
         """Return the prompt of a continuation, as far as its text is known."""
-        fields, about = self._request.asked, self._exchange
+        fields, about = self._request.fields, self._exchange
         if fields.prompt_bytes is not None:
             return TextPrompt(fields.prompt, about.model, about.block_seed, fields.prompt_bytes + len(text))
         return TextPrompt(fields.prompt + text, about.model, about.block_seed)
@@ -226,19 +230,19 @@ class Relay:
         request, target, self._events = self._request, self._request.target, None
         body = request.body
         if self._reply.status:
-            rest = await self._continuation(decision)
+            rest = await self._continuation_body(decision)
             if rest is None:
                 await self._end_continued()
                 return True
             target, body = TEXT_PATH, rest
-        elif (course := self._continuable(decision)) is not None:
-            body = course.body()
+        elif (continuable := self._new_continuable(decision)) is not None:
+            body = continuable.body()
         if decision.cache_salt and request.is_json:
             body = await self._service.bodies.with_salt(self._exchange.client, body, decision.cache_salt)
         sent = UpstreamRequest(
             request.method, decision.target.url, target, self._sent_headers(decision, span), body
         )
-        streams = request.asked.stream
+        streams = request.fields.stream
         call = self._service.upstream.forward(sent, stream=streams)
         if not streams:
             self._unstreamed.begin(decision, booking, call)
@@ -246,7 +250,7 @@ class Relay:
             async with call:
                 good = call.status < 400
                 if not good:
-                    await self._judge(decision, call)
+                    await self._check_status(decision, call)
                 if good and call.content_type.startswith("text/event-stream"):
                     await self._stream(decision, booking, call)
                 else:
@@ -256,44 +260,44 @@ class Relay:
             if not streams:
                 self._unstreamed.end(call)
 
-    def _continuable(self, decision: Decision) -> Continuable | None:
+    def _new_continuable(self, decision: Decision) -> Continuable | None:
         """Return the state for a continuation by another server; None: the chosen server returns no ids, the
         answer is no stream of text, or the body is large: parsing all of its fields would block the event
         loop.
         """
         path, _, _ = self._request.target.partition("?")
-        self._course = None
+        self._continuable = None
         if (
-            self._request.asked.stream
+            self._request.fields.stream
             and path in (CHAT_PATH, TEXT_PATH)
             and len(self._request.body) <= self._service.config.large_body_bytes
             and self._service.backends.returns_ids(decision.target.key[0])
         ):
             at = decision.roster.index[decision.target.key]
-            self._course = Continuable(path, self._request.body, int(decision.roster.max_context[at]))
+            self._continuable = Continuable(path, self._request.body, int(decision.roster.max_context[at]))
             self._begun = BegunAnswer(decision.target.engine.weights_digest)
-        return self._course
+        return self._continuable
 
-    async def _continuation(self, decision: Decision) -> bytes | None:
+    async def _continuation_body(self, decision: Decision) -> bytes | None:
         """Return the body for the server that continues; None: every token has arrived. ApiError when the
         continuation would not be exact.
         """
-        course = self._course
-        assert course is not None
+        continuable = self._continuable
+        assert continuable is not None
         try:
-            if course.positions():
+            if continuable.positions():
                 headers = self._sent_headers(decision, None)
                 await find_position(
-                    course, self._service.upstream, decision.target.url, headers, self._exchange.model
+                    continuable, self._service.upstream, decision.target.url, headers, self._exchange.model
                 )
-            return course.request()
+            return continuable.request()
         except InexactContinuation as inexact:
             await self._broken(str(inexact), inexact)
 
     async def _end_continued(self) -> None:
         """Send the end of a stream of which only the end was missing."""
-        assert self._course is not None
-        await self._reply.end(self._course.ending())
+        assert self._continuable is not None
+        await self._reply.end(self._continuable.ending())
 
     def _sent_headers(self, decision: Decision, span: AttemptTrace | None) -> Headers:
         exchange, key = self._exchange, self._service.credentials.backend_key_of(decision.target.url)
@@ -314,7 +318,7 @@ class Relay:
             and self._service.credentials.backend_key_of(decision.target.url) is None
         )
 
-    async def _judge(self, decision: Decision, call: Call) -> None:
+    async def _check_status(self, decision: Decision, call: Call) -> None:
         """Classify an error status. UpstreamFailed when another server may succeed.
 
         An error about the request, or about the client's own key, is the answer. So is any 403: a server that
@@ -348,7 +352,7 @@ class Relay:
     async def _stream(self, decision: Decision, booking: Booking, call: Call) -> None:
         """Forward a stream of events to its end."""
         stream = self._events = EventStream(self._service.config.max_event_bytes)
-        tap, course, passed = self._service.tap(decision), self._course, _PassedEvents()
+        tap, continuable, passed = self._service.tap(decision), self._continuable, _PassedEvents()
         try:
             while data := await call.read():
                 ready = self._ready(stream.feed(data), passed)
@@ -359,8 +363,8 @@ class Relay:
                         self._locate(decision, ready)
                         await self._start(call.status, call.headers, [])
                     await self._reply.write(ready)
-                if course is not None and course.broken:
-                    raise UpstreamFailed(AttemptFailure.BROKEN, course.broken)  # noqa: TRY301
+                if continuable is not None and continuable.broken:
+                    raise UpstreamFailed(AttemptFailure.BROKEN, continuable.broken)  # noqa: TRY301
                 if tap is not None:
                     tap.feed(ready)
                 passed.add(ready)
@@ -375,8 +379,11 @@ class Relay:
         if not self._reply.status:
             await self._start(call.status, call.headers, [])
         call.whole()
-        if course is not None and course.prompt is not None:
-            self._exchange.prompt_tokens, self._exchange.output_tokens = len(course.prompt), len(course.ids)
+        if continuable is not None and continuable.prompt is not None:
+            self._exchange.prompt_tokens, self._exchange.output_tokens = (
+                len(continuable.prompt),
+                len(continuable.ids),
+            )
         self._count(passed.tail.split(b"\n\n"))
         self._note(decision, tap)
         await self._reply.end(rest)
@@ -385,9 +392,9 @@ class Relay:
         """Return the bytes for the client. Nothing until there is more than a role: up to there another
         server can start afresh.
         """
-        course = self._course
-        ready = passed.held + (events if course is None else course.take(events))
-        if course is not None and not course.begun and not course.broken:
+        continuable = self._continuable
+        ready = passed.held + (events if continuable is None else continuable.take(events))
+        if continuable is not None and not continuable.begun and not continuable.broken:
             passed.held = ready
             return b""
         passed.held = b""
@@ -397,8 +404,8 @@ class Relay:
         """Raise UpstreamFailed if a stream ended too early. rest: bytes that the client does not have yet."""
         if not self._reply.status and not rest:
             raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended before it began")
-        course = self._course
-        if course is not None and not course.finished and course.why_not() is None:
+        continuable = self._continuable
+        if continuable is not None and not continuable.finished and continuable.why_not() is None:
             raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
 
     async def _whole(self, decision: Decision, booking: Booking, call: Call) -> None:

@@ -19,7 +19,7 @@ APART_SECONDS = 0.01
 """Least interval of wake-ups for prompts that should be computed. Answers that arrive sooner never need an
 expectation, which would cost more than deciding about the request.
 """
-MOST_SECONDS = 3600.0
+MAX_PREFILL_SECONDS = 3600.0
 """Longest time after which a prompt counts as computed."""
 SILENT = "its probes went unanswered while an answer was awaited"
 
@@ -67,7 +67,7 @@ class UnstreamedAnswers:
     def _compute_due(self, loop: asyncio.AbstractEventLoop) -> None:
         self._next = None
         for began, decision, booking in self._new.values():
-            expected = min(self._service.expected_prefill_seconds(decision), MOST_SECONDS)
+            expected = min(self._service.expected_prefill_seconds(decision), MAX_PREFILL_SECONDS)
             heappush(self._due, (began + expected, next(self._numbers), booking))
         self._new.clear()
         while self._due and self._due[0][0] <= loop.time():

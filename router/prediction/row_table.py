@@ -19,7 +19,7 @@ WAYS = 16
 SLOT = 8 + ROW + 2
 """Bytes of one slot: key, row, and age."""
 _YOUNGEST = (1 << 16) - 1
-_FEWEST_SETS = 64
+_MIN_SETS = 64
 _ROOM = 3
 """Slots per row, if the budget allows it. Then hardly a set in 100,000 overflows."""
 _SLICE = 2048
@@ -34,8 +34,8 @@ class RowTable(KeyedTable):
 
     def __init__(self, budget: int, expected: int = 0) -> None:
         self._budget = budget
-        self._most_sets = max(1, budget // (SLOT * WAYS))
-        self._sets = min(self._most_sets, max(_FEWEST_SETS, -(-_ROOM * expected // WAYS)))
+        self._max_sets = max(1, budget // (SLOT * WAYS))
+        self._sets = min(self._max_sets, max(_MIN_SETS, -(-_ROOM * expected // WAYS)))
         slots = self._sets * WAYS
         self._rows: ByteArray = np.zeros((slots, ROW), np.uint8)
         super().__init__(KeySets(self._sets, WAYS), self._rows.reshape(-1).data, ROW, ROW)
@@ -50,7 +50,7 @@ class RowTable(KeyedTable):
 
     def crowded_by(self, more: int) -> bool:
         """Return True if `more` additional rows need a larger table, and the budget allows one."""
-        return _ROOM * (self._filled + more) > self._sets * WAYS and self._sets < self._most_sets
+        return _ROOM * (self._filled + more) > self._sets * WAYS and self._sets < self._max_sets
 
     def grown(self, more: int) -> "RowTable":
         """Return a table of the same rows with room for `more`, and for as many again. Takes about a second

@@ -18,7 +18,7 @@ from fleet.prediction import PATTERNS, ROW, SOURCES, Tables
 from fleet.signatures import MOST_CLUSTERS
 from router.prediction.row_table import RowTable
 
-MOST_TRUST = 64.0
+MAX_WEIGHT = 64.0
 """A larger trust is an error."""
 SLICE = 2048
 """Rows applied in one step, about a millisecond."""
@@ -81,7 +81,7 @@ def read(published: TablesPublished) -> TableChange:
         base=published.base,
         clusters=published.clusters,
         shares=np.asarray(shares / shares.sum(), np.float32),
-        trust=_trust(published),
+        trust=_source_weights(published),
         reliability=_by_source("reliability", published.reliability, 1.0),
         gain=float(published.gain),
         gains=_gains(published, len(shares)),
@@ -104,25 +104,25 @@ def _floats(name: str, raw: bytes, kind: str) -> NDArray[np.float32]:
     return values
 
 
-def _by_source(name: str, given: dict[str, float], most: float) -> NDArray[np.float32]:
+def _by_source(name: str, given: dict[str, float], limit: float) -> NDArray[np.float32]:
     """Return values by source, float32 [SOURCES]; 0 where none is given. Unknown sources are ignored."""
     values = [float(given.get(source, 0.0)) for source in SOURCES]
     for source, value in zip(SOURCES, values, strict=True):
-        if not 0.0 <= value <= most:
-            raise ValueError(f"tables: {name} {value} of source {source!r}; it must be in [0, {most:g}]")
+        if not 0.0 <= value <= limit:
+            raise ValueError(f"tables: {name} {value} of source {source!r}; it must be in [0, {limit:g}]")
     return np.array(values, np.float32)
 
 
-def _trust(published: TablesPublished) -> NDArray[np.float32]:
+def _source_weights(published: TablesPublished) -> NDArray[np.float32]:
     """Return the trust, float32 [PATTERNS, sources], or [sources] if it does not depend on the other
     sources."""
-    trust = _by_source("trust", published.trust, MOST_TRUST)
+    trust = _by_source("trust", published.trust, MAX_WEIGHT)
     if not published.trusts:
         return trust
     trusts = _floats("trusts", published.trusts, "<f4")
-    if len(trusts) != PATTERNS * len(SOURCES) or (trusts < 0).any() or (trusts > MOST_TRUST).any():
+    if len(trusts) != PATTERNS * len(SOURCES) or (trusts < 0).any() or (trusts > MAX_WEIGHT).any():
         raise ValueError(
-            f"tables: {len(trusts)} trusts; {PATTERNS} x {len(SOURCES)} in [0, {MOST_TRUST:g}] are allowed"
+            f"tables: {len(trusts)} trusts; {PATTERNS} x {len(SOURCES)} in [0, {MAX_WEIGHT:g}] are allowed"
         )
     return trusts.reshape(PATTERNS, len(SOURCES))
 
@@ -182,7 +182,7 @@ class TableReplica:
         self._tokens = np.zeros((0, 0), np.float32)
         self.tables: Tables | None = None
 
-    def judge(self, change: TableChange) -> ChangeVerdict:
+    def check(self, change: TableChange) -> ChangeVerdict:
         """Decide if `take` may follow. A snapshot sent in reply to our own request is always accepted,
         regardless of its version.
         """
@@ -242,7 +242,7 @@ class TableReplica:
         )
 
     def take(self, change: TableChange, at: int = 0) -> None:
-        """Apply rows `at` to `at + SLICE` of a change; with the last rows, its version too. Call `judge`
+        """Apply rows `at` to `at + SLICE` of a change; with the last rows, its version too. Call `check`
         first.
         """
         before = 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from router.fleet_state.target_table import RankKey
 from router.prefix_index.block_index import BlockIndex
 
-MOST_BLOCKS = 1 << 21
+MAX_BLOCKS = 1 << 21
 """Blocks of all ranks together, about 300 MB. With more ranks than this allows `capacity`, each gets an equal
 share.
 """
@@ -33,7 +33,7 @@ class ApproximateIndex:
         blocks = self._blocks.get(rank)
         if blocks is None:
             blocks = self._blocks[rank] = OrderedDict()
-        limit = max(1, min(self._capacity, capacity or self._capacity, MOST_BLOCKS // len(self._blocks)))
+        limit = max(1, min(self._capacity, capacity or self._capacity, MAX_BLOCKS // len(self._blocks)))
         new = []
         for block in reversed(chained[:limit]):
             if block in blocks:

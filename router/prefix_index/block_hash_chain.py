@@ -14,18 +14,18 @@ RUN = 32
 """Blocks cached together."""
 AHEAD = 8
 """Known runs taken at once; up to this number may be read in vain."""
-MOST_RUNS = 32_768
+MAX_RUNS = 32_768
 """About 15 MB: 16 million tokens in blocks of 16."""
 
 
 class HashRuns:
     """Cache of the hashes of runs of RUN blocks, keyed by the preceding hash, their bytes and their salt.
     Prompts often begin alike, and one digest of an entire run costs less than two of each block. State: at
-    most MOST_RUNS, the least recently used evicted first.
+    most MAX_RUNS, the least recently used evicted first.
     """
 
-    def __init__(self, most: int = MOST_RUNS) -> None:
-        self._most = most // 2
+    def __init__(self, limit: int = MAX_RUNS) -> None:
+        self._max_generation = limit // 2
         self._young: dict[int, array[int]] = {}
         self._old: dict[int, array[int]] = {}
 
@@ -36,7 +36,7 @@ class HashRuns:
         return found
 
     def put(self, key: int, hashes: "array[int]") -> None:
-        if len(self._young) >= self._most:
+        if len(self._young) >= self._max_generation:
             self._old, self._young = self._young, {}
         self._young[key] = hashes
 
@@ -77,10 +77,10 @@ class BlockHashChain(Sequence[int]):
             if runs is None or depth % RUN == 1:  # one block decides if the run after it is worth reading
                 extend(chained, self._raw(len(chained), depth), self._width, self._seed)
             else:
-                self._go_on(depth, runs)
+                self._extend_run(depth, runs)
         return chained
 
-    def _go_on(self, depth: int, runs: HashRuns) -> None:
+    def _extend_run(self, depth: int, runs: HashRuns) -> None:
         """Extend the chain to `depth` or to the end of a run. Known runs are taken as a whole, some at once;
         a finished run is cached.
         """

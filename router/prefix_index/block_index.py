@@ -17,23 +17,23 @@ from numpy.typing import NDArray
 from router.fleet_state.target_table import RankKey, TargetTable
 from router.prefix_index.block_hash_chain import HashRuns
 
-NOBODY = 0
+NO_RANK = 0
 """Slot that no rank has."""
 _WIDEST_STEP = 32
 """Most blocks of a prompt looked up at once; up to this number may be hashed in vain."""
-_MOST_MASKS = 65_536
+_MAX_MASKS = 65_536
 """Most masks kept for sharing. Beyond, sharing starts anew."""
-_SWEPT_AT_LEAST, _SWEPT_PER_WRITE = 64, 4
+_MIN_SWEPT, _SWEPT_PER_WRITE = 64, 4
 """Blocks moved with each write, and additionally per block written."""
-_FEW_LEFT = 1024
+_FEW_STALE = 1024
 """Stale entries and slots that are not worth a sweep."""
 _FEW_SLOTS = 64
-_MANY_CHILDREN, _MOST_CHILDREN = 64, 4096
+_MANY_CHILDREN, _MAX_CHILDREN = 64, 4096
 """Blocks that follow one block: at this number, and each time it has doubled, removed ones are forgotten;
 more than the second number are not searched.
 """
-_MOST_MODELS = 256
-_MOST_UNPACKED = 1024
+_MAX_MODELS = 256
+_MAX_UNPACKED = 1024
 _FEW_BITS = 4
 """Masks with at most this number of bits are decoded bit by bit, which is faster."""
 
@@ -77,11 +77,11 @@ class BlockIndex:
         self._slots: dict[RankKey, _Slot] = {}
         self._live = 0
         """bits of all slots that belong to a rank"""
-        self._numbers = NOBODY + 1
+        self._numbers = NO_RANK + 1
         """slots ever created"""
         self._free: list[int] = []
-        self._left: list[int] = []
-        self._left_entries = 0
+        self._stale: list[int] = []
+        self._stale_entries = 0
         """stale slots for the next sweep, and an upper bound on the blocks with their bits"""
         self._swept: list[int] = []
         """slots whose bits the present sweep removes"""
@@ -143,7 +143,7 @@ class BlockIndex:
 
     def add(self, rank: RankKey, blocks: Sequence[int]) -> None:
         """Add blocks to a rank that never loses a block before those that follow it."""
-        slot = self._slots.get(rank) or self._settle(rank)
+        slot = self._slots.get(rank) or self._assign_slot(rank)
         masks, shared, bit, old = self._masks, self._shared, slot.bit, self._old
         added = 0
         for block in blocks:
@@ -157,10 +157,10 @@ class BlockIndex:
             masks[block] = shared.setdefault(grown, grown)
         slot.entries += added
         self.entries += added
-        if len(shared) > _MOST_MASKS:
+        if len(shared) > _MAX_MASKS:
             shared.clear()
-        if old or self._left:
-            self.sweep(_SWEPT_AT_LEAST + _SWEPT_PER_WRITE * len(blocks))
+        if old or self._stale:
+            self.sweep(_MIN_SWEPT + _SWEPT_PER_WRITE * len(blocks))
 
     def discard(self, rank: RankKey, blocks: Iterable[int]) -> int:
         """Remove blocks from a rank. Return how many it did not hold."""
@@ -181,12 +181,12 @@ class BlockIndex:
         if slot is not None and lost:
             slot.entries -= len(lost)
             self.entries -= len(lost)
-            self._look_behind(slot.bit, lost)
-        if self._old or self._left:
-            self.sweep(_SWEPT_AT_LEAST + _SWEPT_PER_WRITE * len(lost))
+            self._check_children(slot.bit, lost)
+        if self._old or self._stale:
+            self.sweep(_MIN_SWEPT + _SWEPT_PER_WRITE * len(lost))
         return missing
 
-    def _look_behind(self, bit: int, lost: list[int]) -> None:
+    def _check_children(self, bit: int, lost: list[int]) -> None:
         """Mark a rank as gappy if it still holds a block stored after one that it lost."""
         for block in lost:
             child = self._children.get(block)
@@ -194,7 +194,7 @@ class BlockIndex:
                 continue
             some = child if isinstance(child, set) else (child,)
             if not self._gappy & bit and (
-                len(some) > _MOST_CHILDREN or any((self._look_up(one) or 0) & bit for one in some)
+                len(some) > _MAX_CHILDREN or any((self._look_up(one) or 0) & bit for one in some)
             ):
                 self._gappy |= bit
             if self._look_up(block) is None:
@@ -210,8 +210,8 @@ class BlockIndex:
         self._gappy &= self._live
         self.entries -= slot.entries
         if slot.entries:
-            self._left.append(slot.number)
-            self._left_entries += slot.entries
+            self._stale.append(slot.number)
+            self._stale_entries += slot.entries
         else:
             self._free.append(slot.number)
 
@@ -219,19 +219,19 @@ class BlockIndex:
         """Return the ranks that hold or held something since they were cleared."""
         return list(self._slots)
 
-    def overlap(self, roster: TargetTable, prompt: BlockRuns) -> NDArray[np.int64]:
+    def overlap(self, table: TargetTable, prompt: BlockRuns) -> NDArray[np.int64]:
         """Return the number of leading prompt blocks held by each target of a model, in its own block size,
         int64 [targets].
         """
-        overlap = np.zeros(len(roster.targets), np.int64)
-        for size in roster.block_sizes:
+        overlap = np.zeros(len(table.targets), np.int64)
+        for size in table.block_sizes:
             found = self.leading(prompt.chained(size))
             if found is not None:
-                depths = found.take(self._of(roster))
+                depths = found.take(self._of(table))
                 overlap = (
                     depths
-                    if len(roster.block_sizes) == 1
-                    else np.where(roster.block_size == size, depths, overlap)
+                    if len(table.block_sizes) == 1
+                    else np.where(table.block_size == size, depths, overlap)
                 )
         return overlap
 
@@ -244,19 +244,19 @@ class BlockIndex:
             else {rank: int(found[slot.number]) for rank, slot in self._slots.items() if found[slot.number]}
         )
 
-    def _of(self, roster: TargetTable) -> NDArray[np.intp]:
+    def _of(self, table: TargetTable) -> NDArray[np.intp]:
         """Return the slot of each target, intp [targets]; the unused slot for targets that hold nothing."""
-        known = self._slot_tables.get(roster.model)
-        if known is None or known[0] is not roster or known[1] != self.version:
-            if len(self._slot_tables) >= _MOST_MODELS:
+        known = self._slot_tables.get(table.model)
+        if known is None or known[0] is not table or known[1] != self.version:
+            if len(self._slot_tables) >= _MAX_MODELS:
                 self._slot_tables.clear()
-            slots = (self._slots.get(target.key) for target in roster.targets)
+            slots = (self._slots.get(target.key) for target in table.targets)
             known = (
-                roster,
+                table,
                 self.version,
-                np.array([NOBODY if slot is None else slot.number for slot in slots], np.intp),
+                np.array([NO_RANK if slot is None else slot.number for slot in slots], np.intp),
             )
-            self._slot_tables[roster.model] = known
+            self._slot_tables[table.model] = known
         return known[2]
 
     def leading(self, prompt: Reachable) -> NDArray[np.int64] | None:
@@ -307,7 +307,7 @@ class BlockIndex:
         if found is None:
             raw = np.frombuffer(mask.to_bytes(self._numbers + 7 >> 3, "little"), np.uint8)
             found = np.flatnonzero(np.unpackbits(raw, bitorder="little"))
-            if len(self._unpacked) >= _MOST_UNPACKED:
+            if len(self._unpacked) >= _MAX_UNPACKED:
                 self._unpacked.clear()
             self._unpacked[mask] = found
         return found
@@ -324,7 +324,7 @@ class BlockIndex:
                 masks[block] = shared.setdefault(mask, mask)
             else:
                 self._children.pop(block, None)
-        if len(shared) > _MOST_MASKS:
+        if len(shared) > _MAX_MASKS:
             shared.clear()
         if not old:
             self._old = {}  # an emptied dictionary keeps its memory
@@ -334,15 +334,15 @@ class BlockIndex:
 
     def _begin(self) -> bool:
         """Start a sweep once it is worthwhile, so that it costs a few steps per stale entry."""
-        if self._left_entries < max(_FEW_LEFT, len(self._masks) // 4) and len(self._left) < max(
+        if self._stale_entries < max(_FEW_STALE, len(self._masks) // 4) and len(self._stale) < max(
             _FEW_SLOTS, len(self._slots)
         ):
             return False
-        self._swept, self._left, self._left_entries = self._left, [], 0
+        self._swept, self._stale, self._stale_entries = self._stale, [], 0
         self._old, self._masks, self._shared = self._masks, {}, {}
         return True
 
-    def _settle(self, rank: RankKey) -> _Slot:
+    def _assign_slot(self, rank: RankKey) -> _Slot:
         if not self._free:
             self._free.append(self._numbers)
             self._numbers += 1

@@ -12,8 +12,8 @@ from fleet.facts.dynamo_kv import KvBlock, KvEvent, KvStored, RoutedKvEvent
 from router.fleet_state.target_table import RankKey
 from router.prefix_index.block_index import BlockIndex
 
-_MOST = (1 << 64) - 1
-MOST_BLOCKS = 1 << 22
+_MAX_U64 = (1 << 64) - 1
+MAX_BLOCKS = 1 << 22
 DEVICE = "device"
 
 
@@ -82,7 +82,7 @@ class KvEventIndex:
         names = self._names.get(rank, {})
         parent = stored.parent_hash
         if parent is not None:
-            if not 0 <= parent <= _MOST:
+            if not 0 <= parent <= _MAX_U64:
                 raise BadKvEvent(
                     f"worker {rank[0]} rank {rank[1]}: parent {parent}; it must be unsigned 64-bit"
                 )
@@ -93,10 +93,9 @@ class KvEventIndex:
                     " not hold"
                 )
         blocks, other = _read(rank, parent, stored.blocks)
-        if max(self.holders.held(rank), len(names)) + len(blocks) > MOST_BLOCKS:
+        if max(self.holders.held(rank), len(names)) + len(blocks) > MAX_BLOCKS:
             raise BadKvEvent(
-                f"worker {rank[0]} rank {rank[1]}: more than {MOST_BLOCKS} blocks of one rank are not"
-                " credible"
+                f"worker {rank[0]} rank {rank[1]}: more than {MAX_BLOCKS} blocks of one rank are not credible"
             )
         self._call(rank, names, blocks, other)
         self.holders.store(rank, parent, blocks)
@@ -125,7 +124,7 @@ def _read(rank: RankKey, parent: int | None, stored: Sequence[KvBlock]) -> tuple
     names: dict[int, int] = {}
     for block in stored:
         name, local = block.block_hash, block.tokens_hash
-        if not (0 <= name <= _MOST and 0 <= local <= _MOST):
+        if not (0 <= name <= _MAX_U64 and 0 <= local <= _MAX_U64):
             raise BadKvEvent(
                 f"worker {rank[0]} rank {rank[1]}: block {name} with local hash {local}; both must be"
                 " unsigned 64-bit"

@@ -237,7 +237,7 @@ class Scheduler:
         roster = self.view.roster(model)
         if not roster.targets:
             return None
-        load, bars = self.reservations.load(roster.rows, now), self.health.bars(roster, now)
+        load, bars = self.reservations.load(roster.rows, now), self.health.exclusions(roster, now)
         full = saturated(
             roster, load, self._limits, self._reported_busy(now), self.speeds.known(roster).queue
         )
@@ -340,7 +340,7 @@ class Scheduler:
         """Return the candidates. Breakers and ejections are ignored if no other rank is left; drains never
         are.
         """
-        bars = self.health.bars(roster, now)
+        bars = self.health.exclusions(roster, now)
         if need.supposed.gone:
             bars = bars.beside(supposed_gone(need.supposed.gone, roster))
         others: dict[RankKey, str] = {}

@@ -197,7 +197,7 @@ class FleetSubscriber:
             )
             self._forget(superseded)
         if joined.tokenizer is not None and joined.capabilities.token_ids:
-            self._view.block(joined.worker_id, self._lexicon.want(joined.tokenizer))
+            self._view.block(joined.worker_id, self._lexicon.request(joined.tokenizer))
         if joined.capabilities.kv_events:
             for rank in range(len(joined.urls)):
                 self.kv.add((joined.worker_id, rank), joined.engine)

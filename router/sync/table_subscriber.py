@@ -185,7 +185,7 @@ class TableSubscriber:
         The answer to the router's own request is taken with any version: its tracker may have been reset.
         """
         known = self._foresight.replica(model)
-        if known is not None and not requested and known.judge(change) is ChangeVerdict.OLD:
+        if known is not None and not requested and known.check(change) is ChangeVerdict.OLD:
             return ()
         replica = await self._off_loop(_INLINE_BYTES * change.rows, self._foresight.prepare, change)
         if self._feeds.get(model) is not feed:
@@ -201,7 +201,7 @@ class TableSubscriber:
             feed.late = feed.late or deque(maxlen=_LATE_CHANGES)
             feed.late.append(published)
             return
-        match replica.judge(change):
+        match replica.check(change):
             case ChangeVerdict.TAKEN:
                 if replica.crowded_by(change):
                     replica = await self._off_loop(replica.stored_bytes, replica.grown, change)

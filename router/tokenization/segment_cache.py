@@ -19,7 +19,7 @@ import msgspec
 
 from router.tokenization.word_cache import WordCache
 
-MOST_SEGMENTS = 4096
+MAX_SEGMENTS = 4096
 """A text with more is encoded as a whole: it is not a conversation, and the many single calls would cost more
 than they save.
 """
@@ -67,7 +67,7 @@ class Cutter:
         for match in self._pattern.finditer(text):
             if self._at is None or match[0] in self._at:
                 borders.append(match.start())
-                if len(borders) > MOST_SEGMENTS:
+                if len(borders) > MAX_SEGMENTS:
                     return [text]
         borders.append(len(text))
         return [text[start:end] for start, end in pairwise(borders) if start < end]

@@ -310,7 +310,7 @@ class ModelTokenizer:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
-    def fewest_tokens(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """Return a lower bound on the tokens of a text, in negligible time. 0 if the tokenizer allows no
         bound.
         """

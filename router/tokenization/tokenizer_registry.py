@@ -15,7 +15,7 @@ from router.tokenization.tokenizer import BadTokenizer, ModelTokenizer
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 2.0
-_MOST = 256
+_MAX_TOKENIZERS = 256
 """Most tokenizers that are known or requested at once."""
 
 Changed = Callable[[str, str | None], None]
@@ -33,7 +33,7 @@ class TokenizerRegistry:
         self.seen = SegmentCache(seen_bytes) if seen_bytes else None
         self._known: dict[str, ModelTokenizer] = {}
         self._archives: dict[str, bytes] = {}
-        self._due: KeyedQueue[str] = KeyedQueue(_MOST)
+        self._due: KeyedQueue[str] = KeyedQueue(_MAX_TOKENIZERS)
 
     def get(self, digest: str | None) -> ModelTokenizer | None:
         return None if digest is None else self._known.get(digest)
@@ -47,7 +47,7 @@ class TokenizerRegistry:
         """Return the digests of the usable tokenizers."""
         return tuple(self._known)
 
-    def want(self, digest: str) -> str | None:
+    def request(self, digest: str) -> str | None:
         """Request a tokenizer unless it is known. Return the reason why it cannot be used now; None if it
         can.
         """

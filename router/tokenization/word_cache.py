@@ -21,13 +21,13 @@ WORD = re.compile(f".[^ ]*(?:(?<![{_VISIBLE}]) [^ ]*)*", re.DOTALL)
 """Text from one cut to the next. A word contains spaces only where no visible character precedes them."""
 _HEAD = 256
 """Characters whose words serve to estimate the share of known words in a text."""
-_MOST_UNKNOWN = 1 / 3
+_MAX_UNKNOWN = 1 / 3
 """Largest share of unknown ones among these words. Beyond, the text is encoded as a whole, which then takes
 no longer.
 """
-_LONGEST = 64
+_MAX_WORD = 64
 """Characters. Longer words are not expected to recur."""
-_MOST_LEARNT = 32
+_MAX_LEARNT = 32
 """Most words stored from one text, to limit the cost of texts whose words never recur."""
 _ENTRY_BYTES = 112
 """Overhead of a dictionary per entry."""
@@ -73,7 +73,7 @@ class WordCache:
         with self._lock:
             for word, ids in made:
                 size = _size(word, ids)
-                if len(word) > _LONGEST or size > self._half or word in self._young.get(owner, ()):
+                if len(word) > _MAX_WORD or size > self._half or word in self._young.get(owner, ()):
                     continue
                 if self._young_bytes + size > self._half:
                     self._old, self._old_bytes = self._young, self._young_bytes
@@ -120,7 +120,7 @@ class WordEncoder:
             self._split_ids(ids, head)
             return ids, len(text)
         words = WORD.findall(text)
-        if len(words) == 1 and len(text) > _LONGEST:
+        if len(words) == 1 and len(text) > _MAX_WORD:
             return self._encode(text), len(text)
         found = self._kept.find(self._owner, words)
         if None not in found:
@@ -138,7 +138,7 @@ class WordEncoder:
 
     def _is_new(self, words: list[str]) -> bool:
         """Return True if most of these words are unknown, so that looking up the rest would not pay."""
-        return self._kept.find(self._owner, words).count(None) > len(words) * _MOST_UNKNOWN
+        return self._kept.find(self._owner, words).count(None) > len(words) * _MAX_UNKNOWN
 
     def _split_ids(self, ids: list[int], words: list[str]) -> list[Ids] | None:
         """Return the ids of each word at the beginning of a text, and store some; None if normalizing changed
@@ -156,7 +156,7 @@ class WordEncoder:
                 return None
             made.append(tuple(ids[begin:end]))
             begin = end
-        self._kept.keep(self._owner, zip(words[:_MOST_LEARNT], made, strict=False))
+        self._kept.keep(self._owner, zip(words[:_MAX_LEARNT], made, strict=False))
         return made
 
     def _lengths(self, words: list[str]) -> list[int] | None:

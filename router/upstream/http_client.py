@@ -18,12 +18,12 @@ import httptools
 
 from fleet.settings import FilePath
 
-MOST_HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 """Longer heads of an answer are refused."""
 BUFFERED_BYTES = 1024 * 1024
 """Unread bytes of an answer at which reading pauses."""
 _IDLE_PER_ORIGIN = 1024
-_MOST_ORIGINS = 4096
+_MAX_ORIGINS = 4096
 _BEFORE_SECONDS = 0.002
 _LATE_SECONDS = 0.02
 """A loop that is later than this was held up by something else."""
@@ -217,8 +217,8 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.cut(f"the answer is not HTTP: {error}")
             return
-        if not self.status and self._head_bytes > MOST_HEAD_BYTES:
-            self.cut(f"the head of the answer exceeds {MOST_HEAD_BYTES} bytes")
+        if not self.status and self._head_bytes > MAX_HEAD_BYTES:
+            self.cut(f"the head of the answer exceeds {MAX_HEAD_BYTES} bytes")
             return
         if self._buffered > BUFFERED_BYTES and not self._paused and not self.complete:
             self._paused = True
@@ -317,7 +317,7 @@ class HttpClient:
         """Return the origin of a URL. ValueError if it is not an http(s) URL."""
         known = self._origins.get(url)
         if known is None:
-            if len(self._origins) >= _MOST_ORIGINS:
+            if len(self._origins) >= _MAX_ORIGINS:
                 self._origins.clear()
             known = self._origins[url] = Origin.of(url)
         return known

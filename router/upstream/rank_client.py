@@ -71,9 +71,9 @@ class EventSplitter:
     event that is too long.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._rest = b""
-        self._most = most_bytes
+        self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of every event that is now complete. Comments and other fields are left out."""
@@ -89,8 +89,8 @@ class EventSplitter:
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
         *blocks, self._rest = data.split(b"\n\n")
-        if len(self._rest) > self._most:
-            raise ValueError(f"a server-sent event exceeds {self._most} bytes")
+        if len(self._rest) > self._max_bytes:
+            raise ValueError(f"a server-sent event exceeds {self._max_bytes} bytes")
         return [
             block[5:].lstrip() if block.startswith(_DATA) and b"\n" not in block else _event_data(block)
             for block in blocks
@@ -173,7 +173,7 @@ class Call:
             while not self._connection.status:
                 await self._more(AttemptFailure.DISCONNECTED)
             if self._connection.status >= 400:
-                await self._judge()
+                await self._check_status()
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -186,7 +186,7 @@ class Call:
             await self._drain()
         self._client.give_back(self._origin, self._connection)
 
-    async def _judge(self) -> None:
+    async def _check_status(self) -> None:
         """Handle an answer that is an error."""
 
     @property
@@ -265,7 +265,7 @@ class RankCall(Call):
     and ApiError if the rank blames the request (4xx except 429).
     """
 
-    async def _judge(self) -> None:
+    async def _check_status(self) -> None:
         status = self.status
         refused = api_error(status, await self.error_body())
         if status == 429 or refused.code == "overloaded":
@@ -347,7 +347,7 @@ class Upstream:
         )
 
     async def get(
-        self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int
+        self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, max_bytes: int
     ) -> bytes:
         """Return the body of a GET. OSError (also for statuses other than 200), TimeoutError, or ValueError
         if the body is too long.
@@ -362,8 +362,8 @@ class Upstream:
                 body = b""
                 while data := await connection.read():
                     body += data
-                    if len(body) > most_bytes:
-                        raise ValueError(f"{url}{path} answered with more than {most_bytes} bytes")
+                    if len(body) > max_bytes:
+                        raise ValueError(f"{url}{path} answered with more than {max_bytes} bytes")
         except ConnectionLost as error:
             raise OSError(str(error)) from error
         finally:

@@ -156,7 +156,7 @@ class StaticBackends:
                 key = self._key(server.url)
                 headers = {} if key is None else {"authorization": f"Bearer {key}"}
                 body = await upstream.get(
-                    server.url, "/v1/models", headers, seconds=timeout_seconds, most_bytes=_LIST_BYTES
+                    server.url, "/v1/models", headers, seconds=timeout_seconds, max_bytes=_LIST_BYTES
                 )
                 cards = msgspec.json.decode(body, type=_Models).data
                 models = msgspec.convert(cards, tuple[_Model, ...])

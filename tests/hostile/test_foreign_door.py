@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from router.access.api_keys import key_line, parse_rights
-from router.foreign_api.continuation import MOST_IDS, Continuable
+from router.foreign_api.continuation import MAX_IDS, Continuable
 from router.foreign_api.lenient_fields import read
 from tests.router.foreign_servers import ForeignServer, in_front_of, saying, serving
 from tests.router.router_fixture import OpenHouse, chat
@@ -118,4 +118,4 @@ def test_a_server_that_never_stops_sending_ids_fills_no_memory() -> None:
     for _ in range(50):
         course.take(b"data: " + many + b"\n\n")
     assert "more tokens" in (course.why_not() or "")
-    assert len(course.ids) <= 1000 < MOST_IDS
+    assert len(course.ids) <= 1000 < MAX_IDS

@@ -82,7 +82,7 @@ async def _spoken_with(made: Certificate) -> None:
 async def test_a_connection_under_tls_is_kept_for_the_next_request(made: Certificate) -> None:
     async with served(ServerTls(made.cert, made.key)) as url:
         async with Upstream(RouterConfig(upstream_ca=made.ca)) as upstream:
-            bodies = [await upstream.get(url, "/", {}, seconds=5, most_bytes=100) for _ in range(3)]
+            bodies = [await upstream.get(url, "/", {}, seconds=5, max_bytes=100) for _ in range(3)]
         assert bodies == [b"https "] * 3
         client = HttpClient(60.0, made.ca)
         origin = client.origin(url)
@@ -121,12 +121,12 @@ async def test_a_certificate_is_renewed_while_connections_are_open(made: Certifi
     tls = ServerTls(made.cert, made.key)
     async with served(tls) as url:
         async with Upstream(RouterConfig(upstream_ca=made.ca)) as upstream:
-            assert await upstream.get(url, "/", {}, seconds=5, most_bytes=100) == b"https "
+            assert await upstream.get(url, "/", {}, seconds=5, max_bytes=100) == b"https "
             renewed = made.renew("127.0.0.1")
             tls.check()
             tls.load()
             assert (
-                await upstream.get(url, "/", {}, seconds=5, most_bytes=100) == b"https "
+                await upstream.get(url, "/", {}, seconds=5, max_bytes=100) == b"https "
             )  # on the kept connection
         assert await answered(url, renewed.ca) == b"https hello"
 
@@ -167,11 +167,11 @@ async def test_a_router_believes_another_authority_after_a_reload(made: Certific
         tls.load()
         async with asyncio.timeout(5):
             upstream.reconfigure(config)
-            assert await upstream.get(url, "/", {}, seconds=5, most_bytes=100) == b"https "
+            assert await upstream.get(url, "/", {}, seconds=5, max_bytes=100) == b"https "
             renewed.ca.write_text("no certificate")
             with pytest.raises(OSError, match=r"upstream_ca .*ca\.pem cannot be used"):
                 upstream.reconfigure(config)
-            assert await upstream.get(url, "/", {}, seconds=5, most_bytes=100) == b"https "
+            assert await upstream.get(url, "/", {}, seconds=5, max_bytes=100) == b"https "
 
 
 async def test_a_file_of_authorities_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:

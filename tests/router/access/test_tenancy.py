@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fleet.completions import ApiError
 from fleet.facts.engines import Capabilities
 from fleet.shared_secret import SharedSecret
-from router.access.tenancy import MOST_SALT, cache_salt, framed, with_salt
+from router.access.tenancy import MAX_SALT, cache_salt, framed, with_salt
 from router.credentials import RouterCredentials
 from tests.router.router_fixture import House, MockRank, Serve, chat
 
@@ -41,7 +41,7 @@ def test_without_client_keys_only_the_clients_own_salt_counts() -> None:
     assert cache_salt(b"key", "", "mine") == "mine"
 
 
-@pytest.mark.parametrize("own", ["", "s" * (MOST_SALT + 1)])
+@pytest.mark.parametrize("own", ["", "s" * (MAX_SALT + 1)])
 def test_a_salt_that_is_empty_or_too_long_is_refused_by_name(own: str) -> None:
     with pytest.raises(ApiError, match="cache_salt must have 1 to") as refused:
         cache_salt(b"key", "tenant", own)

@@ -28,7 +28,7 @@ async def answer(watches: ClientWatches, watch: ClientWatch, seconds: float) -> 
     try:
         await asyncio.sleep(seconds)
     except asyncio.CancelledError:
-        return "left" if watch.client_left() else "cancelled"
+        return "left" if watch.client_disconnected() else "cancelled"
     finally:
         watch.stop()
     return "answered"

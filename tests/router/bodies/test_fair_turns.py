@@ -26,7 +26,7 @@ async def test_a_client_with_many_jobs_delays_another_one_by_one_job() -> None:
 
 @pytest.mark.parametrize(("client", "status"), [("greedy", 429), ("other", 503)])
 async def test_too_many_waiting_jobs_are_refused_by_client_and_in_all(client: str, status: int) -> None:
-    turns = FairTurns("jobs", 1, most_waiting=3, most_per_client=2)
+    turns = FairTurns("jobs", 1, max_waiting=3, max_per_client=2)
     await turns.take("greedy")
     waiting = [asyncio.create_task(turns.take(name)) for name in ("greedy", "greedy", "third")]
     await asyncio.sleep(0)
@@ -57,10 +57,10 @@ async def test_a_place_given_to_a_client_that_leaves_at_that_moment_goes_to_the_
     st.integers(1, 3),
 )
 def test_no_slot_is_lost_or_taken_twice_whenever_clients_leave(
-    steps: list[tuple[str, str]], places: int
+    steps: list[tuple[str, str]], slots: int
 ) -> None:
     async def run() -> None:
-        turns, tasks, held = FairTurns("jobs", places, 1000, 1000), [], 0
+        turns, tasks, held = FairTurns("jobs", slots, 1000, 1000), [], 0
         for client, step in steps:
             if step == "take":
                 tasks.append(asyncio.create_task(turns.take(client)))
@@ -74,15 +74,15 @@ def test_no_slot_is_lost_or_taken_twice_whenever_clients_leave(
             done = [task for task in tasks if task.done() and not task.cancelled()]
             held += len(done)
             tasks = [task for task in tasks if not task.done()]
-            assert held <= places
+            assert held <= slots
             assert turns.waiting == len(tasks)
-            assert held == places or not tasks
+            assert held == slots or not tasks
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for _ in range(held):
             turns.give_back()
-        for _ in range(places):
+        for _ in range(slots):
             await asyncio.wait_for(turns.take("last"), 1.0)
 
     asyncio.run(run())

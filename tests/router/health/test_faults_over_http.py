@@ -247,7 +247,7 @@ async def test_a_breaker_opens_is_reported_and_closes_again(
     bad.answer_status = 200
     await until(
         lambda: (
-            not house.service.picker.health.bars(
+            not house.service.picker.health.exclusions(
                 house.service.view.roster("demo"), house.service.clock()
             ).every
         )
@@ -291,7 +291,7 @@ async def test_a_clients_own_error_and_a_busy_rank_open_no_breaker(
     for status, answered in ((400, (400,)), (429, (429, 503))):
         rank.answer_status = status
         assert (await house.post(CHAT, chat())).status in answered
-    assert not house.service.picker.health.bars(
+    assert not house.service.picker.health.exclusions(
         house.service.view.roster("demo"), house.service.clock()
     ).every
 
@@ -310,9 +310,9 @@ async def test_a_client_that_leaves_frees_the_probe_of_a_half_open_breaker(
     probe = asyncio.ensure_future(house.post(CHAT, chat(stream=True)))
     await rank.asked.wait()
     health, roster = house.service.picker.health, house.service.view.roster("demo")
-    assert "half open" in next(iter(health.bars(roster, house.service.clock()).every.values()))
+    assert "half open" in next(iter(health.exclusions(roster, house.service.clock()).every.values()))
     probe.cancel()
-    await until(lambda: not health.bars(roster, house.service.clock()).every)
+    await until(lambda: not health.exclusions(roster, house.service.clock()).every)
     rank.hold_after = None
     assert (await house.post(CHAT, chat())).status == 200
 
@@ -329,7 +329,7 @@ async def drain(house: House, worker_id: int, rank: int | None, *, draining: boo
 
 
 def draining(service: RouterService) -> int:
-    return len(service.picker.health.bars(service.view.roster("demo"), service.clock()).hard)
+    return len(service.picker.health.exclusions(service.view.roster("demo"), service.clock()).hard)
 
 
 async def test_a_draining_rank_finishes_its_streams_and_gets_no_new_ones(

@@ -15,7 +15,7 @@ from bus.protocol.subjects import Subjects
 from router.access.api_keys import key_line, parse_rights
 from router.api.app import create_app
 from router.config import RouterConfig
-from router.foreign_api.object_locations import MOST_OBJECTS, ObjectLocation, ObjectLocations, object_id
+from router.foreign_api.object_locations import MAX_OBJECTS, ObjectLocation, ObjectLocations, object_id
 from router.foreign_api.routes import RouteKind, route_of
 from router.service import RouterService
 from tests.router.foreign_servers import ForeignServer, in_front_of, saying, serving, streaming
@@ -330,12 +330,12 @@ def test_a_path_of_administration_that_cannot_be_one_is_refused(path: str) -> No
 
 def test_the_oldest_places_make_room() -> None:
     located = ObjectLocations()
-    for number in range(MOST_OBJECTS + 1):
+    for number in range(MAX_OBJECTS + 1):
         located.note(f"resp_{number}", ObjectLocation((1, 0), ""))
         located.find("resp_0")
     assert located.find("resp_0") is not None
     assert located.find("resp_1") is None
-    assert located.find(f"resp_{MOST_OBJECTS}") is not None
+    assert located.find(f"resp_{MAX_OBJECTS}") is not None
 
 
 @pytest.mark.parametrize(

@@ -208,8 +208,8 @@ def test_a_whole_is_taken_slice_by_slice_as_at_once() -> None:
 
 def test_a_change_to_another_version_or_of_another_size_is_a_gap_and_an_old_one_is_old() -> None:
     replica = TableReplica(BUDGET)
-    assert replica.judge(read(tables(4, 3))) is ChangeVerdict.GAP
-    assert replica.judge(read(tables(4))) is ChangeVerdict.TAKEN
+    assert replica.check(read(tables(4, 3))) is ChangeVerdict.GAP
+    assert replica.check(read(tables(4))) is ChangeVerdict.TAKEN
     replica = replica.prepare(read(tables(4)))
     verdicts = {
         ChangeVerdict.OLD: [tables(4), tables(3), tables(4, 3), tables(2, 1)],
@@ -217,7 +217,7 @@ def test_a_change_to_another_version_or_of_another_size_is_a_gap_and_an_old_one_
         ChangeVerdict.TAKEN: [tables(5, 4), tables(9, 4), tables(7)],
     }
     for verdict, published in verdicts.items():
-        assert {replica.judge(read(one)) for one in published} == {verdict}
+        assert {replica.check(read(one)) for one in published} == {verdict}
 
 
 def test_the_replica_predicts_from_the_published_tables() -> None:

@@ -78,7 +78,7 @@ def test_blocks_behind_a_block_are_forgotten_with_it(monkeypatch: pytest.MonkeyP
     index.apply([cleared()])
     index.holders.add((1, 1), [5])
     index.holders.clear((1, 1))
-    monkeypatch.setattr(module, "_FEW_LEFT", 1)
+    monkeypatch.setattr(module, "_FEW_STALE", 1)
     assert index.holders.sweep(1000)
     assert (len(index.holders), index.holders.links) == (0, 0)
 
@@ -126,7 +126,7 @@ def test_a_rank_may_call_its_blocks_as_it_likes(monkeypatch: pytest.MonkeyPatch)
     assert (found(index, LOCAL), index.missing_removals) == ({(WORKER, 0): 4}, 1)
     say(KvChange(removed=KvRemoved(block_hashes=(100, 101, 102, 103))))
     assert index.holders.entries == 0
-    monkeypatch.setattr("router.prefix_index.kv_event_index.MOST_BLOCKS", 2)
+    monkeypatch.setattr("router.prefix_index.kv_event_index.MAX_BLOCKS", 2)
     say(KvChange(stored=KvStored(blocks=tuple(named[:2]))))  # the names of removed blocks do not count
     assert found(index, LOCAL) == {(WORKER, 0): 2}
 
@@ -158,7 +158,7 @@ def test_nonsense_is_refused_whole(change: KvChange) -> None:
 
 
 def test_a_rank_that_says_it_holds_more_than_any_can_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prefix_index.kv_event_index.MOST_BLOCKS", 8)
+    monkeypatch.setattr("router.prefix_index.kv_event_index.MAX_BLOCKS", 8)
     index = indexed(stored(LOCAL[:8]))
     with pytest.raises(BadKvEvent, match="more than 8"):
         index.apply([stored(LOCAL[8:9], LOCAL[:8])])
@@ -243,7 +243,7 @@ def test_remembered_runs_never_change_a_chain(prompts: list[list[int]], depths: 
 def test_what_cleared_ranks_leave_behind_is_swept_out_as_others_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_FEW_LEFT", 4)
+    monkeypatch.setattr(module, "_FEW_STALE", 4)
     holders = BlockIndex()
     for rank in range(6):
         holders.add((1, rank), CHAINED)
@@ -274,10 +274,10 @@ class Compared(RuleBasedStateMachine):
     @initialize(few=st.sampled_from([1, 1024]))
     def begin(self, few: int) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(module, "_FEW_LEFT", few)
-        self.patch.setattr(module, "_SWEPT_AT_LEAST", 1)
+        self.patch.setattr(module, "_FEW_STALE", few)
+        self.patch.setattr(module, "_MIN_SWEPT", 1)
         self.patch.setattr(module, "_SWEPT_PER_WRITE", 0)
-        self.patch.setattr(module, "_MOST_MASKS", 3)
+        self.patch.setattr(module, "_MAX_MASKS", 3)
         self.index = KvEventIndex(BlockIndex())
         self.tree = RadixTree()
         self.sets: dict[RankKey, set[int]] = {}

@@ -291,7 +291,7 @@ def test_a_full_prefix_memory_forgets_the_oldest_prompt_from_its_end() -> None:
 
 
 def test_ranks_share_what_all_prefix_memories_together_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prefix_index.approximate_index.MOST_BLOCKS", 12)
+    monkeypatch.setattr("router.prefix_index.approximate_index.MAX_BLOCKS", 12)
     prefixes, holders = guesses(100)
     for rank in range(4):
         prefixes.routed((1, rank), CHAINED)

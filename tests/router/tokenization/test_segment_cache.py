@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from deploy.demo_model import checkpoint_path
 from router.foreign_api.lenient_fields import read
-from router.tokenization.segment_cache import MOST_SEGMENTS, Cutter, SegmentCache
+from router.tokenization.segment_cache import MAX_SEGMENTS, Cutter, SegmentCache
 from router.tokenization.tokenizer import ModelTokenizer, first_difference
 from tests.router.encoding import whole, wrong_in_threads
 from tests.router.router_fixture import SCRIPT, MockRank, OpenHouse, Serve, archive, until
@@ -217,7 +217,7 @@ def test_tokens_that_are_not_special_are_respected_but_not_cut_at() -> None:
 
 
 def test_a_text_of_very_many_segments_is_not_cut() -> None:
-    text = "<s>" * (MOST_SEGMENTS + 1)
+    text = "<s>" * (MAX_SEGMENTS + 1)
     assert Cutter(["<s>"], ["<s>"]).cut(text) == [text]
 
 

@@ -33,7 +33,7 @@ PIECES = st.sampled_from(
 
 @given(st.lists(PIECES | st.text(max_size=5), max_size=30).map("".join), st.sampled_from(TOKENIZERS))
 def test_no_text_has_fewer_tokens_than_the_bound(text: str, tokenizer: ModelTokenizer) -> None:
-    fewest = tokenizer.fewest_tokens(text)
+    fewest = tokenizer.min_tokens(text)
     assert fewest > 0 or not text
     if "\ud800" not in text:
         assert len(tokenizer.encode_rendered(text)) >= fewest
@@ -44,7 +44,7 @@ def test_a_text_of_the_longest_token_alone_has_exactly_as_many() -> None:
     longest = max(tokenizer.get_vocab(with_added_tokens=False), key=len)
     text = tokenizer.decode([tokenizer.token_to_id(longest)])
     assert (
-        ModelTokenizer.from_archive(archive(tokenizer, {})).fewest_tokens(text)
+        ModelTokenizer.from_archive(archive(tokenizer, {})).min_tokens(text)
         == len(tokenizer.encode(text).ids)
         == 1
     )

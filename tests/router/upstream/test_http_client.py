@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from router.upstream.http_client import (
     BUFFERED_BYTES,
-    MOST_HEAD_BYTES,
+    MAX_HEAD_BYTES,
     Connection,
     ConnectionLost,
     HttpClient,
@@ -170,7 +170,7 @@ async def test_what_came_before_a_break_is_given_out_before_the_error(client: Ht
         (b"", "closed the connection"),
         (b"HTTP/1.1 200", "closed the connection"),
         (b"SSH-2.0-OpenSSH\r\n", "not HTTP"),
-        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * (MOST_HEAD_BYTES + 100), "exceeds"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * (MAX_HEAD_BYTES + 100), "exceeds"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n", "not HTTP"),
     ],
 )

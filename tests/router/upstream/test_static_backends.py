@@ -34,7 +34,7 @@ class Scripted(Upstream):
         self._more, self._over = asyncio.Event(), asyncio.Event()
 
     async def get(
-        self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int
+        self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, max_bytes: int
     ) -> bytes:
         while not self._script:
             self._over.set()
