@@ -29,6 +29,7 @@ from fleet.requests.demand import DescribeClusters
 from fleet.requests.engines import DescribeEngine
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
+from migration.control_loop.context import LoopContext
 from migration.control_loop.controller import Controller
 from migration.engine_state.demand_windows import DemandWindows
 from migration.engine_state.placement_registry import (
@@ -89,7 +90,7 @@ class MigrationService:
         self._instance = secrets.randbits(64)
         """identity of this process, for the audit log of its settings"""
         self._plan_queries = PlanQueries(
-            self.ledger, self.watch, config, self.metrics, clock, self._trust, thinking
+            self.ledger, self.watch, config, self.metrics, clock, self._plan_discount, thinking
         )
         self._sequences = Sequences()
         self._unknown_engines = UnknownEngines()
@@ -98,7 +99,7 @@ class MigrationService:
         same join, which must be recorded once"""
         self._warned: dict[PlacementFault, float] = {}
         """time of the last log line about each kind of rejection"""
-        self._controller: Controller | None = None
+        self.controller: Controller | None = None
         """set while this service is the leader"""
         self._lead = LeaderLease(bus, subjects.coordinator, config.lease_seconds, clock)
         self._tracing = MigrationTracing.create()
@@ -115,7 +116,7 @@ class MigrationService:
                 except* LeaseTaken as taken:
                     logger.warning("lost the lead: %s", taken.exceptions[0])
                 finally:
-                    self._controller = None
+                    self.controller = None
                     self.metrics.leader.set(0)
                     self.metrics.serving({})
         finally:
@@ -127,7 +128,7 @@ class MigrationService:
         leader."""
         subjects, executor = self._subjects, self._make_executor()
         requests = OperatorCommands(self._bus, subjects, self.ledger, self.watch, executor)
-        controller = self._controller = self._make_controller(executor, requests)
+        controller = self.controller = self._make_controller(executor, requests)
         async with (
             self._bus.subscribe(subjects.demand, subjects.kv_metrics) as reports,
             self._bus.subscribe(subjects.dispatched(), subjects.shifts) as measurements,
@@ -184,25 +185,26 @@ class MigrationService:
         )
 
     def _make_controller(self, executor: PlanExecutor, requests: OperatorCommands) -> Controller:
-        return Controller(
-            self._bus,
-            self._subjects,
-            self._config,
-            self.ledger,
-            self.watch,
-            self.measured,
-            self._plan_queries,
-            executor,
-            requests,
-            self._lead,
-            self.metrics,
-            self._tracing,
-            self._clock,
+        context = LoopContext(
+            bus=self._bus,
+            subjects=self._subjects,
+            placements=self.ledger,
+            demand=self.watch,
+            dispatch=self.measured,
+            plan_queries=self._plan_queries,
+            executor=executor,
+            commands=requests,
+            lead=self._lead,
+            metrics=self.metrics,
+            tracing=self._tracing,
+            clock=self._clock,
+            wall=time.time,
         )
+        return Controller(context, self._config)
 
-    def _trust(self, engine: str) -> float:
+    def _plan_discount(self, engine: str) -> float:
         """Return the discount factor applied to the predicted gains of an engine, in (0, 1]."""
-        return 1.0 if self._controller is None else self._controller.trust(engine)
+        return 1.0 if self.controller is None else self.controller.plan_discount(engine)
 
     # Settings
 
@@ -214,7 +216,7 @@ class MigrationService:
         change = reloaded(self._config, new, self._instance)
         if change.changed:
             self._config = new
-            for part in (self.watch, self.measured, self._plan_queries, self._controller):
+            for part in (self.watch, self.measured, self._plan_queries, self.controller):
                 if part is not None:
                     part.reconfigure(new)
         return change
@@ -501,8 +503,8 @@ class MigrationService:
                 self.watch.load(load, self._clock())
             case DispatchMeasured() as sent:
                 self.measured.hear(sent, self._clock())
-            case PopularityShifted() as shift if self._controller is not None:
-                self._controller.shifted(shift)
+            case PopularityShifted() as shift if self.controller is not None:
+                self.controller.shifted(shift)
             case TablesPublished() as tables if tables.model in self.watch.models:
                 self.watch.foreseen(tables.model, tables.reliability)
             case ClustersPublished() as clusters if clusters.model in self.watch.models:

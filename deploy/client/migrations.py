@@ -12,9 +12,10 @@ from bus.protocol.subjects import Subjects
 from deploy.client.fleet_status import members
 from deploy.process import alongside
 from fleet.facts.engines import EngineJoined
-from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
+from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.requests.handovers import HandoverDescribed
 from fleet.requests.plans import ApplyPlan, MigrateExpert, MigrationAccepted, RollBack
+from migration.model.plan_log import ProgressEntry, RunProgress
 
 ASK_SECONDS = 15.0
 """Time limit for the planner to check a request."""
@@ -68,87 +69,62 @@ def in_short(name: str) -> str:
     return "".join(word if word.isdigit() else word[0] for word in re.findall(r"[A-Za-z]+|\d+", name))
 
 
-@dataclass(slots=True)
-class PlanProgress:
-    """Progress of one plan. `done`: completed handovers; `ranks`: stage of each rank in the current
-    handover."""
+@dataclass(slots=True, kw_only=True)
+class PlanProgress(RunProgress):
+    """Progress of a requested plan, also within the current handover."""
 
     accepted: MigrationAccepted
-    done: int = 0
-    copies: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    """duration of its handovers, each from proposal to the last flip"""
-    epoch: int | None = None
-    """epoch served since the last completed handover"""
     by_transfer: Counter[str] = field(default_factory=Counter)
     """bytes"""
     ranks: dict[int, HandoverDescribed] = field(default_factory=dict)
-    given_up: MigrationAborted | None = None
-    over: bool = False
-    heard: int = 0
-    """messages received about it"""
+    """stage of each rank in the current handover"""
+    messages: int = 0
+    """number of messages received about it"""
 
     def note(self, message: Message) -> str | None:
         """Apply a message. Returns a line of text, unless the message is only a rank's progress."""
         if isinstance(message, HandoverDescribed) and message.worker_id == self.accepted.worker_id:
-            self.heard += 1
+            self.messages += 1
             self.ranks[message.rank] = message
             return None
-        if (
-            not isinstance(
-                message, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
-            )
-            or message.plan != self.accepted.plan
-        ):
+        if not isinstance(message, MigrationPlanned | ProgressEntry) or message.plan != self.accepted.plan:
             return None
-        self.heard += 1
+        self.messages += 1
+        if isinstance(message, MigrationPlanned):
+            return f"under way: {message.reason}" if message.reason else None
+        if not self.apply(message):
+            return None
+        handover = f"handover {message.number + 1} of {self.accepted.handovers}"
         match message:
-            case MigrationPlanned():
-                return f"under way: {message.reason}" if message.reason else None
             case MigrationStaged():
-                return self._staged(message)
+                for pull in message.pulls:
+                    self.by_transfer[pull.transfer] += pull.bytes
+                return f"{handover}: staged on all ranks after {message.seconds:.2f} s"
             case MigrationCommitted():
-                return self._committed(message)
-        self.given_up, self.over = message, True
+                self.ranks.clear()
+                return (
+                    f"{handover}: epoch {message.epoch} is served,"
+                    f" {1e3 * message.commit_seconds:.0f} ms after the decision"
+                )
         return None
-
-    def _staged(self, message: MigrationStaged) -> str:
-        for pull in message.pulls:
-            self.by_transfer[pull.transfer] += pull.bytes
-        return (
-            f"handover {message.number + 1} of {self.accepted.handovers}: staged on all ranks after"
-            f" {message.seconds:.2f} s"
-        )
-
-    def _committed(self, message: MigrationCommitted) -> str:
-        self.done, self.epoch, self.over = message.number + 1, message.epoch, message.last
-        self.copies += message.copies
-        self.bytes += message.bytes
-        self.seconds += message.seconds
-        self.ranks.clear()
-        return (
-            f"handover {self.done} of {self.accepted.handovers}: epoch {message.epoch} is served,"
-            f" {1e3 * message.commit_seconds:.0f} ms after the decision"
-        )
 
     @property
     def pulled(self) -> int:
         """Return the bytes copied so far, including the current handover."""
         open_ones = (rank for rank in self.ranks.values() if rank.handover)
-        return self.bytes + sum(pull.bytes for rank in open_ones for pull in rank.pulls)
+        return self.copied_bytes + sum(pull.bytes for rank in open_ones for pull in rank.pulls)
 
     @property
     def present(self) -> str:
         """Return the current stage in a few words, for any number of ranks."""
         by_state: dict[str, list[int]] = {}
-        for rank, told in sorted(self.ranks.items()):
-            by_state.setdefault(told.state, []).append(rank)
+        for rank, status in sorted(self.ranks.items()):
+            by_state.setdefault(status.state, []).append(rank)
         where = ", ".join(
             f"rank {ranks[0]} {state}" if len(ranks) == 1 else f"{len(ranks)} ranks {state}"
             for state, ranks in by_state.items()
         )
-        return f"handover {min(self.done + 1, self.accepted.handovers)} of {self.accepted.handovers}" + (
+        return f"handover {min(self.next + 1, self.accepted.handovers)} of {self.accepted.handovers}" + (
             f": {where}" if where else ""
         )
 
@@ -165,16 +141,16 @@ async def carried_out(
         _identity(one)
         async for one in bus.replay(subjects.migrations(order.engine), since=BEFORE_SECONDS, follow=False)
     }
-    async with bus.subscribe(subjects.handovers()) as heard:
-        course = PlanProgress(await _accepted(bus, subjects, order, say))
-        began(course)
+    async with bus.subscribe(subjects.handovers()) as reports:
+        progress = PlanProgress(accepted=await _accepted(bus, subjects, order, say))
+        began(progress)
         if wait:
             async with (
-                alongside(_listen(heard, course), "follow the progress of ranks"),
-                alongside(_wonder(course, say), "notice silence"),
+                alongside(_listen(reports, progress), "follow the progress of ranks"),
+                alongside(_report_silence(progress, say), "notice silence"),
             ):
-                await _follow(bus, subjects, course, known, say)
-    return course
+                await _follow(bus, subjects, progress, known, say)
+    return progress
 
 
 async def _accepted(bus: Bus, subjects: Subjects, order: Order, say: Say) -> MigrationAccepted:
@@ -206,34 +182,34 @@ async def _accepted(bus: Bus, subjects: Subjects, order: Order, say: Say) -> Mig
 
 
 async def _follow(
-    bus: Bus, subjects: Subjects, course: PlanProgress, known: set[tuple[int, int]], say: Say
+    bus: Bus, subjects: Subjects, progress: PlanProgress, known: set[tuple[int, int]], say: Say
 ) -> None:
     """Follow the stored log, across reconnects. A plan of the same id may have been carried out before."""
-    async with aclosing(_stored(bus, subjects, course)) as stored:
+    async with aclosing(_stored(bus, subjects, progress)) as stored:
         async for received in stored:
-            if _identity(received) not in known and (words := course.note(received.message)):
+            if _identity(received) not in known and (words := progress.note(received.message)):
                 say(words)
-            if course.over:
+            if progress.end is not None:
                 return
 
 
-async def _stored(bus: Bus, subjects: Subjects, course: PlanProgress) -> AsyncGenerator[Received, None]:
-    async for received in bus.replay(subjects.migrations(course.accepted.engine), since=BEFORE_SECONDS):
+async def _stored(bus: Bus, subjects: Subjects, progress: PlanProgress) -> AsyncGenerator[Received, None]:
+    async for received in bus.replay(subjects.migrations(progress.accepted.engine), since=BEFORE_SECONDS):
         yield received
 
 
-async def _listen(heard: Subscription, course: PlanProgress) -> None:
-    async for received in heard:
-        course.note(received.message)
+async def _listen(reports: Subscription, progress: PlanProgress) -> None:
+    async for received in reports:
+        progress.note(received.message)
 
 
-async def _wonder(course: PlanProgress, say: Say) -> None:
+async def _report_silence(progress: PlanProgress, say: Say) -> None:
     while True:
-        before = course.heard
+        before = progress.messages
         await asyncio.sleep(QUIET_SECONDS)
-        if course.heard == before:
+        if progress.messages == before:
             say(
-                f"{course.present}; nothing new for {QUIET_SECONDS:g} s. Large experts take this long;"
+                f"{progress.present}; nothing new for {QUIET_SECONDS:g} s. Large experts take this long;"
                 " otherwise check that the planner is running"
             )
 

@@ -192,20 +192,20 @@ class _Shown:
             row = bar.add_task("", total=course.accepted.handovers, moved="")
             while True:
                 moved = f"{in_units(course.pulled)} of {in_units(course.accepted.bytes)}"
-                bar.update(row, description=course.present, completed=course.done, moved=moved)
+                bar.update(row, description=course.present, completed=course.next, moved=moved)
                 await asyncio.sleep(LOOK_SECONDS)
 
 
 def outcome(course: PlanProgress) -> str:
     """Return the outcome: done, given up, or under way."""
-    return "given up" if course.given_up is not None else "done" if course.over else "under way"
+    return "given up" if course.aborted is not None else "done" if course.committed else "under way"
 
 
 def _print_result(course: PlanProgress, manner: OutputForm, *, left: bool, also: dict[str, Any]) -> None:
-    accepted, failed = course.accepted, course.given_up
+    accepted, failed = course.accepted, course.aborted
     if manner.as_json:
         show(in_json({**also, **as_record(course)}))
-    elif course.over and failed is None:
+    elif course.committed:
         ways = (
             " and ".join(f"{in_units(size)} by {name}" for name, size in sorted(course.by_transfer.items()))
             or "no bytes"
@@ -216,7 +216,7 @@ def _print_result(course: PlanProgress, manner: OutputForm, *, left: bool, also:
         )
     if failed is not None:
         before = (
-            f"; {many(course.done, 'handover')} of {accepted.handovers} had been done" if course.done else ""
+            f"; {many(course.next, 'handover')} of {accepted.handovers} had been done" if course.next else ""
         )
         place = "" if failed.rank is None else f" (rank {failed.rank})"
         print_error(
@@ -231,7 +231,7 @@ def _print_result(course: PlanProgress, manner: OutputForm, *, left: bool, also:
 
 def as_record(course: PlanProgress) -> dict[str, Any]:
     """Return the result as a record for programs."""
-    failed = course.given_up
+    failed = course.aborted
     return {
         "engine": course.accepted.engine,
         "worker_id": str(course.accepted.worker_id),
@@ -239,10 +239,10 @@ def as_record(course: PlanProgress) -> dict[str, Any]:
         "what": course.accepted.what,
         "outcome": outcome(course),
         "handovers": course.accepted.handovers,
-        "handovers_done": course.done,
-        "epoch": course.epoch,
+        "handovers_done": course.next,
+        "epoch": course.epoch or None,
         "copies": course.copies,
-        "bytes": course.bytes,
+        "bytes": course.copied_bytes,
         "seconds": course.seconds,
         "bytes_by_transfer": dict(course.by_transfer),
         "reason": None if failed is None else failed.reason,

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from bus import Bus, BusError, ClaimLost
-from migration.loop_state.persistent_state import LoopMemory
+from migration.loop_state.persistent_state import EngineMemory, LoopMemory, decoded
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +46,23 @@ class StateStore:
         if (found := _decoded(claim.value)) is not None:
             self.memory = self._written = self._base = found
 
-    async def steer(self, paused: bool, reason: str, at: float) -> None:
+    async def pause(self, paused: bool, reason: str, at: float) -> None:
         """Pause or resume. Takes effect once it is durable. Raises BusError if it could not be stored."""
         before = self.memory
-        self.memory = before.steered(paused, reason, at)
+        self.memory = before.with_pause(paused, reason, at)
         try:
             async with self._writing:
                 await self._write()
         except BusError:
-            self.memory = msgspec.structs.replace(
-                self.memory,
-                paused=before.paused,
-                paused_reason=before.paused_reason,
-                paused_at=before.paused_at,
-            )
+            self.memory = self.memory.with_pause_of(before)
             raise
 
-    async def keep(self, memory: LoopMemory | None = None) -> None:
-        """Set the state (None: keep it) and write it now or, if the bus is unavailable, at the next call."""
-        self.memory = self.memory if memory is None else memory
+    def change(self, engine: str, memory: EngineMemory) -> None:
+        """Replace the state of one engine; `keep` writes it."""
+        self.memory = self.memory.with_engine(engine, memory)
+
+    async def keep(self) -> None:
+        """Write changes now or, if the bus is unavailable, at the next call."""
         if self.memory is self._written:
             return
         try:
@@ -134,8 +132,8 @@ class StateStore:
 def _decoded(value: bytes) -> LoopMemory | None:
     """Decode a state. Returns None, with a log line, for invalid data."""
     try:
-        return msgspec.json.decode(value, type=LoopMemory)
-    except msgspec.DecodeError as error:
+        return decoded(value)
+    except ValueError as error:
         logger.warning(
             "the stored state of the control loop cannot be decoded; starting with an empty state, not"
             " paused: %s",

@@ -8,6 +8,7 @@ unfinished plan, until none is left.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from math import inf
 
@@ -41,7 +42,7 @@ from migration.handover.handover_messages import (
 )
 from migration.handover.rank_progress import ENGINE_GONE, HandoverFailure
 from migration.model.plan import Handover, Inapplicable, Plan, applied
-from migration.model.plan_log import PlanRun
+from migration.model.plan_log import PlanEntry, PlanRun
 from migration.telemetry.metrics import MigrationMetrics
 from migration.telemetry.tracing import MigrationTracing, PlanTrace
 
@@ -58,7 +59,7 @@ class ExecutorBusy(ValueError):
 class PlanExecutor:
     """Used on one event loop, on the leader.
 
-    committed: called with every recorded placement. clock: monotonic seconds.
+    committed: called with every recorded placement. clock: monotonic seconds; wall: Unix seconds.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class PlanExecutor:
         committed: Callable[[PlacementCommitted], None],
         clock: Callable[[], float],
         tracing: MigrationTracing | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -81,14 +83,13 @@ class PlanExecutor:
         self._lead = lead
         self._clock = clock
         self._tracing = tracing
-        self._migration_log = MigrationLog(
-            bus, subjects, ledger, committed, config.retry_seconds, lead.standing
+        self.log = MigrationLog(
+            bus, subjects, ledger, committed, config.retry_seconds, lead.standing, clock, wall
         )
-        self._log = self._migration_log.chronicle
+        """the log of plans, read by this executor while it runs"""
+        self.log.observers.append(self._planned)
         self._heartbeats = Heartbeats(config.silent_seconds / 2, listening=inf)
-        self._driver = HandoverDriver(
-            bus, subjects, self._migration_log, lead, metrics, self._gone, self._silent, clock
-        )
+        self._driver = HandoverDriver(bus, subjects, self.log, lead, metrics, self._gone, self._silent, clock)
         self._times = HandoverTimes(config.repeat_seconds, _GRACE_SECONDS, config.commit_seconds)
         self._statuses: dict[int, dict[int, HandoverDescribed]] = {}
         """by worker_id and rank: last status report"""
@@ -112,12 +113,12 @@ class PlanExecutor:
         """
         subjects = self._subjects
         async with self._bus.subscribe(subjects.handovers(), subjects.heartbeats()) as reports:
-            await self._migration_log.read()
+            await self.log.read()
             try:
                 async with asyncio.TaskGroup() as tasks:
                     self._tasks = tasks
                     tasks.create_task(self._listen(reports), name="receive rank reports and heartbeats")
-                    tasks.create_task(self._follow(), name="follow the log of plans")
+                    tasks.create_task(self.log.read(follow=True), name="follow the log of plans")
                     tasks.create_task(self._watch(), name="watch plans and find unattended ones")
                     ready()
             finally:
@@ -152,15 +153,15 @@ class PlanExecutor:
             )
         self._accepting.add(engine)
         try:
-            plan = msgspec.structs.replace(plan, id=self._log.unused(engine, plan.id))
-            blob = await self._migration_log.store(plan)
+            plan = msgspec.structs.replace(plan, id=self.log.plans.engines[engine].unused(plan.id))
+            blob = await self.log.store(plan)
             await self._lead.standing()
             answers = "" if grounds is None else grounds.traceparent
             trace = None if self._tracing is None else self._tracing.plan(engine, plan, origin, answers)
             self._plans[engine] = plan
             if trace is not None:
                 self._traces[engine] = trace
-            await self._migration_log.record(
+            await self.log.record(
                 announced(
                     entry, plan, origin, blob, answers if trace is None else trace.traceparent, grounds
                 ),
@@ -178,7 +179,7 @@ class PlanExecutor:
             self._plans.pop(engine, None)
             if (unused := self._traces.pop(engine, None)) is not None:
                 unused.end(None)
-            await self._migration_log.forget(blob)
+            await self.log.forget(blob)
             raise
         finally:
             self._accepting.discard(engine)
@@ -187,17 +188,21 @@ class PlanExecutor:
 
     def refuse_second(self, engine: str) -> None:
         """Raise ExecutorBusy if the engine has a plan under way."""
-        course = self._log.under_way(engine)
-        if course is not None:
-            progress = f"handover {course.next + 1} of {course.planned.handovers}"
-            raise ExecutorBusy(
-                f"engine {engine!r} is carrying out plan {course.planned.plan} ({progress}); try again when"
-                " that has ended (roost events --kind migration)"
+        if (reason := self.busy(engine)) is not None:
+            raise ExecutorBusy(f"engine {engine!r} is {reason}")
+
+    def busy(self, engine: str) -> str | None:
+        """Return the plan that an engine carries out, in words; None: there is none."""
+        run = self.log.plans.engines[engine].under_way
+        if run is not None:
+            progress = f"handover {run.progress.next + 1} of {run.planned.handovers}"
+            return (
+                f"carrying out plan {run.plan} ({progress}); try again when that has ended"
+                " (roost events --kind migration)"
             )
         if engine in self._accepting:
-            raise ExecutorBusy(
-                f"engine {engine!r} is just starting another plan; try again when that has ended"
-            )
+            return "just starting another plan; try again when that has ended"
+        return None
 
     async def survey(
         self, entry: EngineEntry, patience: float = 0.0, token: int = 0
@@ -233,20 +238,19 @@ class PlanExecutor:
         if entry is not None and 0 <= status.rank < entry.placement.ranks:
             self._statuses.setdefault(status.worker_id, {})[status.rank] = status
 
-    async def _follow(self) -> None:
-        """Follow the log for plans recorded by other services that believed they were the leader."""
-        async for one in self._bus.replay(self._subjects.migrations()):
-            if isinstance(one.message, MigrationPlanned) and self._log.heard(one.message):
-                self._attend_to(one.message.engine)
+    def _planned(self, entry: PlanEntry) -> None:
+        """Attend to plans of other services that believed they were the leader."""
+        if isinstance(entry, MigrationPlanned):
+            self._attend_to(entry.engine)
 
     async def _watch(self) -> None:
         """Attend to engines with work that has no task: plans of a previous coordinator, and handovers open
         only on ranks."""
-        for engine in {*self._ledger.engines(), *self._log.known()}:
+        for engine in {*self._ledger.engines(), *self.log.plans.engines}:
             self._attend_to(engine)
         while True:
             self._heartbeats.listen(self._clock(), audible=self._bus.connected)
-            for engine in self._log.engines():
+            for engine in self.log.plans.busy:
                 self._attend_to(engine)
             for engine, entry in self._ledger.engines().items():
                 if stray(tuple(self._statuses.get(entry.worker_id, {}).values())):
@@ -263,12 +267,12 @@ class PlanExecutor:
         }
         self._fences = {worker_id: token for worker_id, token in self._fences.items() if worker_id in present}
         now = self._clock()
-        self._since = {engine: self._since.get(engine, now) for engine in self._log.engines()}
+        self._since = {engine: self._since.get(engine, now) for engine in self.log.plans.busy}
         for engine, entry in self._ledger.engines().items():
             self._metrics.cells(engine, tuple(self._statuses.get(entry.worker_id, {}).values()))
-            course, plan = self._log.under_way(engine), self._plans.get(engine)
-            left = () if course is None or plan is None else plan.handovers[course.next :]
-            pending = 0 if course is None else course.planned.handovers - course.next
+            run, plan = self.log.plans.engines[engine].under_way, self._plans.get(engine)
+            left = () if run is None or plan is None else plan.handovers[run.progress.next :]
+            pending = 0 if run is None else run.planned.handovers - run.progress.next
             layers = len({step.layer for handover in left for step in handover.steps})
             self._metrics.pending(engine, now - self._since.get(engine, now), pending, layers)
 
@@ -319,28 +323,28 @@ class PlanExecutor:
     async def _advance(self, engine: str) -> bool:
         """Perform one pending action. Returns True if there is none."""
         found = await self._conclude(engine)
-        if (second := self._log.second(engine)) is not None:
+        if (second := self.log.plans.engines[engine].second) is not None:
             await self._drop(
-                PlanRun(second),
+                second,
                 HandoverFailure("another plan was under way; try again when that has ended", "busy"),
             )
             return False
-        course = self._log.under_way(engine)
-        if course is not None:
-            await self._next(engine, course, found)
+        run = self.log.plans.engines[engine].under_way
+        if run is not None:
+            await self._next(engine, run, found)
             return False
         self._plans.pop(engine, None)
-        last, trace = self._log.course(engine), self._traces.pop(engine, None)
+        last, trace = self.log.plans.engines[engine].current, self._traces.pop(engine, None)
         if trace is not None:
             trace.end(None if last is None else last.end)
         await self._clear_strays(engine, found)
-        await self._migration_log.clear(engine)
-        return self._log.under_way(engine) is None
+        await self.log.clear(engine)
+        return self.log.plans.engines[engine].under_way is None
 
     async def _conclude(self, engine: str) -> OpenPlans:
         """Finish the handover that is open under the engine's key."""
-        found = await self._migration_log.look(engine)
-        left, course = found.open, self._log.course(engine)
+        found = await self.log.look(engine)
+        left, run = found.open, self.log.plans.engines[engine].current
         if left is None or left.state is State.IDLE:
             return found
         logger.info(
@@ -351,13 +355,11 @@ class PlanExecutor:
         )
         staged = (
             None
-            if course is None or course.staged is None or course.staged.handover != left.handover
-            else course.staged
+            if run is None or run.progress.staged is None or run.progress.staged.handover != left.handover
+            else run.progress.staged
         )
         what = left_open(engine, left, staged, self._ledger.entry(left.worker_id), self._config)
-        plan_trace = (
-            None if course is None or course.planned.plan != left.plan else self._trace(engine, course)
-        )
+        plan_trace = None if run is None or run.plan != left.plan else self._trace(engine, run)
         await self._lead.standing()
         proceeding = taken_over(
             what,
@@ -370,33 +372,33 @@ class PlanExecutor:
         await self._driver.carry(
             proceeding, found.revision, None if plan_trace is None else plan_trace.handover(what)
         )
-        return await self._migration_log.look(engine)
+        return await self.log.look(engine)
 
-    async def _next(self, engine: str, course: PlanRun, found: OpenPlans) -> None:
+    async def _next(self, engine: str, run: PlanRun, found: OpenPlans) -> None:
         """Carry out the next handover of a plan, or abandon the plan if it cannot continue."""
         entry = self._ledger.engines().get(engine)
-        if entry is None or entry.worker_id != course.planned.worker_id:
+        if entry is None or entry.worker_id != run.planned.worker_id:
             why = (
                 f"engine {engine!r} {'has left' if entry is None else 'has restarted'}; plan anew for what it"
                 " serves then"
             )
-            return await self._drop(course, HandoverFailure(why, ENGINE_GONE))
+            return await self._drop(run, HandoverFailure(why, ENGINE_GONE))
         try:
-            plan = await self._plan(engine, course)
-            placement = await asyncio.to_thread(applied, entry.placement, plan.handovers[course.next])
-            found, previous = await self._ready(entry, plan.handovers[course.next], found)
+            plan = await self._plan(engine, run)
+            placement = await asyncio.to_thread(applied, entry.placement, plan.handovers[run.progress.next])
+            found, previous = await self._ready(entry, plan.handovers[run.progress.next], found)
         except (BlobLost, IndexError) as error:
             return await self._drop(
-                course, HandoverFailure(f"its plan is not stored: {error}; plan anew", "plan")
+                run, HandoverFailure(f"its plan is not stored: {error}; plan anew", "plan")
             )
         except Inapplicable as error:
-            return await self._drop(course, HandoverFailure(str(error), error.cause.value))
+            return await self._drop(run, HandoverFailure(str(error), error.cause.value))
         except Unfit as unfit:
-            return await self._drop(course, unfit.failure)
+            return await self._drop(run, unfit.failure)
         await self._hand_over(
-            next_of(entry, plan, course.next, placement, previous + 1, self._config),
+            next_of(entry, plan, run.progress.next, placement, previous + 1, self._config),
             found,
-            self._trace(engine, course),
+            self._trace(engine, run),
         )
         return None
 
@@ -460,7 +462,7 @@ class PlanExecutor:
             what = trace.carried_by(what)
         await self._lead.standing()
         proceeding = begun(what, self._lead.token, self._times, self._clock())
-        revision = await self._migration_log.keep(
+        revision = await self.log.keep(
             what.engine, proceeding.durable(State.PROPOSING, self._clock()), found.revision
         )
         await self._driver.carry(proceeding, revision, trace)
@@ -487,32 +489,32 @@ class PlanExecutor:
             *open_,
         )
         left = unheard_of(entry, *open_, self._lead.token, found.open)
-        revision = await self._migration_log.keep(engine, left, found.revision)
+        revision = await self.log.keep(engine, left, found.revision)
         what = left_open(engine, left, None, None, self._config)
         await self._driver.carry(
             taken_over(what, left, self._lead.token, self._times, self._clock()), revision
         )
-        return await self._migration_log.look(engine)
+        return await self.log.look(engine)
 
-    async def _drop(self, course: PlanRun, failure: HandoverFailure) -> None:
+    async def _drop(self, run: PlanRun, failure: HandoverFailure) -> None:
         """Abandon the rest of a plan, with no handover open."""
         logger.warning(
             "plan %s of engine %s is abandoned: %s",
-            course.planned.plan,
-            course.planned.engine,
+            run.plan,
+            run.planned.engine,
             failure.reason,
         )
-        await self._migration_log.record(dropped(course, failure))
+        await self.log.record(dropped(run, failure))
         self._metrics.dropped(failure.fault)
 
-    async def _plan(self, engine: str, course: PlanRun) -> Plan:
+    async def _plan(self, engine: str, run: PlanRun) -> Plan:
         """Return the plan under way. Raises BlobLost if it is not stored."""
         plan = self._plans.get(engine)
-        if plan is None or plan.id != course.planned.plan:
-            plan = self._plans[engine] = await self._migration_log.plan(course.planned.blob)
+        if plan is None or plan.id != run.plan:
+            plan = self._plans[engine] = await self.log.plan(run.planned.blob)
         return plan
 
-    def _trace(self, engine: str, course: PlanRun) -> PlanTrace | None:
+    def _trace(self, engine: str, run: PlanRun) -> PlanTrace | None:
         if engine not in self._traces and self._tracing is not None:
-            self._traces[engine] = self._tracing.resumed(course.planned)
+            self._traces[engine] = self._tracing.resumed(run.planned)
         return self._traces.get(engine)

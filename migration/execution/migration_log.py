@@ -8,6 +8,7 @@ the write is repeated.
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -15,19 +16,18 @@ import msgspec
 
 from bus import BlobLost, Bus, BusError, Claim, ClaimLost, StoreFull
 from bus.protocol.subjects import Subjects
-from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.facts.placements import PlacementCommitted
 from migration.engine_state.placement_registry import PlacementRegistry
 from migration.handover.coordinator import OpenHandover
 from migration.model.plan import Plan
-from migration.model.plan_log import PlanLog
+from migration.model.plan_log import PlanEntry, PlanLog
 
 logger = logging.getLogger(__name__)
 
-MOST_PLAN_BYTES = 16 * 1024 * 1024
+MAX_PLAN_BYTES = 16 * 1024 * 1024
 """limit on the JSON of a stored plan"""
 
-Recorded = MigrationPlanned | MigrationStaged | PlacementCommitted | MigrationCommitted | MigrationAborted
+Recorded = PlanEntry | PlacementCommitted
 
 
 class Superseded(Exception):
@@ -47,10 +47,14 @@ class OpenPlans(NamedTuple):
 
 
 class MigrationLog:
-    """Used on one event loop.
+    """The only reader of the log of plans in this process. Used on one event loop.
+
+    Every entry, of this service or another, is applied to `plans` exactly once; then the observers are called
+    in order.
 
     committed: called with every recorded placement. retry: seconds between attempts. standing: waits until no
     other service can be the leader, so that a replaced service does not resume work after an outage.
+    clock: monotonic seconds; wall: Unix seconds.
     """
 
     def __init__(
@@ -61,33 +65,52 @@ class MigrationLog:
         committed: Callable[[PlacementCommitted], None],
         retry: float,
         standing: Callable[[], Awaitable[None]],
+        clock: Callable[[], float],
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        self.chronicle = PlanLog()
+        self.plans = PlanLog()
+        self.observers: list[Callable[[PlanEntry], None]] = []
+        """called with every entry that is new"""
         self._bus = bus
         self._subjects = subjects
         self._ledger = ledger
         self._committed = committed
         self._retry = retry
         self._standing = standing
+        self._clock = clock
+        self._wall = wall
 
     # Log entries
 
-    async def read(self, engine: str = "*") -> None:
-        """Read the log of plans. Raises BusError if it cannot be read."""
-        async for received in self._bus.replay(self._subjects.migrations(engine), follow=False):
-            if isinstance(
-                received.message, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
-            ):
-                self.chronicle.heard(received.message)
+    async def read(self, engine: str = "*", *, follow: bool = False) -> None:
+        """Read the log of plans; follow: then wait for new entries. Raises BusError if it cannot be read."""
+        async for received in self._bus.replay(self._subjects.migrations(engine), follow=follow):
+            if isinstance(received.message, PlanEntry):
+                self._apply(received.message, received.published_at)
+
+    async def write(self, entry: Recorded) -> None:
+        """Write an entry, and apply it. Raises BusError if it is not known to be stored."""
+        placement = isinstance(entry, PlacementCommitted)
+        subject = (self._subjects.placements if placement else self._subjects.migrations)(entry.engine)
+        await self._bus.record(subject, entry)
+        if isinstance(entry, PlacementCommitted):
+            self._committed(entry)
+        else:
+            self._apply(entry, self._wall())
+
+    def _apply(self, entry: PlanEntry, published_at: float) -> None:
+        # a publisher whose clock is ahead of ours must not set times in the future
+        wall = self._wall()
+        at = min(published_at, wall)
+        if self.plans.apply(entry, self._clock() - (wall - at), at):
+            for observer in self.observers:
+                observer(entry)
 
     async def record(self, entry: Recorded, still: Callable[[], bool] | None = None) -> None:
         """Write an entry, unless it exists, and retry until it is stored.
 
         still: called right before each attempt. Raises Withdrawn once it returns False.
         """
-        subject = (
-            self._subjects.placements if isinstance(entry, PlacementCommitted) else self._subjects.migrations
-        )(entry.engine)
         while not self._has(entry):
             await self._standing()
             if still is not None and not still():
@@ -95,27 +118,19 @@ class MigrationLog:
                     "it was withdrawn at the last moment (roost migration pause, or planner.automatic)"
                 )
             try:
-                await self._bus.record(subject, entry)
+                return await self.write(entry)
             except BusError as error:
                 logger.warning(
                     "a %s of engine %s is not recorded yet: %s", type(entry).__name__, entry.engine, error
                 )
                 await self._find_out(entry)
-            else:
-                return self._heard(entry)
         return None
 
     def _has(self, entry: Recorded) -> bool:
         if not isinstance(entry, PlacementCommitted):
-            return self.chronicle.has(entry)
+            return self.plans.has(entry)
         known = self._ledger.entry(entry.worker_id)
         return known is not None and known.epoch >= entry.placement.epoch
-
-    def _heard(self, entry: Recorded) -> None:
-        if isinstance(entry, PlacementCommitted):
-            self._committed(entry)
-        else:
-            self.chronicle.heard(entry)
 
     async def _find_out(self, entry: Recorded) -> None:
         """Read the log, once the bus is available again."""
@@ -194,7 +209,7 @@ class MigrationLog:
         content = await asyncio.to_thread(
             msgspec.json.encode, {"copy": secrets.token_hex(8), **msgspec.structs.asdict(plan)}
         )
-        if len(content) > MOST_PLAN_BYTES:
+        if len(content) > MAX_PLAN_BYTES:
             logger.warning(
                 "plan %s is not stored, because it has %d bytes of JSON: no other migration service can"
                 " resume it",
@@ -233,8 +248,8 @@ class MigrationLog:
         On a bus error this is retried when the next plan ends.
         """
         try:
-            for plan, digest in self.chronicle.over(engine).items():
-                await self._bus.drop_blob(digest)
-                self.chronicle.dropped(engine, plan)
+            for run in self.plans.engines[engine].finished:
+                await self._bus.drop_blob(run.planned.blob)
+                run.stored = False
         except BusError as error:
             logger.warning("finished plans of engine %s are still stored: %s", engine, error)

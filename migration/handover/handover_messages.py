@@ -182,16 +182,16 @@ def accepted(entry: EngineEntry, plan: Plan) -> MigrationAccepted:
     )
 
 
-def dropped(course: PlanRun, failure: HandoverFailure) -> MigrationAborted:
+def dropped(run: PlanRun, failure: HandoverFailure) -> MigrationAborted:
     """Report that the rest of a plan is abandoned, with no handover open."""
-    planned = course.planned
+    planned = run.planned
     return MigrationAborted(
         engine=planned.engine,
         worker_id=planned.worker_id,
         plan=planned.plan,
         handover=0,
-        number=course.next,
-        epoch=planned.base_epoch + course.next + 1,
+        number=run.progress.next,
+        epoch=planned.base_epoch + run.progress.next + 1,
         reason=failure.reason,
         fault=failure.fault,
         rank=failure.rank,

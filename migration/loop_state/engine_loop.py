@@ -9,17 +9,18 @@ from fleet.requests.control_loop import EngineLoop
 from migration.config import MigrationConfig
 from migration.handover.handover_messages import Grounds
 from migration.loop_state.dispatch_windows import DispatchWindow
-from migration.loop_state.plan_history import PlanHistory, PlanStory
+from migration.loop_state.plan_history import changed_since, paused_until, summaries, to_evaluate, to_undo
 from migration.loop_state.verdict import StepPrices
 from migration.model.engine_view import PlannedHomes
+from migration.model.plan_log import EnginePlans, PlanRun
 from migration.model.plan_record import Measures, PlanRecord
 from migration.model.sampling_noise import expected_most
 
 SHIFT_SECONDS = 5.0
 """Minimum interval between planning runs triggered by demand shifts."""
-MOST_UNDOINGS = 6
+MAX_ROLLBACK_ATTEMPTS = 6
 """Rollback attempts for a harmful plan. The delay starts at one cycle and doubles."""
-SHIFT_LASTS = 3.0
+SHIFT_WINDOWS = 3.0
 """Number of windows after a demand shift during which plans count as a response to it."""
 
 
@@ -56,7 +57,7 @@ class Rollback:
     def failed(self, why: str, now: float, cycle_seconds: float) -> None:
         """Note a failed attempt and schedule the next, with exponential backoff."""
         self.tries += 1
-        if self.tries >= MOST_UNDOINGS:
+        if self.tries >= MAX_ROLLBACK_ATTEMPTS:
             return self.never(f"{why}; gave up after {self.tries} attempts; use roost rollback")
         self.over, self.at = False, now + cycle_seconds * 2 ** (self.tries - 1)
         self.trouble = f"plan {self.plan} did harm, and is not rolled back yet: {why}"
@@ -71,97 +72,93 @@ class EngineLoopState:
     worker_id: int
     next_at: float
     """latest time of the next planning run"""
-    annals: PlanHistory
+    plans: EnginePlans
     decided: str = ""
     decided_at: float | None = None
     """Unix seconds"""
     shift: DemandShift | None = None
-    hurried_at: float = float("-inf")
+    early_at: float = float("-inf")
     """last planning run triggered by a shift"""
     homes: PlannedHomes | None = None
     """homes valid for the served placement"""
     homes_after: PlannedHomes | None = None
     """homes valid from the end of the plan under way"""
-    undoing: Rollback | None = None
+    rollback: Rollback | None = None
     """rollback of the last harmful plan"""
     retry_at: float = float("-inf")
     """failed actions are not retried before this time"""
 
-    def told(self, sentence: str, wall: float) -> None:
+    def decide(self, sentence: str, wall: float) -> None:
         """Set the last decision, with its time in Unix seconds."""
         self.decided, self.decided_at = sentence, wall
 
     @property
     def sentence(self) -> str:
         """Last decision, preceded by the unresolved trouble with a harmful plan."""
-        harmful = self.annals.to_undo
-        trouble = "" if harmful is None else self.undoing_of(harmful).trouble
+        harmful = to_undo(self.plans)
+        trouble = "" if harmful is None else self.rollback_of(harmful).trouble
         return f"{trouble}; {self.decided}".removesuffix("; ") if trouble else self.decided
 
     @property
-    def to_undo(self) -> PlanStory | None:
+    def to_undo(self) -> PlanRun | None:
         """Harmful plan that is to be rolled back."""
-        harmful = self.annals.to_undo
-        return None if harmful is None or self.undoing_of(harmful).over else harmful
+        harmful = to_undo(self.plans)
+        return None if harmful is None or self.rollback_of(harmful).over else harmful
 
-    def undoing_of(self, harmful: PlanStory) -> Rollback:
+    def rollback_of(self, harmful: PlanRun) -> Rollback:
         """Return the rollback state of a harmful plan."""
-        if self.undoing is None or self.undoing.plan != harmful.planned.plan:
-            self.undoing = Rollback(harmful.planned.plan)
-        return self.undoing
+        if self.rollback is None or self.rollback.plan != harmful.plan:
+            self.rollback = Rollback(harmful.plan)
+        return self.rollback
 
-    def undo_at(self) -> float:
+    def rollback_at(self) -> float:
         """Return the time of the next rollback attempt; inf: none is due."""
         harmful = self.to_undo
-        return float("inf") if harmful is None else self.undoing_of(harmful).at
+        return float("inf") if harmful is None else self.rollback_of(harmful).at
 
     def shifted(self, shift: DemandShift) -> None:
         """Schedule an early planning run. Shifts within SHIFT_SECONDS are merged."""
         if self.shift is None or shift.at - self.shift.at > SHIFT_SECONDS:
             self.shift = shift
-        self.next_at = min(self.next_at, max(shift.at, self.hurried_at + SHIFT_SECONDS))
+        self.next_at = min(self.next_at, max(shift.at, self.early_at + SHIFT_SECONDS))
 
-    def settled(self) -> None:
-        """Note that no response to a shift is pending."""
-        self.shift = None
-
-    def answers(self, now: float, config: MigrationConfig) -> DemandShift | None:
+    def pending_shift(self, now: float, config: MigrationConfig) -> DemandShift | None:
         """Return the shift that a plan made now would respond to; None: it is an ordinary plan of the
         cycle."""
-        if self.shift is not None and now - self.shift.at >= SHIFT_LASTS * config.window_seconds:
-            self.settled()
+        if self.shift is not None and now - self.shift.at >= SHIFT_WINDOWS * config.window_seconds:
+            self.shift = None
         return self.shift
 
-    def rested(self, now: float, again: float | None, config: MigrationConfig) -> None:
+    def schedule(self, now: float, again: float | None, config: MigrationConfig) -> None:
         """Schedule the next planning run.
 
         again: seconds from the shift until there are windows to plan from; None: the regular cycle suffices.
         """
         self.next_at = now + config.cycle_seconds
         if self.shift is not None:
-            self.hurried_at = now
+            self.early_at = now
             if again is not None:
                 self.next_at = min(self.next_at, max(self.shift.at + again, now + SHIFT_SECONDS))
 
-    def judge_at(self, config: MigrationConfig) -> float:
+    def evaluate_at(self, config: MigrationConfig) -> float:
         """Return the time at which the last automatic plan is to be evaluated; inf: there is none."""
-        tale = self.annals.to_judge
-        if tale is None:
+        run = to_evaluate(self.plans)
+        if run is None:
             return float("inf")
-        if self.annals.follows(tale) or tale.planned.worker_id != self.worker_id:
-            return tale.ended_at
-        last = self.annals.last
+        if changed_since(self.plans, run) or run.planned.worker_id != self.worker_id:
+            return run.ended_at
+        last = self.plans.last
         if last is not None and last.end is None:
             return float("inf")  # a plan under way may still change something; its end wakes the loop
-        return tale.ended_at + config.settle_seconds + config.judge_seconds
+        return run.ended_at + config.settle_seconds + config.judge_seconds
 
     def due(self, config: MigrationConfig) -> float:
         """Return the time of the next action."""
-        return max(min(self.next_at, self.judge_at(config), self.undo_at()), self.retry_at)
+        return max(min(self.next_at, self.evaluate_at(config), self.rollback_at()), self.retry_at)
 
     def left_bytes(self, now: float, config: MigrationConfig) -> int:
         """Return the bytes that a plan may copy now."""
-        return self.annals.spending.left(now, config.budget_bytes, config.budget_seconds)
+        return self.plans.spending.left(now, config.budget_bytes, config.budget_seconds)
 
 
 class EngineStanding(NamedTuple):
@@ -174,37 +171,37 @@ class EngineStanding(NamedTuple):
     epoch: int
     window: DispatchWindow | None
     at_start: LoopFigures | None
-    trust: float
+    plan_discount: float
     resting: int
 
 
-def story(
-    pilot: EngineLoopState, standing: EngineStanding, config: MigrationConfig, now: float
+def described(
+    loop: EngineLoopState, standing: EngineStanding, config: MigrationConfig, now: float
 ) -> EngineLoop:
     """Return the report on an engine."""
-    homes, window = pilot.homes, standing.window
+    homes, window = loop.homes, standing.window
     return EngineLoop(
-        engine=pilot.engine,
-        worker_id=pilot.worker_id,
+        engine=loop.engine,
+        worker_id=loop.worker_id,
         epoch=standing.epoch,
         measured=None if window is None else window.measured.figures,
         layers=None if window is None else window.layers,
         at_start=standing.at_start,
-        decided_at=pilot.decided_at,
-        decided=pilot.sentence,
-        next_seconds=max(pilot.due(config) - now, 0.0),
-        trust=standing.trust,
-        spent_bytes=pilot.annals.spending.within(now, config.budget_seconds),
-        moved_bytes=pilot.annals.moved_bytes,
+        decided_at=loop.decided_at,
+        decided=loop.sentence,
+        next_seconds=max(loop.due(config) - now, 0.0),
+        trust=standing.plan_discount,
+        spent_bytes=loop.plans.spending.within(now, config.budget_seconds),
+        moved_bytes=loop.plans.moved_bytes,
         homes=0 if homes is None or homes.share is None else int(homes.share.any(axis=1).sum()),
         homes_note="" if homes is None else homes.note,
         resting=standing.resting,
-        plans=pilot.annals.told(),
+        plans=summaries(loop.plans),
     )
 
 
 def withheld(
-    pilot: EngineLoopState,
+    loop: EngineLoopState,
     record: PlanRecord,
     config: MigrationConfig,
     paused: str | None,
@@ -219,11 +216,11 @@ def withheld(
         return "planner.automatic is off: carry it out with roost plan --apply"
     if paused is not None:
         return f"it is paused{f' ({paused})' if paused else ''}: roost migration resume"
-    if (harmful := pilot.to_undo) is not None and answers is None:
-        return f"plan {harmful.planned.plan}, which did harm, is to be rolled back first"
-    if pilot.annals.to_judge is not None and answers is None:
-        return "the plan before it is not judged yet"
-    if (rest := pilot.annals.setback(config.cycle_seconds) - now) > 0:
+    if (harmful := loop.to_undo) is not None and answers is None:
+        return f"plan {harmful.plan}, which did harm, is to be rolled back first"
+    if to_evaluate(loop.plans) is not None and answers is None:
+        return "the plan before it is not evaluated yet"
+    if (rest := paused_until(loop.plans, config.cycle_seconds) - now) > 0:
         return f"the last plan was aborted, and the next waits {rest:.0f} s"
     if not record.next_window:
         return "it was evaluated on the window that it was made from; it waits for the next"
@@ -242,7 +239,7 @@ def step_balance(placed: float, ceiling: float | None) -> float:
     return float(1.0 / (1.0 + ((1.0 / placed - 1.0) ** 2 + (1.0 / ceiling - 1.0) ** 2) ** 0.5))
 
 
-def foretold(measures: Measures, ceiling: float | None) -> LoopFigures:
+def predicted_figures(measures: Measures, ceiling: float | None) -> LoopFigures:
     """Return the predicted figures of a placement from a plan's record, in terms of what will be measured."""
     return LoopFigures(
         remote_ranks=measures.remote_ranks,
@@ -255,7 +252,7 @@ def foretold(measures: Measures, ceiling: float | None) -> LoopFigures:
 def grounds(record: PlanRecord, traceparent: str) -> Grounds:
     """Return the planner's reason and predictions for a plan."""
     before, after = (
-        None if measures is None else foretold(measures, record.step_ceiling)
+        None if measures is None else predicted_figures(measures, record.step_ceiling)
         for measures in (record.before, record.after)
     )
     return Grounds(record.policy, before, after, traceparent)
@@ -268,7 +265,7 @@ def prices(record: PlanRecord, ranks: int, top_k: int) -> StepPrices | None:
     """
     if record.before is None:
         return None
-    figures = foretold(record.before, record.step_ceiling)
+    figures = predicted_figures(record.before, record.step_ceiling)
     remote = record.before.dispatch_seconds / figures.remote_ranks if figures.remote_ranks else 0.0
     return StepPrices(
         experts=record.before.expert_seconds * figures.balance,

@@ -15,7 +15,7 @@ class HomesVersions:
         self._published: dict[int, HomesPublished] = {}
         self.changes = 0
 
-    def said(self, entry: EngineEntry, model: str, homes: PlannedHomes) -> HomesPublished:
+    def next(self, entry: EngineEntry, model: str, homes: PlannedHomes) -> HomesPublished:
         """Return the message to publish for an engine now. Unchanged homes keep their version."""
         message = HomesPublished(
             engine=entry.engine,

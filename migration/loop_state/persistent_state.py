@@ -4,6 +4,8 @@ It holds the pause, the discount factor on predictions, the harmful plans, and t
 evaluations.
 """
 
+from typing import Any
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -11,14 +13,16 @@ from numpy.typing import NDArray
 from fleet.facts.migrations import LoopFigures
 from migration.loop_state.verdict import Measurement, StepPrices
 
-MOST_ENGINES = 256
+MAX_ENGINES = 256
 """Limit on the engines remembered; the least recently written is dropped first."""
-MOST_HARMS = 4
+MAX_HARMS = 4
 """Limit on the harmful plans of an engine whose experts are remembered; the newest are kept."""
-MOST_EXPERTS = 1 << 20
+MAX_EXPERTS = 1 << 20
 """Limit on the (layer, expert) cells of one engine whose cooldown is remembered."""
-MOST_REASON = 500
+MAX_REASON = 500
 """characters"""
+_RENAMED = {"trust": "plan_discount", "trust_at": "plan_discount_at", "judging": "pending"}
+"""Fields of an engine's state as older versions stored them, and their present names."""
 
 
 class PendingVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,9 +59,9 @@ class Harm(msgspec.Struct, frozen=True, kw_only=True):
         """Return the mask, bool [layers, experts]; None: the stored data is invalid."""
         size = self.layers * self.experts
         if not (
-            0 < self.layers <= MOST_EXPERTS
-            and 0 < self.experts <= MOST_EXPERTS
-            and size <= MOST_EXPERTS
+            0 < self.layers <= MAX_EXPERTS
+            and 0 < self.experts <= MAX_EXPERTS
+            and size <= MAX_EXPERTS
             and len(self.cells) == -(-size // 8)
         ):
             return None
@@ -72,25 +76,26 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Persistent state of one engine."""
 
     worker_id: int = 0
-    """incarnation that `at_start` and `judging` refer to"""
-    trust: float = 1.0
-    trust_at: float = 0.0
+    """incarnation that `at_start` and `pending` refer to"""
+    plan_discount: float = 1.0
+    """discount factor on the predicted gains of plans"""
+    plan_discount_at: float = 0.0
     """last change of the discount factor, Unix seconds"""
     at_start: LoopFigures | None = None
-    judging: PendingVerdict | None = None
+    pending: PendingVerdict | None = None
     harms: tuple[Harm, ...] = ()
 
     def harmed(self, harm: Harm, now: float) -> "EngineMemory":
         """Add a harmful plan, and drop those that have expired at `now`, in Unix seconds."""
         kept = tuple(known for known in self.harms if known.until > now and known.plan != harm.plan)
-        return msgspec.structs.replace(self, harms=(*kept, harm)[-MOST_HARMS:])
+        return msgspec.structs.replace(self, harms=(*kept, harm)[-MAX_HARMS:])
 
     def begun(self, worker_id: int) -> "EngineMemory":
         """Return the state for this incarnation of the engine."""
         return (
             self
             if self.worker_id == worker_id
-            else msgspec.structs.replace(self, worker_id=worker_id, at_start=None, judging=None)
+            else msgspec.structs.replace(self, worker_id=worker_id, at_start=None, pending=None)
         )
 
 
@@ -107,16 +112,16 @@ class LoopMemory(msgspec.Struct, frozen=True, kw_only=True):
     def engine(self, name: str) -> EngineMemory:
         return self.engines.get(name, EngineMemory())
 
-    def remembering(self, name: str, memory: EngineMemory) -> "LoopMemory":
+    def with_engine(self, name: str, memory: EngineMemory) -> "LoopMemory":
         """Replace the state of one engine."""
         engines = {known: its for known, its in self.engines.items() if known != name} | {name: memory}
-        return msgspec.structs.replace(self, engines=dict(list(engines.items())[-MOST_ENGINES:]))
+        return msgspec.structs.replace(self, engines=dict(list(engines.items())[-MAX_ENGINES:]))
 
-    def steered(self, paused: bool, reason: str, at: float) -> "LoopMemory":
+    def with_pause(self, paused: bool, reason: str, at: float) -> "LoopMemory":
         """Pause from a time in Unix seconds, or resume. A repeated pause keeps the time of the first."""
         since = (self.paused_at if self.paused else at) if paused else None
         return msgspec.structs.replace(
-            self, paused=paused, paused_reason=reason[:MOST_REASON] if paused else "", paused_at=since
+            self, paused=paused, paused_reason=reason[:MAX_REASON] if paused else "", paused_at=since
         )
 
     def with_changes(self, base: "LoopMemory", theirs: "LoopMemory") -> "LoopMemory":
@@ -131,11 +136,26 @@ class LoopMemory(msgspec.Struct, frozen=True, kw_only=True):
         merged = self
         for name, its in engines.items():
             if its != base.engine(name):
-                merged = merged.remembering(name, its)
+                merged = merged.with_engine(name, its)
+        return merged.with_pause_of(chosen)
+
+    def with_pause_of(self, other: "LoopMemory") -> "LoopMemory":
+        """Return this state, paused or not as another."""
         return msgspec.structs.replace(
-            merged, paused=chosen.paused, paused_reason=chosen.paused_reason, paused_at=chosen.paused_at
+            self, paused=other.paused, paused_reason=other.paused_reason, paused_at=other.paused_at
         )
 
     @property
     def _pause(self) -> tuple[bool, str, float | None]:
         return self.paused, self.paused_reason, self.paused_at
+
+
+def decoded(content: bytes) -> LoopMemory:
+    """Return the state in this JSON, of this or an older version. Raises ValueError if it is invalid."""
+    stored = msgspec.json.decode(content, type=dict[str, Any])
+    engines = msgspec.convert(stored.get("engines", {}), dict[str, dict[str, Any]])
+    stored["engines"] = {
+        name: {_RENAMED.get(field, field): value for field, value in engine.items()}
+        for name, engine in engines.items()
+    }
+    return msgspec.convert(stored, LoopMemory)

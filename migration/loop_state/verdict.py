@@ -20,7 +20,7 @@ from fleet.facts.migrations import LoopFigures, Verdict
 
 SIGNIFICANT = 3.0
 """standard errors"""
-LEAST_TRUST = 0.1
+MIN_DISCOUNT = 0.1
 """Lower bound of the discount factor, so that a plan which promises ten times its cost is still tried."""
 FALL, RISE = 0.5, 0.1
 """Step sizes of the discount factor towards the realised share, downwards and upwards."""
@@ -89,71 +89,73 @@ class PlanCase(NamedTuple):
     after: Measurement | None
     prices: StepPrices | None
     """None: not known any more"""
-    least_pairs: float
+    min_pairs: float
     """minimum pairs behind each layer for a valid measurement"""
-    regret_seconds: float | None
+    counterfactual_gain: float | None
     """reduction of the step time under the placement before the plan, with today's demand; None: could not be
     computed"""
-    least_regret: float
-    """noise threshold for `regret_seconds`"""
-    whole: bool = True
+    min_gain: float
+    """noise threshold for `counterfactual_gain`"""
+    committed: bool = True
     """True if all its handovers were committed"""
     disturbed: str = ""
     """reason why the measurement after the plan is not valid; empty: it is valid"""
 
 
-class Judgement(NamedTuple):
+class Evaluation(NamedTuple):
     """Verdict on a plan. realised: share of the predicted gain; None: unknown."""
 
     verdict: Verdict
     realised: float | None
-    trust: float
+    plan_discount: float
     reason: str
 
 
-def judged(case: PlanCase, trust: float) -> Judgement:
-    """Evaluate a plan. trust: discount factor applied to predictions so far."""
+def evaluated(case: PlanCase, plan_discount: float) -> Evaluation:
+    """Evaluate a plan. plan_discount: factor applied to predictions so far."""
     before, after, prices = case.before, case.after, case.prices
     missing = _missing(case)
     if missing or before is None or after is None or prices is None:
-        return Judgement("unknown", None, trust, missing)
+        return Evaluation("unknown", None, plan_discount, missing)
     balance = prices.balance(after.figures.balance, after.step_tokens, before.step_tokens)
     gain = prices.cost(before.figures) - prices.cost(msgspec.structs.replace(after.figures, balance=balance))
     error = hypot(prices.error(before.figures, before.errors), prices.error(after.figures, after.errors))
     predicted = prices.cost(case.predicted_before) - prices.cost(case.predicted_after)
-    realised = gain / predicted if case.whole and predicted > 0 else None
-    now_trusted = trust if realised is None else moved(trust, realised, error / predicted)
+    realised = gain / predicted if case.committed and predicted > 0 else None
+    if realised is not None:
+        plan_discount = moved(plan_discount, realised, error / predicted)
     summary = _summary(before.figures, after.figures, gain, predicted)
     if worse := _worse(before, after, gain, error):
-        if case.regret_seconds is not None and case.regret_seconds > case.least_regret:
-            return Judgement(
+        if case.counterfactual_gain is not None and case.counterfactual_gain > case.min_gain:
+            return Evaluation(
                 "harmful",
                 realised,
-                now_trusted,
-                f"{worse}, and a step would be {_ms(case.regret_seconds)} shorter as it was before;"
+                plan_discount,
+                f"{worse}, and a step would be {_ms(case.counterfactual_gain)} shorter as it was before;"
                 f" {summary}",
             )
         why = (
-            "today's demand cannot be judged"
-            if case.regret_seconds is None
+            "today's demand cannot be evaluated"
+            if case.counterfactual_gain is None
             else "under today's demand it would be no better as it was before"
         )
-        return Judgement("kept", realised, now_trusted, f"{worse}, but {why}; {summary}")
-    return Judgement("kept", realised, now_trusted, summary)
+        return Evaluation("kept", realised, plan_discount, f"{worse}, but {why}; {summary}")
+    return Evaluation("kept", realised, plan_discount, summary)
 
 
-def moved(trust: float, realised: float, error: float) -> float:
+def moved(plan_discount: float, realised: float, error: float) -> float:
     """Return the discount factor after a plan that realised this share of its prediction, with this error.
 
-    It falls quickly and rises slowly, within [LEAST_TRUST, 1].
+    It falls quickly and rises slowly, within [MIN_DISCOUNT, 1].
     """
-    aim = min(max(realised + error, LEAST_TRUST), 1.0)
-    return min(max(trust + (FALL if aim < trust else RISE) * (aim - trust), LEAST_TRUST), 1.0)
+    aim = min(max(realised + error, MIN_DISCOUNT), 1.0)
+    step = FALL if aim < plan_discount else RISE
+    return min(max(plan_discount + step * (aim - plan_discount), MIN_DISCOUNT), 1.0)
 
 
-def recovered(trust: float, seconds: float, lifetime_seconds: float) -> float:
+def recovered(plan_discount: float, seconds: float, lifetime_seconds: float) -> float:
     """Return the discount factor `seconds` after its last change."""
-    return 1.0 - (1.0 - trust) * exp(-max(seconds, 0.0) / (RECOVERY * lifetime_seconds))
+    return 1.0 - (1.0 - plan_discount) * exp(-max(seconds, 0.0) / (RECOVERY * lifetime_seconds))
 
 
 def _missing(case: PlanCase) -> str:
@@ -165,10 +167,10 @@ def _missing(case: PlanCase) -> str:
     for when, window in (("before it began", case.before), ("since it ended", case.after)):
         if window is None:
             return f"nothing was measured {when}"
-        if window.pairs < case.least_pairs:
+        if window.pairs < case.min_pairs:
             return (
                 f"too little was measured {when}: {window.pairs:,.0f} pairs per layer of"
-                f" {case.least_pairs:,.0f}"
+                f" {case.min_pairs:,.0f}"
             )
     return ""
 

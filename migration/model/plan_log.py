@@ -1,123 +1,272 @@
-"""Fold of the migration log: the unfinished plan of each engine and its progress. Pure; bounded;
-idempotent."""
+"""Fold of the log of plans: progress, copied bytes, outcome and verdict of every plan, by engine. Pure;
+bounded; idempotent.
 
-from collections import OrderedDict
+The result is the same for live entries and for a replay by a successor.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
+from fleet.facts.migrations import (
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PlanEvaluated,
+)
+from migration.model.byte_budget import ByteBudget
 
-Entry = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
-MOST_IDS = 1024
-"""plan ids remembered per engine; by default its log holds at most this many messages"""
+ProgressEntry = MigrationStaged | MigrationCommitted | MigrationAborted
+PlanEntry = MigrationPlanned | ProgressEntry | PlanEvaluated
+MAX_PLANS = 1024
+"""Limit on the remembered plans of an engine. By default its log holds at most this many messages."""
+
+
+@dataclass(slots=True)
+class RunProgress:
+    """Progress of one plan, folded from its entries."""
+
+    next: int = 0
+    """number of the next handover, after the committed ones"""
+    numbers: set[int] = field(default_factory=set)
+    """numbers of the committed handovers"""
+    copies: int = 0
+    copied_bytes: int = 0
+    seconds: float = 0.0
+    """duration of the committed handovers, each from the proposal to the last flip"""
+    epoch: int = 0
+    """last epoch that the plan created; 0: none"""
+    staged: MigrationStaged | None = None
+    """last staged handover"""
+    end: MigrationCommitted | MigrationAborted | None = None
+    entries: set[tuple[str, int, int]] = field(default_factory=set)
+    """(kind, number, handover) of the applied entries; at most two per handover of the plan"""
+
+    def apply(self, entry: ProgressEntry) -> bool:
+        """Apply one entry of this plan. Returns True if it is new."""
+        if self.has(entry):
+            return False
+        self.entries.add(_key(entry))
+        match entry:
+            case MigrationStaged():
+                self.staged = entry
+            case MigrationCommitted():
+                self._committed(entry)
+            case MigrationAborted():
+                self.end = self.end or entry
+        return True
+
+    def has(self, entry: ProgressEntry) -> bool:
+        """Return True if this entry was applied before."""
+        return _key(entry) in self.entries
+
+    @property
+    def committed(self) -> bool:
+        """True if all handovers were committed."""
+        return isinstance(self.end, MigrationCommitted)
+
+    @property
+    def aborted(self) -> MigrationAborted | None:
+        """Entry that aborted the plan; None: it was not aborted."""
+        return self.end if isinstance(self.end, MigrationAborted) else None
+
+    def _committed(self, entry: MigrationCommitted) -> None:
+        self.next = max(self.next, entry.number + 1)
+        if entry.number not in self.numbers:
+            self.numbers.add(entry.number)
+            self.copies += entry.copies
+            self.copied_bytes += max(entry.bytes, 0)
+            self.seconds += entry.seconds
+            self.epoch = max(self.epoch, entry.epoch)
+        if entry.last:
+            self.end = entry
 
 
 @dataclass(slots=True)
 class PlanRun:
-    """Progress of the newest plan of an engine."""
+    """Execution of one plan, and its verdict."""
 
     planned: MigrationPlanned
-    next: int = 0
-    """number of the next handover, after the committed ones"""
-    staged: MigrationStaged | None = None
-    """the last staged handover"""
-    end: MigrationCommitted | MigrationAborted | None = None
-    entries: set[tuple[str, int, int]] = field(default_factory=set)
-    """(kind, number, handover) of the recorded entries; at most two per handover of the plan"""
+    at: float
+    """start time, Unix seconds"""
+    second: bool = False
+    """True if it was recorded while another plan was under way, by a service that wrongly believed it was the
+    leader"""
+    progress: RunProgress = field(default_factory=RunProgress)
+    ended_at: float = 0.0
+    """monotonic seconds"""
+    evaluated: PlanEvaluated | None = None
+    evaluated_at: float = 0.0
+    """Unix seconds"""
+    stored: bool = True
+    """False once the blob of the plan was deleted"""
+
+    @property
+    def plan(self) -> str:
+        return self.planned.plan
+
+    @property
+    def end(self) -> MigrationCommitted | MigrationAborted | None:
+        return self.progress.end
+
+    @property
+    def own(self) -> bool:
+        """True if the planner started the plan automatically. Its own rollbacks name the policy."""
+        return self.planned.origin == "planner" or self.undoes
+
+    @property
+    def undoes(self) -> bool:
+        """True if the plan is an automatic rollback."""
+        return self.planned.origin == "rollback" and bool(self.planned.policy)
+
+    @property
+    def changed_nothing(self) -> bool:
+        """True if the plan has ended without any committed handover."""
+        return self.end is not None and not self.progress.numbers
+
+    @property
+    def awaits_evaluation(self) -> bool:
+        """True if this is an automatic plan that has ended, changed something, and was not evaluated yet."""
+        return (
+            self.planned.origin == "planner"
+            and self.end is not None
+            and bool(self.progress.numbers)
+            and self.evaluated is None
+        )
+
+    @property
+    def outcome(self) -> str:
+        """Outcome in words, for people."""
+        if self.evaluated is not None:
+            return self.evaluated.verdict
+        done = f"{len(self.progress.numbers)} of {self.planned.handovers} handovers"
+        match self.end:
+            case None:
+                return f"under way, {done} done"
+            case MigrationAborted() as aborted:
+                return f"aborted after {done}: {aborted.reason}"
+        return "committed"
+
+
+class EnginePlans:
+    """Plans of one engine, over all its incarnations."""
+
+    def __init__(self) -> None:
+        self.runs: OrderedDict[str, PlanRun] = OrderedDict()
+        """by id, oldest first"""
+        self.spending = ByteBudget()
+        """bytes copied by automatic plans"""
+        self.moved_bytes = 0
+        """bytes copied by any plan since the start of the log or of the service"""
+
+    def apply(self, entry: PlanEntry, now: float = 0.0, wall: float = 0.0) -> bool:
+        """Apply one log entry, in order. Returns True if it is new.
+
+        now, wall: time at which the entry was written, on the monotonic clock and in Unix seconds.
+        """
+        run = self.runs.get(entry.plan)
+        if isinstance(entry, MigrationPlanned):
+            return run is None and self._begin(entry, wall)
+        if run is None:
+            return False
+        if isinstance(entry, PlanEvaluated):
+            if run.evaluated is not None:
+                return False
+            run.evaluated, run.evaluated_at = entry, wall
+            return True
+        copied, end = run.progress.copied_bytes, run.end
+        if not run.progress.apply(entry):
+            return False
+        copied = run.progress.copied_bytes - copied
+        self.moved_bytes += copied
+        if run.own:
+            self.spending.spend(now, copied)
+        if run.end is not end:
+            run.ended_at = now
+        return True
+
+    def _begin(self, planned: MigrationPlanned, wall: float) -> bool:
+        if (current := self.current) is not None and current.end is not None:
+            current.progress.staged = None  # large; needed until the next plan
+        self.runs[planned.plan] = PlanRun(planned, wall, second=self.under_way is not None)
+        if len(self.runs) > MAX_PLANS:
+            oldest = next((run.plan for run in self.runs.values() if run.end is not None), planned.plan)
+            del self.runs[oldest]
+        return True
+
+    def has(self, entry: PlanEntry) -> bool:
+        """Return True if the log already contains this entry."""
+        run = self.runs.get(entry.plan)
+        match entry:
+            case MigrationPlanned():
+                return run is not None
+            case PlanEvaluated():
+                return run is not None and run.evaluated is not None
+        return run is not None and run.progress.has(entry)
+
+    @property
+    def last(self) -> PlanRun | None:
+        """Newest plan; None: there was none."""
+        return next(reversed(self.runs.values()), None)
+
+    @property
+    def current(self) -> PlanRun | None:
+        """Newest plan that was recorded while no other was under way; None: there was none."""
+        return next((run for run in reversed(self.runs.values()) if not run.second), None)
+
+    @property
+    def under_way(self) -> PlanRun | None:
+        """Plan that is carried out and has not ended yet."""
+        current = self.current
+        return current if current is not None and current.end is None else None
+
+    @property
+    def second(self) -> PlanRun | None:
+        """Plan that was recorded while another was under way and has not ended yet."""
+        return next((run for run in self.runs.values() if run.second and run.end is None), None)
+
+    @property
+    def finished(self) -> list[PlanRun]:
+        """Plans that have ended but whose blobs are still stored."""
+        return [run for run in self.runs.values() if run.end is not None and run.stored and run.planned.blob]
+
+    def unused(self, plan: str) -> str:
+        """Return an id that no plan has used: this one, or this one with a numeric suffix."""
+        name, nth = plan, 1
+        while name in self.runs:
+            nth += 1
+            name = f"{plan}-{nth}"
+        return name
 
 
 class PlanLog:
     """Plans of the engines of one namespace."""
 
     def __init__(self) -> None:
-        self._courses: dict[str, PlanRun] = {}
-        self._ids: dict[str, OrderedDict[str, str]] = {}
-        """by engine and id: blob that stores the plan; empty: none"""
-        self._seconds: dict[str, dict[str, MigrationPlanned]] = {}
-        """by engine and id: plans recorded while another was under way, by a service that wrongly believed it
-        was the leader"""
+        self.engines = defaultdict[str, EnginePlans](EnginePlans)
+        """by name"""
 
-    def heard(self, said: Entry) -> bool:
-        """Process one log entry, in order. Returns True if it is new."""
-        if self.has(said):
-            return False
-        if isinstance(said, MigrationPlanned):
-            ids = self._ids.setdefault(said.engine, OrderedDict())
-            ids[said.plan] = said.blob
-            while len(ids) > MOST_IDS:
-                ids.popitem(last=False)
-            if self.under_way(said.engine) is None:
-                self._courses[said.engine] = PlanRun(said)
-            else:
-                self._seconds.setdefault(said.engine, {})[said.plan] = said
-            return True
-        if (
-            isinstance(said, MigrationAborted)
-            and self._seconds.get(said.engine, {}).pop(said.plan, None) is not None
-        ):
-            return True
-        course = self._courses.get(said.engine)
-        if course is None or course.planned.plan != said.plan:
-            return False
-        course.entries.add(_named(said))
-        match said:
-            case MigrationStaged():
-                course.staged = said
-            case MigrationCommitted():
-                course.next = max(course.next, said.number + 1)
-                course.end = said if said.last else course.end
-            case MigrationAborted():
-                course.end = said
-        return True
+    def apply(self, entry: PlanEntry, now: float = 0.0, wall: float = 0.0) -> bool:
+        """Apply one log entry, in order; see `EnginePlans.apply`."""
+        return self.engines[entry.engine].apply(entry, now, wall)
 
-    def has(self, entry: Entry) -> bool:
+    def has(self, entry: PlanEntry) -> bool:
         """Return True if the log already contains this entry."""
-        if isinstance(entry, MigrationPlanned):
-            return entry.plan in self._ids.get(entry.engine, ())
-        if entry.plan in self._seconds.get(entry.engine, {}):
-            return False
-        course = self._courses.get(entry.engine)
-        return course is not None and course.planned.plan == entry.plan and _named(entry) in course.entries
+        return self.engines[entry.engine].has(entry)
 
-    def course(self, engine: str) -> PlanRun | None:
-        """Return the newest plan of an engine; None: there was none."""
-        return self._courses.get(engine)
+    @property
+    def busy(self) -> tuple[str, ...]:
+        """Engines with a plan under way."""
+        return tuple(name for name, plans in self.engines.items() if plans.under_way is not None)
 
-    def under_way(self, engine: str) -> PlanRun | None:
-        """Return the plan of an engine that has not ended yet."""
-        course = self._courses.get(engine)
-        return course if course is not None and course.end is None else None
-
-    def second(self, engine: str) -> MigrationPlanned | None:
-        """Return a plan that was recorded while another was under way and has not ended yet."""
-        return next(iter(self._seconds.get(engine, {}).values()), None)
-
-    def known(self) -> tuple[str, ...]:
-        """Return the engines that had a plan."""
-        return tuple(self._courses)
-
-    def engines(self) -> tuple[str, ...]:
-        """Return the engines whose newest plan has not ended yet."""
-        return tuple(engine for engine, course in self._courses.items() if course.end is None)
-
-    def over(self, engine: str) -> dict[str, str]:
-        """Return the blobs, by plan id, of an engine's plans that have ended but are still stored."""
-        course = self.under_way(engine)
-        open_ = {*self._seconds.get(engine, ()), *(() if course is None else (course.planned.plan,))}
-        return {plan: blob for plan, blob in self._ids.get(engine, {}).items() if blob and plan not in open_}
-
-    def dropped(self, engine: str, plan: str) -> None:
-        """Note that the blob of a plan was deleted."""
-        if plan in self._ids.get(engine, ()):
-            self._ids[engine][plan] = ""
-
-    def unused(self, engine: str, plan: str) -> str:
-        """Return an id that no plan of the engine has used: this one, or this one with a numeric suffix."""
-        ids, name, nth = self._ids.get(engine, OrderedDict[str, str]()), plan, 1
-        while name in ids:
-            nth += 1
-            name = f"{plan}-{nth}"
-        return name
+    def trim(self, limit: int, present: Collection[str]) -> None:
+        """Forget the oldest engines beyond a limit, except present ones and those with a plan under way."""
+        kept = {*present, *self.busy}
+        gone = [name for name in self.engines if name not in kept]
+        for name in gone[: max(len(self.engines) - limit, 0)]:
+            del self.engines[name]
 
 
-def _named(entry: MigrationStaged | MigrationCommitted | MigrationAborted) -> tuple[str, int, int]:
+def _key(entry: ProgressEntry) -> tuple[str, int, int]:
     return type(entry).__name__, entry.number, entry.handover

@@ -6,7 +6,6 @@ tried it.
 """
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -14,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.experts import ExpertId
-from fleet.facts.migrations import MigrationCommitted, MigrationPlanned
+from fleet.facts.migrations import MigrationPlanned
 from fleet.placement import EMPTY, Placement, Split, even_split
 from fleet.requests.plans import MigrateExpert
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, made
 from migration.model.plan import Copy, Handover, Plan, planned, replay
+from migration.model.plan_log import EnginePlans
 from migration.planning.handover_batching import ordered, same_holders
 from migration.planning.staging_capacity import StagingRoom
 from migration.solvers.table_diff import between
@@ -261,27 +261,18 @@ def _copy_from(copy: Copy, source: int, asked: MigrateExpert, room: StagingRoom)
 # Back
 
 
-def undone(log: Iterable[object], plan: str = "") -> MigrationPlanned:
+def undone(plans: EnginePlans, plan: str = "") -> MigrationPlanned:
     """Return the plan to undo: the one with this id, or (empty) the last one with a committed handover.
-    ValueError when there is none.
-
-    log: recorded events of an engine's plans, in order.
-    """
-    plans: dict[str, MigrationPlanned] = {}
-    committed: list[str] = []
-    for entry in log:
-        if isinstance(entry, MigrationPlanned):
-            plans.setdefault(entry.plan, entry)
-        elif isinstance(entry, MigrationCommitted) and entry.plan in plans:
-            committed.append(entry.plan)
+    ValueError when there is none."""
+    committed = {name: run for name, run in plans.runs.items() if run.progress.numbers}
     if not committed or (plan and plan not in committed):
-        known = ", ".join(dict.fromkeys(reversed(committed))) or "none"
+        known = ", ".join(reversed(committed)) or "none"
         raise ValueError(
             f"no plan {plan!r} of which anything was committed; there are: {known}"
             if plan
             else "no plan of this engine was ever committed"
         )
-    return plans[plan or committed[-1]]
+    return committed[plan or next(reversed(committed))].planned
 
 
 def back(placement: Placement, goal: Placement, undoes: str, room: StagingRoom) -> Plan:

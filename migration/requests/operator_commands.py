@@ -5,13 +5,7 @@ from collections.abc import Sequence
 
 from bus import Bus, BusError, Message
 from bus.protocol.subjects import Subjects
-from fleet.facts.migrations import (
-    MigrationAborted,
-    MigrationCommitted,
-    MigrationPlanned,
-    MigrationStaged,
-    Origin,
-)
+from fleet.facts.migrations import MigrationPlanned, Origin
 from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
 from fleet.requests.handovers import HandoverDescribed
@@ -99,7 +93,7 @@ class OperatorCommands:
                 )
             case ApplyPlan():
                 return await asyncio.to_thread(read, request.plan, entry.placement), "operator"
-        planned = undone(await self._log(entry.engine), request.plan)
+        planned = undone(self._executor.log.plans.engines[entry.engine], request.plan)
         return await self.undoing(entry, planned, await self.before(planned), statuses), "rollback"
 
     async def undoing(
@@ -132,15 +126,6 @@ class OperatorCommands:
                 " or restart the engine"
             )
         return StagingRoom(node=node, expert_bytes=shape.expert_bytes, staging=least.free)
-
-    async def _log(self, engine: str) -> list[Message]:
-        """Read the log of an engine's plans."""
-        kinds = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
-        return [
-            received.message
-            async for received in self._bus.replay(self._subjects.migrations(engine), follow=False)
-            if isinstance(received.message, kinds)
-        ]
 
     async def before(self, planned: MigrationPlanned) -> Placement:
         """Return the placement that a plan started from.

@@ -321,11 +321,11 @@ class MigrationMetrics:
         for name, value in (("trust", trust), ("spent_bytes", spent), ("left_bytes", left)):
             self._set(self._loop[name], engine, value)
 
-    def judged(self, said: PlanEvaluated) -> None:
+    def evaluated(self, message: PlanEvaluated) -> None:
         """Publish the verdict on a plan."""
-        self._verdicts.labels(said.verdict).inc()
-        if said.realised is not None:
-            self._set(self._realised, said.engine, said.realised)
+        self._verdicts.labels(message.verdict).inc()
+        if message.realised is not None:
+            self._set(self._realised, message.engine, message.realised)
 
     def plan_ended(self, origin: str, outcome: str) -> None:
         """Count a plan that has ended: committed or aborted."""

@@ -87,7 +87,7 @@ class MigrationTracing:
             ),
         )
 
-    def judged(self, verdict: PlanEvaluated, parent: str) -> None:
+    def evaluated(self, verdict: PlanEvaluated, parent: str) -> None:
         """Record the verdict on a plan. parent: traceparent of the plan, whose span ended long ago."""
         about: Attributes = {
             "roost.plan": verdict.plan,

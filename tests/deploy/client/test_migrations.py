@@ -189,7 +189,14 @@ async def test_a_short_name_of_two_engines_is_no_name(bus: MemoryBus) -> None:
 
 async def test_a_plan_is_followed_to_its_last_commit(bus: MemoryBus) -> None:
     course, said = await follow(bus, *GOOD)
-    assert (course.over, course.given_up, course.epoch, course.done, course.copies, course.bytes) == (
+    assert (
+        course.committed,
+        course.aborted,
+        course.epoch,
+        course.next,
+        course.copies,
+        course.copied_bytes,
+    ) == (
         True,
         None,
         2,
@@ -228,14 +235,14 @@ async def test_a_plan_that_is_given_up_says_why_and_what_had_been_done(bus: Memo
 async def test_what_became_of_an_equal_plan_a_moment_ago_is_not_taken_for_this_one(bus: MemoryBus) -> None:
     await follow(bus, PLANNED, ABORTED)
     course, _ = await follow(bus, *GOOD)
-    assert course.given_up is None
-    assert course.done == 2
+    assert course.aborted is None
+    assert course.next == 2
 
 
 async def test_other_plans_of_the_engine_are_none_of_its_business(bus: MemoryBus) -> None:
     course, _ = await follow(bus, msgspec.structs.replace(ABORTED, plan="another"), *GOOD)
-    assert course.over
-    assert course.given_up is None
+    assert course.committed
+    assert course.aborted is None
 
 
 async def test_without_waiting_it_is_only_accepted(bus: MemoryBus) -> None:
@@ -276,7 +283,7 @@ async def test_a_planner_that_takes_over_is_waited_for(
     async with asyncio.timeout(5):
         await missed.wait()
         async with bus.serve(SUBJECTS.migrate, telling(bus, SUBJECTS, *GOOD)):
-            assert (await order).over
+            assert (await order).committed
     assert said[0] == "no planner is running; waiting for one to take over"
 
 
@@ -297,11 +304,11 @@ async def test_silence_about_a_plan_is_noticed(bus: MemoryBus, monkeypatch: pyte
         async with asyncio.timeout(5):
             await quiet.wait()
             await bus.record(SUBJECTS.migrations("engine-0"), ABORTED)
-            assert (await course).over
+            assert (await course).end == ABORTED
 
 
 def test_how_far_ranks_are_is_shown_and_counted() -> None:
-    course = PlanProgress(ACCEPTED)
+    course = PlanProgress(accepted=ACCEPTED)
     assert course.present == "handover 1 of 2"
     plain: dict[str, Any] = {
         "worker_id": 7,
@@ -488,7 +495,7 @@ async def test_an_expert_moves_while_an_engine_serves_and_back_and_its_next_life
         meanwhile = await host.engine.ranks[0].submit(request)
         await anext(meanwhile)
         copied = await do(MigrateExpert(engine="sim-0", layer=2, expert=3, rank=1))
-        assert (copied.given_up, copied.epoch, copied.copies, set(copied.by_transfer)) == (
+        assert (copied.aborted, copied.epoch, copied.copies, set(copied.by_transfer)) == (
             None,
             1,
             1,
@@ -534,7 +541,7 @@ async def test_an_engine_that_leaves_amid_a_plan_ends_it_with_a_word_why() -> No
                 carried_out(bus, SUBJECTS, order, wait=True, began=lambda _: None, say=lambda _: None)
             )
             await staging.wait()
-        failed = (await course).given_up
+        failed = (await course).aborted
     assert failed is not None
     assert failed.reason
     assert failed.epoch == 1

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from bus import BusError, Declined
 from bus.memory import MemoryBroker, MemoryBus
+from bus.protocol import codec
 from fleet.facts.demand import PopularityShifted
 from fleet.facts.engines import ConfigChanged, EngineLeft
 from fleet.facts.migrations import (
@@ -30,6 +31,9 @@ from fleet.requests.demand import DescribeProfile
 from fleet.requests.plans import DescribePlan, MigrateExpert, PlanDescribed, RollBack
 from migration.config import MigrationConfig
 from migration.control_loop import controller
+from migration.control_loop.context import LoopContext
+from migration.execution.executor import PlanExecutor
+from migration.loop_state.persistent_state import decoded
 from migration.model.plan import Handover
 from migration.model.plan import planned as planned_of
 from migration.model.plan_record import PlanRecord
@@ -74,6 +78,15 @@ def by_another(planned: MigrationPlanned, trust: float) -> PlanEvaluated:
     return PlanEvaluated(
         verdict="kept", predicted_before=nothing, predicted_after=nothing, trust=trust, reason="so", **about
     )
+
+
+def context_of(service: MigrationService) -> LoopContext:
+    assert service.controller is not None
+    return service.controller.context
+
+
+def executor_of(service: MigrationService) -> PlanExecutor:
+    return context_of(service).executor
 
 
 SHIFT = PopularityShifted(
@@ -171,9 +184,8 @@ async def test_a_plan_that_pays_is_not_begun_any_more_where_somebody_pauses_at_t
 ) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
-        controller = service._controller
-        assert controller is not None
-        survey, asked = controller._executor.survey, 0
+        executor = executor_of(service)
+        survey, asked = executor.survey, 0
 
         async def meanwhile(*arguments: Any) -> Any:
             nonlocal asked
@@ -181,7 +193,7 @@ async def test_a_plan_that_pays_is_not_begun_any_more_where_somebody_pauses_at_t
             await steer(world.bus, paused=True)
             return await survey(*arguments)
 
-        monkeypatch.setattr(controller._executor, "survey", meanwhile)
+        monkeypatch.setattr(executor, "survey", meanwhile)
         await world.last(25)
         assert asked == 1
         assert await own(world.bus) == []
@@ -194,10 +206,8 @@ async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(
 ) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
-        controller = service._controller
-        assert controller is not None
-        executor, asked = controller._executor, 0
-        store, record = executor._migration_log.store, service._bus.record
+        executor, asked = executor_of(service), 0
+        store, record = executor.log.store, MemoryBus.record
 
         async def storing(*arguments: Any) -> str:
             nonlocal asked
@@ -206,18 +216,18 @@ async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(
                 await steer(world.bus, paused=True)
             return await store(*arguments)
 
-        async def recording(subject: str, message: Any) -> None:
+        async def recording(bus: MemoryBus, subject: str, message: Any) -> None:
             nonlocal asked
             if isinstance(message, MigrationPlanned) and not asked:
                 asked += 1
                 await steer(world.bus, paused=True)
                 raise BusError("no answer in time")
-            await record(subject, message)
+            await record(bus, subject, message)
 
         if when == "while it is stored":
-            monkeypatch.setattr(executor._migration_log, "store", storing)
+            monkeypatch.setattr(executor.log, "store", storing)
         else:
-            monkeypatch.setattr(service._bus, "record", recording)
+            monkeypatch.setattr(MemoryBus, "record", recording)
         await world.last(25)
         assert asked == 1
         assert await own(world.bus) == []
@@ -227,38 +237,26 @@ async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(
 
 
 @pytest.mark.looptime
-async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody() -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0)) as service:
-        controller = service._controller
-        assert controller is not None
-        learn, learnt = controller._evaluator.learn, 0
-
-        async def slowly(*arguments: Any) -> None:
-            nonlocal learnt
-            await world.bus.record(
-                SUBJECTS.membership("a"), EngineLeft(engine="a", worker_id=1, reason="stopped")
-            )
-            await asyncio.sleep(3)
-            await learn(*arguments)
-            learnt += 1
-
         await world.until(MigrationCommitted)
-        monkeypatch.setattr(controller._evaluator, "learn", slowly)
         (planned,) = await own(world.bus)
-        await world.bus.record(SUBJECTS.migrations("a"), by_another(planned, 0.5))
+        await asyncio.gather(
+            world.bus.record(SUBJECTS.membership("a"), EngineLeft(engine="a", worker_id=1, reason="stopped")),
+            world.bus.record(SUBJECTS.migrations("a"), by_another(planned, 0.5)),
+        )
         await asyncio.sleep(10)
-        assert learnt == 1
         assert (await loop(world.bus)).engines == ()
+        assert service.controller is not None
+        assert service.controller.plan_discount("a") == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.looptime
 async def test_of_engines_that_come_and_go_a_bounded_number_is_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(controller, "MOST_ENGINES", 2)
+    monkeypatch.setattr(controller, "MAX_ENGINES", 2)
     broker = MemoryBroker()
     async with serving(broker) as service:
         for number in range(4):
@@ -270,8 +268,7 @@ async def test_of_engines_that_come_and_go_a_bounded_number_is_remembered(
                     EngineLeft(engine=world.name, worker_id=world.worker_id, reason="stopped"),
                 )
                 await asyncio.sleep(2)
-        assert service._controller is not None
-        assert len(service._controller._histories) == 2
+        assert len(executor_of(service).log.plans.engines) == 2
 
 
 @pytest.mark.looptime
@@ -280,7 +277,7 @@ async def test_a_pause_that_cannot_be_made_durable_is_refused_and_does_not_hold(
     async with flight(broker) as world, serving(broker) as service:
         with pytest.raises(Declined, match="send a SetLoopState or a DescribeLoop"):
             await world.bus.request(SUBJECTS.loop, DescribeProfile(model="m"))
-        controller = service._controller
+        controller = service.controller
         assert controller is not None
         broker.reachable = False
         answer = await controller.answer(SetLoopState(paused=True))
@@ -442,7 +439,7 @@ async def test_a_rollback_that_was_given_up_on_its_way_is_gone_on_with_and_all_t
 ) -> None:
     monkeypatch.setattr("migration.requests.operator_commands.back", step_by_step)
     broker = MemoryBroker()
-    async with flight(broker) as world, serving(broker, HARSH) as service:
+    async with flight(broker) as world, serving(broker, HARSH):
         planned = await carried_out(world)
         made, world.ranks.stage_seconds = world.ranks.placement, 1.5
         await world.until(MigrationCommitted, 60, after=planned.handovers + 1)
@@ -456,8 +453,9 @@ async def test_a_rollback_that_was_given_up_on_its_way_is_gone_on_with_and_all_t
         world.ranks.fails, world.ranks.stage_seconds = {}, 0.05
         told = await rolled_back(world)
         assert [plan.origin for plan in told.plans] == ["rollback", "rollback", "planner"]
-        assert service._controller is not None
-        (harm,) = service._controller._evaluator.memory("a").harms
+        claim = broker.claimed(SUBJECTS.loop_key)
+        assert claim is not None
+        (harm,) = decoded(claim.value).engine("a").harms
         cells = harm.resting()
         assert cells is not None
         assert (cells == (made.replicas_on_rank != FIRST.replicas_on_rank).any(axis=1)).all()
@@ -508,7 +506,7 @@ async def test_what_cannot_be_rolled_back_now_is_rolled_back_later_and_nothing_e
 async def test_a_rollback_that_fails_for_ever_is_left_to_people_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("migration.loop_state.engine_loop.MOST_UNDOINGS", 2)
+    monkeypatch.setattr("migration.loop_state.engine_loop.MAX_ROLLBACK_ATTEMPTS", 2)
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, HARSH):
         await carried_out(world)
@@ -591,7 +589,7 @@ async def test_one_plan_is_judged_before_the_next_is_made_and_by_nothing_where_o
         world.rates = SKEWED[::-1].copy()
         await world.last(25)
         assert len(await own(world.bus)) == 1
-        assert "not judged yet" in (await engine_of(world.bus)).decided
+        assert "not evaluated yet" in (await engine_of(world.bus)).decided
         await world.bus.request(SUBJECTS.migrate, RollBack(engine="a"), 20)
         judged = await world.until(PlanEvaluated, 5)
         assert judged.verdict == "unknown"
@@ -662,9 +660,8 @@ async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(
     async with flight(broker) as world, serving(broker, config) as service:
         planned = await world.until(MigrationPlanned)
         await world.until(MigrationCommitted, after=planned.handovers - 1)
-        controller = service._controller
-        assert controller is not None
-        survey, asked = controller._executor.survey, 0
+        executor = executor_of(service)
+        survey, asked = executor.survey, 0
 
         async def meanwhile(*arguments: Any) -> Any:
             nonlocal asked
@@ -673,7 +670,7 @@ async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(
                 await steer(world.bus, paused=True)
             return await survey(*arguments)
 
-        monkeypatch.setattr(controller._executor, "survey", meanwhile)
+        monkeypatch.setattr(executor, "survey", meanwhile)
         if reason == "silent":
             world.ranks.silent.add(1)
         world.rates = SKEWED[::-1].copy()
@@ -689,7 +686,7 @@ async def test_a_plan_is_not_carried_out_where_popularity_shifted_while_it_was_t
 ) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
-        decide, shifts = service._plan_queries.decide, 0
+        decide, shifts = context_of(service).plan_queries.decide, 0
 
         async def meanwhile(*arguments: Any) -> Any:
             nonlocal shifts
@@ -700,7 +697,7 @@ async def test_a_plan_is_not_carried_out_where_popularity_shifted_while_it_was_t
                 await asyncio.sleep(0.1)
             return found
 
-        monkeypatch.setattr(service._plan_queries, "decide", meanwhile)
+        monkeypatch.setattr(context_of(service).plan_queries, "decide", meanwhile)
         planned = await world.until(MigrationPlanned)
         assert planned.traceparent == SHIFT.traceparent, "the first one was of before the shift"
         assert len(await own(world.bus)) == 1
@@ -746,24 +743,22 @@ def plans_with_homes(monkeypatch: pytest.MonkeyPatch) -> NDArray[np.float32]:
 
 
 @pytest.mark.looptime
-async def test_homes_of_a_plan_hold_soon_after_its_end_though_the_log_is_heard_before_it_counts_as_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_homes_are_planned_anew_as_soon_as_a_plan_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     plans_with_homes(monkeypatch)
     broker = MemoryBroker()
-    async with flight(broker) as world, serving(broker, replace(CONFIG, cycle_seconds=25.0)) as service:
-        controller = service._controller
-        assert controller is not None
+    published: list[HomesPublished] = []
+    async with flight(broker) as world, serving(broker, replace(CONFIG, cycle_seconds=25.0)):
+        listening = asyncio.create_task(homes_of(MemoryBus(broker), published))
         world.ranks.stage_seconds = 4.0
-        await world.until(MigrationPlanned, 60)
-        monkeypatch.setattr(controller, "_under_way", lambda engine: True)
-        monkeypatch.setattr(controller._homes, "_under_way", controller._under_way)
-        await world.until(MigrationCommitted)
-        await world.last(2)
-        assert controller._loops["a"].homes_after is not None
-        monkeypatch.undo()
-        await world.last(3)
-        assert controller._loops["a"].homes_after is None
+        planned = await world.until(MigrationPlanned, 60)
+        await world.last(1)
+        (*_, early) = published
+        assert (early.epoch, early.clusters) == (planned.handovers, 9)
+        await world.until(MigrationCommitted, after=planned.handovers - 1)
+        await world.last(1)
+        assert published[-1].version > early.version
+        assert (published[-1].epoch, published[-1].clusters) == (planned.handovers, 0)
+        listening.cancel()
 
 
 @pytest.mark.looptime
@@ -891,16 +886,20 @@ async def test_an_engine_whose_experts_are_sharded_is_measured_and_left_alone_be
 
 
 @pytest.mark.looptime
-async def test_what_was_judged_on_a_clock_that_is_ahead_does_not_keep_us_from_learning() -> None:
+async def test_a_verdict_stamped_by_a_clock_that_is_ahead_does_not_keep_us_from_learning() -> None:
     broker = MemoryBroker()
-    async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0)) as service:
-        controller = service._controller
-        assert controller is not None
+    async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0)):
         await world.until(MigrationCommitted)
         (planned,) = await own(world.bus)
-        await controller._apply(by_another(planned, 0.5), time.time() + 1e6)
+        subject, topic = SUBJECTS.migrations("a"), "event"
+        verdict = by_another(planned, 0.5)
+        broker.deliver(subject, codec.seal(1, 1, time.time() + 1e6, topic, codec.encode(topic, verdict)))
+        await asyncio.sleep(1)
         assert (await engine_of(world.bus)).trust == pytest.approx(0.5, abs=0.01)
-        await controller._evaluator.learn(by_another(planned, 0.25), time.time() + 1.0)
+        other = msgspec.structs.replace(planned, plan="another")
+        await world.bus.record(subject, other)
+        await world.bus.record(subject, by_another(other, 0.25))
+        await asyncio.sleep(1)
         assert (await engine_of(world.bus)).trust == pytest.approx(0.25, abs=0.01)
 
 

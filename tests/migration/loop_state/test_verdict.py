@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from fleet.facts.migrations import LoopFigures
 from migration.loop_state.verdict import (
-    LEAST_TRUST,
-    Judgement,
+    MIN_DISCOUNT,
+    Evaluation,
     Measurement,
     PlanCase,
     StepPrices,
-    judged,
+    evaluated,
     moved,
     recovered,
 )
@@ -56,9 +56,9 @@ def case(before: Seen | None, after: Seen | None, **fields: Any) -> PlanCase:
         "predicted_before": figures(1.5, 0.8),
         "predicted_after": figures(1.0, 0.8),
         "prices": PRICES,
-        "least_pairs": 1000.0,
-        "regret_seconds": 1e-3,
-        "least_regret": 1e-5,
+        "min_pairs": 1000.0,
+        "counterfactual_gain": 1e-3,
+        "min_gain": 1e-5,
     }
     windows = {
         name: None if seen is None else seen.measurement()
@@ -77,8 +77,8 @@ BEFORE = Seen()
         (Seen(remote=1.25), {}, "kept", "0.5 ms of a step gained of 1 ms predicted"),
         (Seen(remote=1.9), {}, "harmful", "a step would be 1 ms shorter as it was before"),
         (Seen(balance=0.5), {}, "harmful", "takes 0.75 ms longer"),
-        (Seen(remote=1.9), {"regret_seconds": 1e-6}, "kept", "no better as it was before"),
-        (Seen(remote=1.9), {"regret_seconds": None}, "kept", "cannot be judged"),
+        (Seen(remote=1.9), {"counterfactual_gain": 1e-6}, "kept", "no better as it was before"),
+        (Seen(remote=1.9), {"counterfactual_gain": None}, "kept", "cannot be evaluated"),
         (Seen(remote=1.52), {}, "kept", "gained"),
         (Seen(step=4e-3), {}, "kept", "gained"),
         (
@@ -102,67 +102,72 @@ BEFORE = Seen()
 def test_a_plan_is_harmful_where_it_got_worse_beyond_noise_and_was_better_before(
     after: Seen | None, fields: dict[str, Any], verdict: str, says: str
 ) -> None:
-    found = judged(case(BEFORE, after, **fields), 1.0)
+    found = evaluated(case(BEFORE, after, **fields), 1.0)
     assert found.verdict == verdict, found
     assert says in found.reason
     if verdict == "unknown":
-        assert (found.realised, found.trust) == (None, 1.0)
+        assert (found.realised, found.plan_discount) == (None, 1.0)
 
 
 def test_nothing_is_made_of_what_was_not_measured_before_and_a_part_of_a_plan_moves_no_trust() -> None:
-    assert judged(case(None, BEFORE), 0.7) == Judgement(
+    assert evaluated(case(None, BEFORE), 0.7) == Evaluation(
         "unknown", None, 0.7, "nothing was measured before it began"
     )
-    part = judged(case(BEFORE, Seen(remote=1.9), whole=False), 0.7)
-    assert (part.verdict, part.realised, part.trust) == ("harmful", None, 0.7)
+    part = evaluated(case(BEFORE, Seen(remote=1.9), committed=False), 0.7)
+    assert (part.verdict, part.realised, part.plan_discount) == ("harmful", None, 0.7)
 
 
-@given(RANKS, SHARES, RANKS, SHARES, st.floats(0, 0.2), st.floats(LEAST_TRUST, 1.0))
+@given(RANKS, SHARES, RANKS, SHARES, st.floats(0, 0.2), st.floats(MIN_DISCOUNT, 1.0))
 def test_trust_stays_a_share_and_harm_is_never_found_where_the_cost_fell(
-    remote: float, balance: float, then: float, even: float, error: float, trust: float
+    remote: float, balance: float, then: float, even: float, error: float, discount: float
 ) -> None:
-    found = judged(case(Seen(remote, balance, error=error), Seen(then, even, error=error)), trust)
-    assert LEAST_TRUST <= found.trust <= 1.0
+    found = evaluated(case(Seen(remote, balance, error=error), Seen(then, even, error=error)), discount)
+    assert MIN_DISCOUNT <= found.plan_discount <= 1.0
     if PRICES.cost(figures(then, even)) <= PRICES.cost(figures(remote, balance)):
         assert found.verdict == "kept"
     if found.verdict == "harmful":
         assert found.realised is not None
         assert found.realised < 0
-        assert found.trust <= trust or found.trust < 0.5
+        assert found.plan_discount <= discount or found.plan_discount < 0.5
 
 
-@given(st.floats(-3, 3), st.floats(0, 1), st.floats(LEAST_TRUST, 1.0))
+@given(st.floats(-3, 3), st.floats(0, 1), st.floats(MIN_DISCOUNT, 1.0))
 def test_trust_moves_towards_what_was_realised_and_falls_faster_than_it_rises(
-    realised: float, error: float, trust: float
+    realised: float, error: float, discount: float
 ) -> None:
-    after = moved(trust, realised, error)
-    aim = min(max(realised + error, LEAST_TRUST), 1.0)
-    assert min(trust, aim) - 1e-9 <= after <= max(trust, aim) + 1e-9
-    assert moved(trust, realised, error + 0.1) >= after - 1e-9, (
+    after = moved(discount, realised, error)
+    aim = min(max(realised + error, MIN_DISCOUNT), 1.0)
+    assert min(discount, aim) - 1e-9 <= after <= max(discount, aim) + 1e-9
+    assert moved(discount, realised, error + 0.1) >= after - 1e-9, (
         "what is known less well is held against it less"
     )
-    down, up = trust - moved(trust, trust - 0.05, 0.0), moved(trust, trust + 0.05, 0.0) - trust
-    if LEAST_TRUST + 0.05 < trust < 0.95:
+    down, up = (
+        discount - moved(discount, discount - 0.05, 0.0),
+        moved(discount, discount + 0.05, 0.0) - discount,
+    )
+    if MIN_DISCOUNT + 0.05 < discount < 0.95:
         assert down > 2 * up > 0
 
 
-@given(st.floats(LEAST_TRUST, 1.0), st.floats(0, 1e5), st.floats(0, 1e5))
-def test_what_is_missing_of_trust_comes_back_by_itself_slowly(trust: float, one: float, more: float) -> None:
+@given(st.floats(MIN_DISCOUNT, 1.0), st.floats(0, 1e5), st.floats(0, 1e5))
+def test_what_is_missing_of_trust_comes_back_by_itself_slowly(
+    discount: float, one: float, more: float
+) -> None:
     assert (
-        trust - 1e-12
-        <= recovered(trust, one, 900.0)
-        <= recovered(trust, one + more, 900.0) + 1e-12
+        discount - 1e-12
+        <= recovered(discount, one, 900.0)
+        <= recovered(discount, one + more, 900.0) + 1e-12
         <= 1.0 + 1e-9
     )
-    assert recovered(trust, -5.0, 900.0) == pytest.approx(trust)
+    assert recovered(discount, -5.0, 900.0) == pytest.approx(discount)
 
 
 def test_noise_is_no_harm_and_the_same_difference_without_it_is() -> None:
     noisy, quiet = (
         case(replace(BEFORE, error=error), Seen(remote=1.6, error=error)) for error in (0.1, 0.001)
     )
-    assert judged(noisy, 1.0).verdict == "kept"
-    assert judged(quiet, 1.0).verdict == "harmful"
+    assert evaluated(noisy, 1.0).verdict == "kept"
+    assert evaluated(quiet, 1.0).verdict == "harmful"
 
 
 @given(st.floats(0.2, 0.95), st.floats(8, 4096), st.floats(8, 4096))
@@ -192,5 +197,5 @@ def test_less_traffic_is_no_harm() -> None:
         prices=StepPrices(experts=1e-2, remote=2e-3, chance=1.5),
         predicted_after=figures(1.5, 0.9),
     )
-    assert judged(plain, 1.0).verdict == "harmful"
-    assert judged(knowing, 1.0).verdict == "kept"
+    assert evaluated(plain, 1.0).verdict == "harmful"
+    assert evaluated(knowing, 1.0).verdict == "kept"

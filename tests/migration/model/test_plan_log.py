@@ -1,8 +1,10 @@
-"""Fold of the log of plans, and detection of silent engines."""
+"""Fold of the log of plans."""
+
+import msgspec
 
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.placement import linear
-from migration.model.plan_log import PlanLog
+from migration.model.plan_log import MAX_PLANS, EnginePlans, PlanLog
 
 RECORD = linear(layers=1, experts=2, ranks=2).record()
 
@@ -60,68 +62,124 @@ def aborted(number: int, plan: str = "p") -> MigrationAborted:
 
 
 def test_a_plan_is_under_way_until_its_last_handover_is_committed() -> None:
-    chronicle = PlanLog()
+    log = PlanLog()
+    plans = log.engines["a"]
     for entry, after in ((planned(), 0), (staged(0), 0), (committed(0), 1), (staged(1), 1)):
-        assert chronicle.heard(entry)
-        course = chronicle.under_way("a")
-        assert course is not None
-        assert course.next == after
-    assert chronicle.engines() == ("a",)
-    chronicle.heard(committed(1, last=True))
-    assert chronicle.under_way("a") is None
-    assert chronicle.engines() == ()
-    last = chronicle.course("a")
-    assert last is not None
-    assert last.staged == staged(1)
+        assert log.apply(entry)
+        assert plans.under_way is not None
+        assert plans.under_way.progress.next == after
+    assert log.busy == ("a",)
+    log.apply(committed(1, last=True))
+    assert plans.under_way is None
+    assert log.busy == ()
+    assert plans.current is not None
+    assert plans.current.progress.staged == staged(1)
 
 
-def test_what_is_stored_of_a_plan_is_needed_until_it_is_over_also_where_another_was_under_way() -> None:
-    chronicle = PlanLog()
+def stored(plans: EnginePlans) -> dict[str, str]:
+    return {run.plan: run.planned.blob for run in plans.finished}
+
+
+def test_the_blob_of_a_plan_is_needed_until_it_has_ended_also_where_another_was_under_way() -> None:
+    plans = EnginePlans()
     for entry in (planned(), planned("second")):
-        chronicle.heard(entry)
-        assert chronicle.over("a") == {}
-    chronicle.heard(aborted(0, "second"))
-    assert chronicle.over("a") == {"second": "blob of second"}
-    chronicle.heard(committed(1, last=True))
-    assert chronicle.over("a") == {"p": "blob of p", "second": "blob of second"}
-    for plan in ("p", "second", "unknown"):
-        chronicle.dropped("a", plan)
-    assert chronicle.over("a") == chronicle.over("b") == {}
-    assert chronicle.unused("a", "p") == "p-2"
-    chronicle.heard(planned())
-    assert chronicle.over("a") == {}, "it is known already"
+        plans.apply(entry)
+        assert stored(plans) == {}
+    plans.apply(aborted(0, "second"))
+    assert stored(plans) == {"second": "blob of second"}
+    plans.apply(committed(1, last=True))
+    assert stored(plans) == {"p": "blob of p", "second": "blob of second"}
+    for run in plans.finished:
+        run.stored = False
+    assert stored(plans) == {}
+    assert plans.unused("p") == "p-2"
+    plans.apply(planned())
+    assert stored(plans) == {}, "it is known already"
 
 
 def test_an_abort_ends_it_and_repetitions_are_no_news() -> None:
-    chronicle = PlanLog()
+    plans = EnginePlans()
     log = [planned(), staged(0), committed(0), aborted(1)]
     for entry in log:
-        assert not chronicle.has(entry)
-        assert chronicle.heard(entry)
-    assert not any(chronicle.heard(entry) for entry in log)
-    assert all(chronicle.has(entry) for entry in log)
-    assert chronicle.under_way("a") is None
+        assert not plans.has(entry)
+        assert plans.apply(entry)
+    assert not any(plans.apply(entry) for entry in log)
+    assert all(plans.has(entry) for entry in log)
+    assert plans.under_way is None
 
 
 def test_ids_are_used_once() -> None:
-    chronicle = PlanLog()
-    assert chronicle.unused("a", "p") == "p"
+    log = PlanLog()
+    assert log.engines["a"].unused("p") == "p"
     for plan in ("p", "p-2"):
-        chronicle.heard(planned(plan))
-        chronicle.heard(aborted(0, plan))
-    assert chronicle.unused("a", "p") == "p-3"
-    assert chronicle.unused("b", "p") == "p"
+        log.apply(planned(plan))
+        log.apply(aborted(0, plan))
+    assert log.engines["a"].unused("p") == "p-3"
+    assert log.engines["b"].unused("p") == "p"
 
 
 def test_a_plan_recorded_beside_another_waits_to_be_ended_and_disturbs_nothing() -> None:
-    chronicle = PlanLog()
+    plans = EnginePlans()
     for entry in (planned("p"), planned("q"), staged(0)):
-        chronicle.heard(entry)
-    assert chronicle.second("a") == planned("q")
-    assert not chronicle.has(aborted(0, "q"))
-    chronicle.heard(aborted(0, "q"))
-    assert chronicle.second("a") is None
-    course = chronicle.under_way("a")
-    assert course is not None
-    assert course.planned == planned("p")
-    assert not chronicle.heard(committed(0, "q")), "what is said of plans that are over says nothing"
+        plans.apply(entry)
+    assert plans.second is not None
+    assert plans.second.planned == planned("q")
+    assert not plans.has(aborted(0, "q"))
+    plans.apply(aborted(0, "q"))
+    assert plans.has(aborted(0, "q"))
+    assert plans.second is None
+    assert plans.under_way is not None
+    assert plans.under_way.planned == planned("p")
+    plans.apply(committed(1, last=True))
+    assert plans.under_way is None
+    assert plans.second is None
+
+
+def test_a_plan_recorded_beside_another_is_not_begun_when_that_ends() -> None:
+    plans = EnginePlans()
+    for entry in (planned("p"), planned("q"), committed(1, last=True)):
+        plans.apply(entry)
+    assert plans.under_way is None
+    assert plans.second is not None
+    assert plans.second.plan == "q"
+
+
+def test_entries_of_unknown_plans_are_ignored() -> None:
+    plans = EnginePlans()
+    for entry in (staged(0), committed(0), aborted(0)):
+        assert not plans.apply(entry)
+        assert not plans.has(entry)
+    assert plans.last is None
+
+
+def test_the_first_end_of_a_plan_counts_unless_it_was_committed_after_all() -> None:
+    plans = EnginePlans()
+    for entry in (planned(), aborted(1), aborted(0)):
+        plans.apply(entry, 5.0)
+    assert plans.last is not None
+    assert plans.last.end == aborted(1)
+    assert plans.apply(committed(1, last=True))
+    assert plans.last.progress.committed
+
+
+def test_the_newest_plans_and_those_under_way_are_remembered() -> None:
+    plans = EnginePlans()
+    for number in range(MAX_PLANS + 10):
+        plans.apply(planned(f"p{number}"))
+        if number:
+            plans.apply(aborted(0, f"p{number}"))
+    assert len(plans.runs) == MAX_PLANS
+    assert plans.under_way is not None
+    assert plans.under_way.plan == "p0"
+
+
+def test_of_engines_that_come_and_go_a_bounded_number_is_remembered() -> None:
+    log = PlanLog()
+    for engine in ("gone", "busy", "present", "gone too"):
+        log.apply(msgspec.structs.replace(planned(), engine=engine))
+    for engine in ("gone", "present", "gone too"):
+        log.apply(msgspec.structs.replace(aborted(0), engine=engine))
+    log.trim(3, ["present"])
+    assert list(log.engines) == ["busy", "present", "gone too"]
+    log.trim(1, ["present"])
+    assert list(log.engines) == ["busy", "present"]

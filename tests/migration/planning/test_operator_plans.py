@@ -12,6 +12,7 @@ from fleet.experts import ExpertId
 from fleet.placement import EMPTY, FULL, Placement, Split, linear
 from fleet.requests.plans import MigrateExpert
 from migration.model.plan import Handover, Plan, planned, replay
+from migration.model.plan_log import EnginePlans
 from migration.planning.operator_plans import back, checked, one_expert, read, undone
 from migration.planning.staging_capacity import StagingRoom
 from tests.migration.model.test_plan_log import aborted, committed
@@ -173,12 +174,18 @@ def test_the_plan_to_undo_is_the_last_of_which_anything_was_committed() -> None:
         announced("r"),
         aborted(0, "r"),
     ]
-    assert undone(log).plan == "q"
-    assert undone(log, "p").plan == "p"
+    plans = EnginePlans()
+    for entry in log:
+        plans.apply(entry)
+    assert undone(plans).plan == "q"
+    assert undone(plans, "p").plan == "p"
     with pytest.raises(ValueError, match="no plan 'r' of which anything was committed; there are: q, p"):
-        undone(log, "r")
+        undone(plans, "r")
+    nothing = EnginePlans()
+    for entry in log[-2:]:
+        nothing.apply(entry)
     with pytest.raises(ValueError, match="no plan of this engine was ever committed"):
-        undone(log[-2:])
+        undone(nothing)
 
 
 def test_an_engine_of_another_shape_cannot_go_back() -> None:

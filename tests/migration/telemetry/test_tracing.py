@@ -145,7 +145,7 @@ def test_a_verdict_is_a_span_below_its_plan_that_says_what_was_foretold_and_meas
         "trust": 0.8,
         "reason": "it brought half of it",
     }
-    tracing.judged(
+    tracing.evaluated(
         PlanEvaluated(
             verdict="kept",
             predicted_before=before,

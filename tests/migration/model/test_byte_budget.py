@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from migration.loop_state import byte_budget
-from migration.loop_state.byte_budget import ByteBudget
+from migration.model import byte_budget
+from migration.model.byte_budget import ByteBudget
 
 STORY = st.lists(st.tuples(st.floats(0, 50), st.integers(0, 1000)), max_size=30)
 """(seconds since the previous request, requested bytes)"""
@@ -44,7 +44,7 @@ def test_what_is_within_an_interval_is_what_was_copied_in_it(
 @given(STORY)
 def test_of_too_many_handovers_the_oldest_count_longer_never_shorter(story: list[tuple[float, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(byte_budget, "MOST_ENTRIES", 4)
+        patch.setattr(byte_budget, "MAX_ENTRIES", 4)
         few, now = ByteBudget(), 0.0
         done = []
         for pause, copied in story:

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-MOST_ENTRIES = 1024
+MAX_ENTRIES = 1024
 """Limit on stored handovers. Beyond it the two oldest are merged, at the time of the younger one."""
 
 
@@ -23,7 +23,7 @@ class ByteBudget:
         if not copied:
             return
         self._spent.append((max(at, self._spent[-1][0]) if self._spent else at, copied))
-        if len(self._spent) > MOST_ENTRIES:
+        if len(self._spent) > MAX_ENTRIES:
             _, oldest = self._spent.popleft()
             at, second = self._spent.popleft()
             self._spent.appendleft((at, oldest + second))
