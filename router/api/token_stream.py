@@ -6,10 +6,12 @@ The pure part (next request, ranks to avoid, bytes to send) is in `completion_st
 """
 
 import asyncio
+from functools import partial
 
 import msgspec
 
 from fleet.completions import ApiError, Choice, Completion, PromptDetails, Usage, rank_body
+from router.attempt import make_attempt
 from router.fleet_state.reservations import Booking
 from router.foreign_api.headers import decision_header, own_headers
 from router.http.asgi_response import AsgiResponse, Headers
@@ -103,38 +105,14 @@ class TokenStream:
     async def _try(
         self, state: CompletionState, attempt: int, replaces: str | None
     ) -> tuple[Decision, UpstreamFailed | None]:
-        """Make one attempt at one rank. Its booking and its span end here in every case."""
+        """Make one attempt at one rank, for the tokens that are missing."""
         prompt = TokenPrompt(state.prompt + state.emitted if state.emitted else state.prompt, self._seed)
-        decision, booking = await self._decide(state, prompt, attempt, replaces)
-        span: AttemptTrace | None = None
-        ended: str | None = "abandoned"
-        try:
-            span = None if self._exchange.trace is None else self._exchange.trace.attempt(decision)
-            await self._attempt(state, decision, booking, span)
-        except UpstreamFailed as failed:
-            ended = failed.how.value
-            self._service.attempt_failed(self._exchange, decision, booking, failed.how, str(failed))
-            state.failures.append((decision.target.key, failed.how))
-            return decision, failed
-        else:
-            ended = None
-            self._service.finished(decision, booking, prompt)
-            return decision, None
-        finally:
-            state.began(decision.target.engine.weights_digest)
-            self._service.release(booking)
-            if span is not None:
-                span.end(ended)
-
-    async def _decide(
-        self, state: CompletionState, prompt: TokenPrompt, attempt: int, replaces: str | None
-    ) -> tuple[Decision, Booking]:
-        left = state.max_tokens - len(state.emitted)
+        missing = state.max_tokens - len(state.emitted)
         need = RoutingRequest(
             model=self._exchange.model,
             prompt=prompt,
-            context=prompt.tokens + left,
-            output=min(left, self._service.config.expected_output_tokens),
+            context=prompt.tokens + missing,
+            output=min(missing, self._service.config.expected_output_tokens),
             tokenizer=self._digest,
             request_id=self._exchange.request_id,
             keys=self._exchange.keys(),
@@ -142,19 +120,31 @@ class TokenStream:
             passes_fields=bool(state.fields.binding),
             begun=state.begun,
         )
-        suffix = (f"-c{state.index}" if state.index else "") + (f"-a{attempt}" if attempt > 1 else "")
-        begun = bool(state.emitted or self._reply.status)
-        attempted = Attempt(attempt, replaces, tuple(state.failures))
-        decision, booking = await self._service.waiting.admit(
-            self._exchange, need, suffix, attempted, begun=begun
+        decision, failed = await make_attempt(
+            self._service,
+            self._exchange,
+            need,
+            Attempt(attempt, replaces, tuple(state.failures)),
+            partial(self._attempt, state, prompt),
+            suffix=f"-c{state.index}" if state.index else "",
+            begun=bool(state.emitted or self._reply.status),
         )
-        if state.index == 0 or self._exchange.decision is None:
-            self._exchange.decision = decision
-        return decision, booking
+        state.began(decision.target.engine.weights_digest)
+        if failed is not None:
+            state.failures.append((decision.target.key, failed.how))
+        return decision, failed
 
     async def _attempt(
-        self, state: CompletionState, decision: Decision, booking: Booking, span: AttemptTrace | None
+        self,
+        state: CompletionState,
+        prompt: TokenPrompt,
+        decision: Decision,
+        booking: Booking,
+        span: AttemptTrace | None,
     ) -> None:
+        """Let one rank produce the missing tokens."""
+        if state.index == 0 or self._exchange.decision is None:
+            self._exchange.decision = decision
         context = self._exchange.pass_on if span is None else span.headers
         headers = own_headers(context, self._exchange.request_id, decision.id)
         headers += self._service.credentials.for_ranks
@@ -162,6 +152,7 @@ class TokenStream:
         body = rank_body(state.request(decision.cache_salt), state.fields.values if passes else {})
         async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
             await self._stream(state, booking, call, span)
+        self._service.finished(decision, booking, prompt)
 
     async def _stream(
         self, state: CompletionState, booking: Booking, call: Call, span: AttemptTrace | None

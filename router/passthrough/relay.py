@@ -4,9 +4,11 @@ Another server is tried while the client has received nothing; afterwards a fail
 event.
 """
 
+from contextlib import nullcontext
 from typing import NoReturn
 
 from fleet.completions import ApiError
+from router.attempt import make_attempt
 from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import RankKey
 from router.foreign_api.continuation import CHAT_PATH, TEXT_PATH, Continuable, InexactContinuation
@@ -171,7 +173,7 @@ class Relay:
         ) from cause
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
-        """Make one attempt at one server. Its booking and its span end here in every case."""
+        """Make one attempt at one server."""
         about, begun, continuable = self._exchange, bool(self._reply.status), self._continuable
         prompt, output = self._prompt, self._request.output
         if begun and continuable is not None:
@@ -189,30 +191,11 @@ class Relay:
             only=self._request.only,
             begun=self._begun if begun else None,
         )
-        suffix = f"-a{attempt}" if attempt > 1 else ""
-        decision, booking = await self._service.waiting.admit(
-            self._exchange, need, suffix, Attempt(attempt, replaces, self._failures), begun=begun
-        )
-        self._exchange.decision = decision
-        span: AttemptTrace | None = None
-        ended: str | None = "abandoned"
-        try:
-            span = None if self._exchange.trace is None else self._exchange.trace.attempt(decision)
-            served = await self._attempt(decision, booking, span)
-        except UpstreamFailed as failed:
-            ended = failed.how.value
-            self._service.attempt_failed(self._exchange, decision, booking, failed.how, str(failed))
+        tried = Attempt(attempt, replaces, self._failures)
+        decision, failed = await make_attempt(self._service, about, need, tried, self._attempt, begun=begun)
+        if failed is not None:
             self._failures += ((decision.target.key, failed.how),)
-            return decision, failed
-        else:
-            ended = None
-            if served:
-                self._service.finished(decision, booking, self._prompt, reported=self._reported)
-            return decision, None
-        finally:
-            self._service.release(booking)
-            if span is not None:
-                span.end(ended)
+        return decision, failed
 
     def _longer_prompt(self, text: bytes) -> TextPrompt:
         """Return the prompt of a continuation, as far as its text is known."""
@@ -223,17 +206,17 @@ class Relay:
 
     # One server
 
-    async def _attempt(self, decision: Decision, booking: Booking, span: AttemptTrace | None) -> bool:
-        """Forward the request to one server. True: it served the request. False: it refused, and the client
-        has its answer.
-        """
+    async def _attempt(self, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
+        """Forward the request to one server. The client then has its answer, which may be a refusal."""
+        self._exchange.decision = decision
         request, target, self._events = self._request, self._request.target, None
         body = request.body
         if self._reply.status:
             rest = await self._continuation_body(decision)
             if rest is None:
                 await self._end_continued()
-                return True
+                self._service.finished(decision, booking, self._prompt, reported=self._reported)
+                return
             target, body = TEXT_PATH, rest
         elif (continuable := self._new_continuable(decision)) is not None:
             body = continuable.body()
@@ -242,11 +225,8 @@ class Relay:
         sent = UpstreamRequest(
             request.method, decision.target.url, target, self._sent_headers(decision, span), body
         )
-        streams = request.fields.stream
-        call = self._service.upstream.forward(sent, stream=streams)
-        if not streams:
-            self._unstreamed.begin(decision, booking, call)
-        try:
+        call = self._service.upstream.forward(sent, stream=request.fields.stream)
+        with nullcontext() if request.fields.stream else self._unstreamed.watched(decision, booking, call):
             async with call:
                 good = call.status < 400
                 if not good:
@@ -255,10 +235,8 @@ class Relay:
                     await self._stream(decision, booking, call)
                 else:
                     await self._whole(decision, booking, call)
-                return good
-        finally:
-            if not streams:
-                self._unstreamed.end(call)
+        if good:
+            self._service.finished(decision, booking, self._prompt, reported=self._reported)
 
     def _new_continuable(self, decision: Decision) -> Continuable | None:
         """Return the state for a continuation by another server; None: the chosen server returns no ids, the

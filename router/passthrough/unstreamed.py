@@ -3,6 +3,8 @@ and on probes.
 """
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
 
@@ -40,9 +42,11 @@ class UnstreamedAnswers:
         """due time of that timer, which uvloop's own handles cannot always report"""
         self._look: asyncio.TimerHandle | None = None
 
-    def begin(self, decision: Decision, booking: Booking, call: Call) -> None:
-        """Supervise a call until `end`. Its prompt counts as computed after the expected time, because there
-        is no first token to observe; the call is cut when its server is found dead.
+    @contextmanager
+    def watched(self, decision: Decision, booking: Booking, call: Call) -> Iterator[None]:
+        """Supervise a call while the context lasts, that is until it was answered or failed. Its prompt
+        counts as computed after the expected time, because there is no first token to observe; the call is
+        cut when its server is found dead.
         """
         loop = call.loop
         now = loop.time()
@@ -51,11 +55,11 @@ class UnstreamedAnswers:
         self._wake_at(now + APART_SECONDS, loop)
         if self._look is None:
             self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop)
-
-    def end(self, call: Call) -> None:
-        """Stop supervising a call that was answered or failed."""
-        del self._calls[call]
-        self._new.pop(call, None)
+        try:
+            yield
+        finally:
+            del self._calls[call]
+            self._new.pop(call, None)
 
     def _wake_at(self, at: float, loop: asyncio.AbstractEventLoop) -> None:
         if self._next is not None:
