@@ -17,6 +17,7 @@ from scipy.optimize import linear_sum_assignment, linprog
 from scipy.sparse import coo_array
 
 from fleet.arrays import BoolArray, FloatArray, SlotTable
+from migration.planning.findings import Finding, FindingCode
 from migration.solvers.load_cap import held_of, split_under
 from migration.solvers.locality_placement import (
     LocalityPlacement,
@@ -114,7 +115,7 @@ class HomesSearchResult(NamedTuple):
     homes: FloatArray | None
     """float64 [K, ranks]: share of a cluster's requests per rank; rows sum to 1, for unused clusters to 0.
     None: no homes."""
-    reason: str
+    reason: Finding
     gate: SpecialisationTest | None
     """None: the test was not run."""
     demand: FloatArray
@@ -146,11 +147,13 @@ def homes(
     placement.
     """
     ranks, none = room.ranks, np.zeros((len(traffic.shares), room.ranks))
-    found = None if pairs is None else gate(traffic.profiles, _used_pairs(pairs, traffic), of="clusters")
+    found = None if pairs is None else gate(traffic.profiles, _used_pairs(pairs, traffic))
     saved_before = 0.0 if present is None else _saved_now(traffic, room, before, present)
     if (found is not None and not found.specialised) or (traffic.shares > 0).sum() < 2:
         reason = (
-            found.reason if found is not None and not found.specialised else "a single cluster needs no home"
+            Finding.of(FindingCode.SPECIALISATION, test=found, of="clusters")
+            if found is not None and not found.specialised
+            else Finding.of(FindingCode.SINGLE_CLUSTER)
         )
         return HomesSearchResult(
             None, reason, found, traffic.demand(none), None, saved_before, saved_before, 0
@@ -159,19 +162,16 @@ def homes(
     best, value, turns = search.best(before, rounds)
     nothing = search.saved(none)
     if value < nothing + least:
-        reason = (
-            f"homes would save {100 * value:.1f} % of dispatch, the same placement without them"
-            f" {100 * nothing:.1f} %"
-        )
+        reason = Finding.of(FindingCode.HOMES_SAVE_TOO_LITTLE, saved=100 * value, without=100 * nothing)
         return HomesSearchResult(
             None, reason, found, traffic.demand(none), None, saved_before, saved_before, turns
         )
-    reason = f"homes save {100 * value:.1f} % of dispatch, placement alone {100 * nothing:.1f} %"
+    reason = Finding.of(FindingCode.HOMES_SAVE, saved=100 * value, without=100 * nothing)
     kept = None if before is None or before.shape != best.shape or not before.any() else search.saved(before)
     if before is not None and kept is not None and value < kept + better:
         best, reason = (
             before,
-            f"the present homes save {100 * kept:.1f} % of dispatch, the best {100 * value:.1f} %",
+            Finding.of(FindingCode.PRESENT_HOMES_SUFFICE, kept=100 * kept, saved=100 * value),
         )
     elif present is not None:
         best = laid_onto(

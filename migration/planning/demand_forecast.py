@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fleet.arrays import FloatArray
 from migration.model.engine_view import Demand, EngineView
 from migration.planning.cluster_homes import ClusterTraffic
+from migration.planning.findings import Finding, FindingCode
 from migration.solvers.specialisation_test import gate
 
 STEERED = 0.9
@@ -57,28 +58,26 @@ class RoutingForecast(NamedTuple):
     not."""
 
 
-def steering(view: EngineView, fit: NDArray[Any], judged: NDArray[Any]) -> RoutingForecast | str:
+def steering(view: EngineView, fit: NDArray[Any], judged: NDArray[Any]) -> RoutingForecast | Finding:
     """Forecast the effect of sending requests to their homes, or return the reason why that is impossible.
 
     fit, judged: [ranks, layers, experts], the last layers of the view's windows.
     """
     clusters, layers = view.clusters, fit.shape[1]
     if clusters is None:
-        return "the tracker has no clusters of requests yet"
+        return Finding.of(FindingCode.NO_CLUSTERS)
     if clusters.profiles.shape[1:] != (view.shape.layers, view.shape.experts):
-        return f"the tracker's clusters are of another shape: {clusters.profiles.shape[1:]}"
+        return Finding.of(FindingCode.OTHER_CLUSTERS, shape=clusters.profiles.shape[1:])
     if view.foreseen < LEAST_FORESEEN:
-        return "the demand of requests cannot be predicted yet, so none could be sent to a home"
+        return Finding.of(FindingCode.UNPREDICTABLE)
     if int((clusters.shares > 0).sum()) < 2:
-        return "a single cluster needs no home"
+        return Finding.of(FindingCode.SINGLE_CLUSTER)
     known = _known(view, clusters.clusters)
     profiles = clusters.profiles[:, -layers:]
     if known is None:
-        found = gate(
-            profiles, float(view.demand.pairs.sum()) * np.asarray(clusters.shares, np.float64), of="clusters"
-        )
+        found = gate(profiles, float(view.demand.pairs.sum()) * np.asarray(clusters.shares, np.float64))
         if not found.specialised:
-            return found.reason
+            return Finding.of(FindingCode.SPECIALISATION, test=found, of="clusters")
     shares = [mix_of(window.sum(axis=0), profiles, clusters.shares) for window in (fit, judged)]
     plain = ClusterTraffic(profiles, shares[1])
     held = None if known is None else lived(known, shares[1], plain.room_for(len(view.node)))

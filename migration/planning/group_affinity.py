@@ -28,7 +28,6 @@ class GroupAffinity(NamedTuple):
     it, and the compute of the fullest rank above the mean. nodes_apart, nodes_together: distinct nodes that a
     token reaches in a layer if experts were equally popular. home: bool [layers, ranks, experts], for
     `migration.solvers.locality_placement.LocalityProblem.home`; None where groups should not stay together.
-    reason: a sentence.
     """
 
     keep: bool
@@ -37,7 +36,6 @@ class GroupAffinity(NamedTuple):
     nodes_apart: float
     nodes_together: float
     home: BoolArray | None
-    reason: str
 
 
 def keep_groups(
@@ -51,12 +49,7 @@ def keep_groups(
     sizes = np.bincount(room.node)
     fits = nodes > 1 and shape.groups % nodes == 0 and (sizes * room.slots >= shape.experts // nodes).all()
     if not limited(shape) or not fits:
-        reason = (
-            "the gate is not group-limited"
-            if not limited(shape)
-            else f"{shape.groups} groups cannot be kept whole on {nodes} nodes"
-        )
-        return GroupAffinity(False, 0.0, 0.0, float(nodes), float(nodes), None, reason)
+        return GroupAffinity(False, 0.0, 0.0, float(nodes), float(nodes), None)
     spread, whole = (expected_nodes(shape, nodes, together=together) for together in (False, True))
     layers = np.unique(
         np.linspace(0, demand.shape[1] - 1, min(_LAYERS, demand.shape[1])).round().astype(np.intp)
@@ -69,10 +62,7 @@ def keep_groups(
         _seconds(shape, speed, one, room, number) for one, number in zip(ways, draws, strict=True)
     )
     keep = together < apart
-    sentence = (
-        f"a token costs {1e6 * together:.1f} us with groups whole on nodes, {1e6 * apart:.1f} us without"
-    )
-    return GroupAffinity(keep, apart, together, spread, whole, home if keep else None, sentence)
+    return GroupAffinity(keep, apart, together, spread, whole, home if keep else None)
 
 
 def group_homes(demand: NDArray[Any], room: LocalityProblem, groups: int) -> BoolArray:

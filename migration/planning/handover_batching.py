@@ -17,6 +17,7 @@ from migration.model.constraints import UNLIMITED, Constraints
 from migration.model.cost_model import Transfers
 from migration.model.placement_changes import COPIES, NOWHERE, ChangeKind, PlacementChanges, made
 from migration.model.plan import Copy, Handover, Link, PlanStep, SplitRecord, StepKind
+from migration.planning.sentences import NEW_SHARES, change_reason
 from migration.planning.staging_capacity import PendingChanges, StagingRoom
 
 KINDS: tuple[StepKind, ...] = ("replicate", "swap", "move", "drop")
@@ -176,12 +177,7 @@ def same_holders(table: SlotTable, other: SlotTable, experts: int) -> NDArray[np
 
 
 def _reweight(layer: int, gain: float) -> PlanStep:
-    return PlanStep(
-        kind="reweight",
-        layer=layer,
-        gain=gain,
-        why="its replicas get new shares, which evens out the ranks and copies nothing",
-    )
+    return PlanStep(kind="reweight", layer=layer, gain=gain, why=NEW_SHARES)
 
 
 class _StepWriter:
@@ -229,7 +225,7 @@ class _StepWriter:
             copies=tuple(copies),
             gain=gain,
             why=(
-                self._reason(ChangeKind(kind), layer, slot, expert, other_slot)
+                change_reason(ChangeKind(kind), row, slot, expert, self._lost(other_slot))
                 if self._why is None
                 else self._why[at]
             ),
@@ -239,24 +235,12 @@ class _StepWriter:
             row[other_slot] = other_expert
         return step
 
-    def _reason(self, kind: ChangeKind, layer: int, slot: int, expert: int, other_slot: int) -> str:
-        """Return the reason for a change that the tables show, short enough for one line."""
-        row = self._rows[layer]
-        found = row[slot]
-        if kind == ChangeKind.DROP:
-            return f"also held by {_times(row.count(found) - 1)}"
-        if kind == ChangeKind.SWAP:
-            return "ranks are more even, or experts nearer to their requests"
-        room = "into an empty slot" if found == EMPTY else f"{found} is held by {_times(row.count(found))}"
-        if kind == ChangeKind.REPLICATE:
-            return f"held by {_times(row.count(expert))} so far, {room}"
-        source = other_slot // self._per
-        lost = self._limits.live is not None and not self._limits.live[source]
-        return f"rank {source} is lost, {room}" if lost else f"more even ranks or nearer experts, {room}"
-
-
-def _times(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"
+    def _lost(self, other_slot: int) -> int | None:
+        """Return the rank of the other slot of a change if that rank is lost."""
+        if other_slot == NOWHERE or self._limits.live is None:
+            return None
+        rank = other_slot // self._per
+        return None if self._limits.live[rank] else rank
 
 
 class _Sources:

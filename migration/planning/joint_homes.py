@@ -20,9 +20,11 @@ from migration.model.engine_view import PlannedHomes
 from migration.model.placement_changes import PlacementChanges, made
 from migration.planning.cluster_homes import ClusterTraffic, homes, resident
 from migration.planning.demand_forecast import RoutingForecast, lived, spread
+from migration.planning.findings import Finding, FindingCode, Infeasible
 from migration.planning.group_affinity import keep_groups
 from migration.planning.locality_report import none, room_of
 from migration.planning.problem import PlanningProblem
+from migration.planning.sentences import sentence
 from migration.planning.strategies import (
     NEARER,
     NOTICEABLE,
@@ -54,11 +56,11 @@ _STILL = 0.005
 class EffectiveHomes(NamedTuple):
     """Homes under the present placement.
 
-    share: [K, ranks]; None: no cluster has a home. note: the reason, in a sentence.
+    share: [K, ranks]; None: no cluster has a home.
     """
 
     share: FloatArray | None
-    note: str
+    reason: Finding
 
 
 def lived_in(found: PlanningProblem) -> PlanningProblem:
@@ -67,7 +69,7 @@ def lived_in(found: PlanningProblem) -> PlanningProblem:
     In that case requests are still moving to their homes.
     """
     known = found.steering
-    if isinstance(known, str) or known.known is None or not known.stale:
+    if isinstance(known, Finding) or known.known is None or not known.stale:
         return found
     return _expected(found, known, known.known)
 
@@ -75,12 +77,12 @@ def lived_in(found: PlanningProblem) -> PlanningProblem:
 def settled(found: PlanningProblem) -> EffectiveHomes:
     """Choose the homes for the present placement."""
     known = found.steering
-    if isinstance(known, str):
+    if isinstance(known, Finding):
         return EffectiveHomes(None, known)
     traffic, bar = known.later, _material(found, known.later)
     before = None if known.known is None else _lived(known.known, traffic)
     way = resident(traffic, room_of(found), found.table, before)
-    note = f"homes save {way.saved:.1%} of dispatch under this placement, {way.none:.1%} without them"
+    reason = Finding.of(FindingCode.HOMES_SAVE_HERE, saved=way.saved, without=way.none)
     # Hysteresis: young homes stay, and older ones stay unless others save clearly more.
     if known.known is not None and way.kept is not None and way.kept >= way.none + _STILL:
         young = (
@@ -89,28 +91,26 @@ def settled(found: PlanningProblem) -> EffectiveHomes:
         if young or way.saved < way.kept + max(_CLEARLY, bar / 4):
             return EffectiveHomes(
                 _completed(known.known, way.homes, traffic),
-                f"the present homes save {way.kept:.1%} of dispatch, {way.none:.1%} without them",
+                Finding.of(FindingCode.PRESENT_HOMES_SAVE, kept=way.kept, without=way.none),
             )
     if way.saved < way.none + bar:
-        return EffectiveHomes(None, note)
-    return EffectiveHomes(way.homes, note)
+        return EffectiveHomes(None, reason)
+    return EffectiveHomes(way.homes, reason)
 
 
 def joint(found: PlanningProblem) -> PlanCandidate:
-    """Plan homes, and the changes towards the placement that goes with them. ValueError gives the reason for
-    no homes."""
-    match found.steering:
-        case str() as reason:
-            raise ValueError(f"homes: {reason}")
-        case known:
-            pass
+    """Plan homes, and the changes towards the placement that goes with them. Infeasible gives the reason
+    for no homes."""
+    known = found.steering
+    if isinstance(known, Finding):
+        raise Infeasible(known.of_subject("homes"))
     room, traffic, stay = room_of(found), known.fit, settled(found)
     # Homes that hold already must save only half as much: introducing homes is the larger step.
     bar = _material(found, traffic) / (1.0 if known.known is None else 2.0)
     before = None if stay.share is None else _lived(stay.share, traffic)
     way = homes(traffic, room, before=before, present=found.table, least=bar, better=_CLEARLY)
     if way.homes is None or way.located is None:
-        raise ValueError(way.reason)
+        raise Infeasible(way.reason)
     share = stay.share if way.homes is before and stay.share is not None else way.homes
     goal, end = way.located.table, _expected(found, known, share)
     # Group-limited gates: one node per group may be cheaper than free placement.
@@ -127,9 +127,7 @@ def joint(found: PlanningProblem) -> PlanCandidate:
     # A plan cut short by limits is still worthwhile if its goal is.
     least = float(base.seconds.sum()) - NOTICEABLE * base.figures.seconds.dispatch
     if seconds > least and not _worth_going_to(goal, end, least):
-        raise ValueError(
-            f"homes and placement would save less than {NOTICEABLE:.0%} of what sending tokens takes"
-        )
+        raise Infeasible(Finding.of(FindingCode.HOMES_AND_PLACEMENT_SMALL, least=NOTICEABLE))
     return best
 
 
@@ -140,14 +138,14 @@ def _material(found: PlanningProblem, traffic: ClusterTraffic) -> float:
 
 
 def at_home(
-    found: PlanningProblem, share: FloatArray | None, note: str, epoch: int | None = None
+    found: PlanningProblem, share: FloatArray | None, reason: Finding, epoch: int | None = None
 ) -> PlannedHomes:
     """Return the homes to publish.
 
     epoch: of the placement from which they hold; None: the served one. Homes that hold already keep their
     start time.
     """
-    view = found.view
+    view, note = found.view, sentence(reason)
     if share is None or view.clusters is None:
         return none(view, note)
     rounded = share.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Convert plans and figures to records and sentences. Pure."""
+"""Convert plans and figures to records. Pure."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,14 @@ from numpy.typing import NDArray
 from migration.model.cost_model import Figures
 from migration.model.plan import Plan, PlanStep
 from migration.model.plan_record import Measures, MemoryPoint, StepRecord
-from migration.planning.evaluation import EvaluatedPlan
 from migration.planning.problem import PlanningProblem
+from migration.planning.sentences import step_text
 from migration.planning.slots_vs_kv_cache import TradeOffPoint, best
 
 LEAST_HOME = 0.02
 """Least share of a cluster for which a rank is listed as its home."""
 MOST_STEPS = 4096
 """Most steps in a record; a plan may have more."""
-_KB, _MB, _GB = 1e3, 1e6, 1e9
 
 
 def measures(found: PlanningProblem, figures: Figures) -> Measures:
@@ -54,60 +53,9 @@ def _step(number: int, step: PlanStep, per: int) -> StepRecord:
         copies=len(step.copies),
         bytes=step.bytes,
         gain_seconds=step.gain,
-        what=_what(step, per),
+        what=step_text(step, per),
         why=step.why,
     )
-
-
-def _what(step: PlanStep, per: int) -> str:
-    """Describe the expert that a step moves, and between which ranks."""
-    if step.kind == "reweight" or step.slot is None:
-        return "new shares"
-    to = f"rank {step.slot // per}"
-    if step.kind == "drop":
-        return f"expert {step.expert} leaves {to}"
-    if step.kind == "swap" and step.other_slot is not None:
-        return f"expert {step.expert} of rank {step.other_slot // per} for {step.other_expert} of {to}"
-    instead = "" if step.evicted is None else f" instead of {step.evicted}"
-    source = next((copy.source for copy in step.copies if copy.slot == step.slot), None)
-    origin = "storage" if source is None else f"rank {source // per}"
-    return f"expert {step.expert} from {origin} to {to}{instead}" + (
-        ", where it leaves" if step.kind == "move" and source is not None else ""
-    )
-
-
-def outcome(found: PlanningProblem, way: EvaluatedPlan) -> str:
-    """Describe in a sentence what a candidate would bring."""
-    figures, before, paid = way.after.figures, found.before.figures, way.payback
-    bytes_ = (
-        f"{way.copies} {'copy' if way.copies == 1 else 'copies'}, {amount(paid.bytes)}"
-        if way.copies
-        else "no bytes"
-    )
-    even = f"balance {before.balance:.3f} to {figures.balance:.3f}"
-    near = f"local {before.local:.1%} to {figures.local:.1%}"
-    worth = (
-        f"a step {duration(way.gain_seconds)} shorter"
-        if way.gain_seconds >= 0
-        else f"a step {duration(-way.gain_seconds)} longer"
-    )
-    return (
-        f"{way.candidate.name}: {bytes_}; {even}, {near}, {worth}; net gain {way.net_seconds:.3g} s in"
-        f" {paid.lifetime_seconds:.0f} s"
-    )
-
-
-def amount(count: float) -> str:
-    """Format bytes for people; kB, MB and GB are powers of 1000."""
-    for unit, name in ((_GB, "GB"), (_MB, "MB"), (_KB, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    """Format a time for people."""
-    return f"{1e3 * seconds:.3g} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.3g} us"
 
 
 def memory(found: PlanningProblem, points: Sequence[TradeOffPoint]) -> tuple[MemoryPoint, ...]:

@@ -7,24 +7,26 @@ less the cost of the plan. A strategy that copies more must beat the best one so
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from fleet.placement import EMPTY, Placement
-from fleet.text import listed
 from migration.config import MigrationConfig, Policy
 from migration.model.engine_view import EngineView, PlannedHomes
 from migration.model.placement_changes import made, within
 from migration.model.plan import Plan, planned
 from migration.model.plan_record import MemoryPoint, PlanRecord
+from migration.planning.demand_forecast import RoutingForecast
 from migration.planning.evaluation import EvaluatedPlan, appraised, least_cost, most_gained
+from migration.planning.findings import Finding, FindingCode, Infeasible
 from migration.planning.joint_homes import at_home, joint, lived_in, settled
 from migration.planning.locality_report import as_before, none, saved
-from migration.planning.plan_report import duration, measures, memory, named_homes, outcome, steps
+from migration.planning.plan_report import measures, memory, named_homes, steps
 from migration.planning.problem import PlanningProblem, PlanningQuestion, situation
 from migration.planning.rank_loss import recover
+from migration.planning.sentences import recovery_summary, sentence
 from migration.planning.slots_vs_kv_cache import curve
 from migration.planning.staging_capacity import Unorderable
 from migration.planning.strategies import (
@@ -48,8 +50,6 @@ from migration.solvers.full_placement import bound
 _MARGIN = 0.005
 """Distance of a step's expected balance from the ceiling that chance sets, below which no gain is
 noticeable."""
-AT_HOME = "requests have homes, and experts go where the homes are"
-NO_TRAVEL = "it would save next to nothing, as sending tokens takes hardly any time on this engine"
 _DOUBT = 0.05
 """Extra gain demanded of copies, as a part of the seconds that placement decides: the rate for copying every
 expert.
@@ -77,6 +77,18 @@ class ReasonCode(StrEnum):
     """The possible gain is less than its cost."""
     UNABLE = "unable"
     """The policy cannot plan for this engine."""
+
+
+REFUSALS = {
+    FindingCode.SHARDED: ReasonCode.SHARDED,
+    FindingCode.TOO_FEW_PAIRS: ReasonCode.DATA,
+    FindingCode.AT_CEILING: ReasonCode.NOISE,
+    FindingCode.BELOW_LEAST_GAIN: ReasonCode.NOISE,
+    FindingCode.DOES_NOT_PAY: ReasonCode.COST,
+    FindingCode.POLICY_UNABLE: ReasonCode.UNABLE,
+    FindingCode.IMPOSSIBLE: ReasonCode.UNABLE,
+}
+"""Reason code of each finding that ends a run without a plan."""
 
 
 class PlannerDecision(NamedTuple):
@@ -112,24 +124,24 @@ limits."""
 def decide(view: EngineView, question: PlanningQuestion, config: MigrationConfig) -> PlannerDecision:
     """Return a plan, or the reason for its absence. Equal views give equal answers."""
     if view.layout.attention == "tp" or view.layout.boundary >= view.shape.layers:
-        sentence = "experts are sharded over all ranks in this layout: no placement is better than another"
-        return _nothing(_record(view, question), none(view, sentence), ReasonCode.SHARDED, sentence)
+        reason = Finding.of(FindingCode.SHARDED)
+        return _nothing(_record(view, question), none(view, sentence(reason)), reason)
     seen, needed = float(view.demand.pairs.sum()), config.least_pairs * view.shape.experts
     if not seen or seen < needed:
-        sentence = f"insufficient data: {seen:,.0f} of {needed:,.0f} required pairs per layer"
-        homes = as_before(view, sentence) if question.policy == "roost" else none(view, sentence)
-        return _nothing(_record(view, question), homes, ReasonCode.DATA, sentence)
+        reason = Finding.of(FindingCode.TOO_FEW_PAIRS, seen=seen, needed=needed)
+        keep = as_before if question.policy == "roost" else none
+        return _nothing(_record(view, question), keep(view, sentence(reason)), reason)
     found = situation(view, question, config)
     run = _PlanningRun(lived_in(found) if question.policy == "roost" else found)
     return run.recovery() if question.dead else run.plan()
 
 
 class _PlanningRun:
-    """One planning run, with a sentence for every step of it."""
+    """One planning run, with a finding for every step of it."""
 
     def __init__(self, found: PlanningProblem) -> None:
         self._found = found
-        self._reasons: list[str] = []
+        self._findings: list[Finding] = []
         self._tables: set[bytes] = set()
         """End placements of the strategies tried so far, as bytes."""
         self._most_gained = -np.inf
@@ -141,14 +153,9 @@ class _PlanningRun:
         """Return the first of the policy's strategies that no later one beats by more than noise."""
         found, policy = self._found, self._found.question.policy
         if found.view.later is None:
-            self._reasons.append(
-                "only one window of demand so far: plans are judged on the window they are fitted to, which"
-                " overestimates gains"
-            )
+            self._note(FindingCode.ONE_WINDOW)
         if not found.terms.speed.expert_pair:
-            self._reasons.append(
-                "the engine reports no compute time per pair (expert_pair 0): even loads save it nothing"
-            )
+            self._note(FindingCode.NO_PAIR_TIME)
         # Availability before speed: second replicas of critical experts are planned whatever they gain.
         if (safe := self._safe()) is not None:
             return self._at_home(safe)
@@ -161,25 +168,17 @@ class _PlanningRun:
             and not self._may_go_home()
             and not self._may_fill()
         ):
-            return self._refused(
-                ReasonCode.NOISE,
-                "no gain beyond sampling noise: loads are as even as the few tokens of a step allow",
-            )
+            return self._refused(Finding.of(FindingCode.AT_CEILING))
         best = self._best(WAYS[policy])
         if best is not None:
             return self._at_home(self._decided(best), best)
         if self._most_gained == -np.inf:
-            return self._refused(ReasonCode.UNABLE, f"the policy {policy} cannot plan for this engine")
+            return self._refused(Finding.of(FindingCode.POLICY_UNABLE, policy=policy))
         if self._gain_too_small or self._worth(self._most_gained) < self._margin:
-            least = f"{found.config.least_gain:.2%} of a step"
-            return self._refused(
-                ReasonCode.NOISE, f"no gain beyond sampling noise: no plan makes a step shorter by {least}"
-            )
-        return self._refused(
-            ReasonCode.COST,
-            f"nothing pays for itself in the {found.config.lifetime_seconds:.0f} s that the demand is"
-            " expected to last",
-        )
+            small = Finding.of(FindingCode.BELOW_LEAST_GAIN, least_gain=found.config.least_gain)
+            return self._refused(small)
+        lifetime = found.config.lifetime_seconds
+        return self._refused(Finding.of(FindingCode.DOES_NOT_PAY, lifetime_seconds=lifetime))
 
     def recovery(self) -> PlannerDecision:
         """Plan for the loss of ranks. The plan is made whether or not it pays."""
@@ -192,19 +191,18 @@ class _PlanningRun:
             found.limits.least_replicas,
             most_copies=found.limits.most_copies,
         )
-        self._reasons.append(
-            f"without {'rank' if len(found.question.dead) == 1 else 'ranks'} {listed(found.question.dead)}:"
-            f" {way.summary}"
-        )
+        self._note(FindingCode.RANKS_LOST, dead=found.question.dead, recovery=way)
         try:
             split = (
                 shared(found, way.table) if way.possible and found.question.policy == "roost" else way.split
             )
             chosen = appraised(found, PlanCandidate("recovery", way.changes, split))
         except Unorderable as error:
-            return self._refused(ReasonCode.UNABLE, str(error))
+            return self._refused(Finding.of(FindingCode.IMPOSSIBLE, error=error))
         decided = self._decided(chosen)
-        return decided._replace(record=msgspec.structs.replace(decided.record, before=None, lost=way.summary))
+        return decided._replace(
+            record=msgspec.structs.replace(decided.record, before=None, lost=recovery_summary(way))
+        )
 
     def _safe(self) -> PlannerDecision | None:
         """Plan second replicas for experts that must survive the loss of any one rank.
@@ -235,14 +233,9 @@ class _PlanningRun:
             split = None if found.question.policy == "uniform" else shared(found, made(found.table, changes))
             chosen = appraised(found, PlanCandidate("second replicas", changes, split))
         except Unorderable as error:
-            self._reasons.append(
-                f"some experts that must survive the loss of a rank have no second replica: {error}"
-            )
+            self._note(FindingCode.CRITICAL_UNABLE, error=error)
             return None
-        self._reasons.append(
-            f"{found.config.critical_experts:.0%} of the experts, those of most demand, must survive the loss"
-            " of a rank"
-        )
+        self._note(FindingCode.CRITICAL, part=found.config.critical_experts)
         return self._decided(chosen)
 
     # Which way
@@ -260,7 +253,7 @@ class _PlanningRun:
                 best = tried
             elif tried.net_seconds >= beaten + self._margin:
                 self._gain_too_small = True
-                self._reasons.append(f"{tried.candidate.name}: that is too little for its number of copies")
+                self._note(FindingCode.TOO_MANY_COPIES, tried.candidate.name)
         return best
 
     def _doubt(self, tried: EvaluatedPlan, best: EvaluatedPlan | None) -> float:
@@ -302,59 +295,63 @@ class _PlanningRun:
             self._most_gained = max(self._most_gained, gain)
             # A lower bound of the cost first: ordering handovers is the expensive part.
             if best is not None and (enough := self._enough(best, gain, least_cost(found, candidate))):
-                self._reasons.append(f"{candidate.name}: {enough}")
+                self._findings.append(enough.of_subject(candidate.name))
                 return None
             tried = appraised(found, candidate, after)
-        except ValueError as error:
-            if str(error) not in self._reasons:
-                self._reasons.append(str(error))
+        except Infeasible as error:
+            self._note_once(error.finding)
             return None
-        self._reasons.append(outcome(found, tried))
+        except ValueError as error:
+            self._note_once(Finding.of(FindingCode.IMPOSSIBLE, error=str(error)))
+            return None
+        self._findings.append(self._outcome(tried))
         return tried
+
+    def _outcome(self, tried: EvaluatedPlan) -> Finding:
+        """Return the numbers of a candidate that was evaluated as a whole."""
+        before, after = self._found.before.figures, tried.after.figures
+        return Finding.of(
+            FindingCode.OUTCOME,
+            tried.candidate.name,
+            copies=tried.copies,
+            bytes=tried.payback.bytes,
+            balance=(before.balance, after.balance),
+            local=(before.local, after.local),
+            gain_seconds=tried.gain_seconds,
+            net_seconds=tried.net_seconds,
+            lifetime_seconds=tried.payback.lifetime_seconds,
+        )
 
     def _cannot_win(
         self, best: EvaluatedPlan | None, name: str, at_most: Callable[[PlanningProblem], Placement]
     ) -> bool:
-        """True if a strategy would not be worth its changes even without any limits. Adds a sentence that
-        says so."""
+        """True if a strategy would not be worth its changes even without any limits. Adds the finding."""
         gain = most_gained(self._found, at_most(self._found))
-        if best is not None:
-            reason = self._enough(best, gain)
-        else:
-            reason = (
-                f"gains at most {duration(gain)} per step within the budget"
-                if self._worth(gain) < self._margin
-                else ""
-            )
-        if reason:
-            self._most_gained = max(self._most_gained, gain)
-            self._reasons.append(f"{name}: {reason}")
-        return bool(reason)
+        reason = self._enough(best, gain)
+        if reason is None:
+            return False
+        self._most_gained = max(self._most_gained, gain)
+        self._findings.append(reason.of_subject(name))
+        return True
 
-    def _enough(self, best: EvaluatedPlan, gain: float, cost_seconds: float = 0.0) -> str:
-        """Reason to stop evaluating a strategy beside `best`, which copies less; empty: none.
+    def _enough(self, best: EvaluatedPlan | None, gain: float, cost_seconds: float = 0.0) -> Finding | None:
+        """Reason to stop evaluating a strategy beside `best`, which copies less; None: there is none.
 
         gain: seconds per step that the strategy would gain. cost_seconds: a lower bound of its cost.
         """
-        target, name = self._found.limits.target, best.candidate.name
+        if best is None:
+            small = self._worth(gain) < self._margin
+            return Finding.of(FindingCode.SMALL_AT_MOST, gain=gain) if small else None
+        target, least_gain = self._found.limits.target, self._found.config.least_gain
+        both: dict[str, Any] = {"gain": gain, "best": best.candidate.name, "best_gain": best.gain_seconds}
         if self._worth(gain) < best.net_seconds + self._margin:
-            least = (
-                ""
-                if gain <= best.gain_seconds
-                else f": the difference is less than {self._found.config.least_gain:.2%} of a step"
-            )
-            return f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)}{least}"
+            return Finding.of(FindingCode.GAINS_NO_MORE, **both, least_gain=least_gain)
         if self._worth(gain) - cost_seconds < best.net_seconds + self._margin:
-            return (
-                f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)}: its copies cost more"
-                " time than that is worth"
-            )
+            return Finding.of(FindingCode.COSTS_MORE, **both)
         if best.gain_seconds >= target * gain:
-            return (
-                f"not needed, {name} reaches {best.gain_seconds / gain:.1%} of what it would gain (enough is"
-                f" {target:.0%})"
-            )
-        return ""
+            part = best.gain_seconds / gain
+            return Finding.of(FindingCode.NOT_NEEDED, best=best.candidate.name, part=part, target=target)
+        return None
 
     def _worth(self, gain_seconds: float) -> float:
         """Seconds saved over the lifetime of the demand by a predicted gain per step, discounted by
@@ -392,24 +389,36 @@ class _PlanningRun:
         Where homes hold, ranks differ because of them, and experts go where the homes are. Adds the reason to
         the record, once.
         """
-        steered = not isinstance(self._found.steering, str) and self._found.steering.known is not None
-        reason = NO_TRAVEL if not self._travel_costs else AT_HOME if steered else self._found.gate.reason
-        self._note_once(f"locality: {reason}")
+        homes = self._found.steering
+        steered = isinstance(homes, RoutingForecast) and homes.known is not None
+        if not self._travel_costs:
+            reason = Finding.of(FindingCode.CHEAP_DISPATCH)
+        elif steered:
+            reason = Finding.of(FindingCode.FOLLOWS_HOMES)
+        else:
+            reason = Finding.of(FindingCode.SPECIALISATION, test=self._found.gate, of="ranks")
+        self._note_once(reason.of_subject("locality"))
         return self._travel_costs and not steered and self._found.gate.specialised
 
     def _may_go_home(self) -> bool:
         """True if requests could be sent to where their experts are. Adds the reason to the record, once."""
-        steering = self._found.steering
-        if not self._travel_costs or isinstance(steering, str):
-            self._note_once(f"homes: {steering if isinstance(steering, str) else NO_TRAVEL}")
-            return False
-        seen = "as observed" if steering.followed.seen else "an expectation before any observation"
-        self._note_once(f"homes: {steering.followed.part:.0%} of the requests reach their home, {seen}")
-        return True
+        homes = self._found.steering
+        if isinstance(homes, Finding):
+            reason = homes
+        elif not self._travel_costs:
+            reason = Finding.of(FindingCode.CHEAP_DISPATCH)
+        else:
+            reached = homes.followed
+            reason = Finding.of(FindingCode.REACH_HOME, part=reached.part, seen=reached.seen)
+        self._note_once(reason.of_subject("homes"))
+        return self._travel_costs and isinstance(homes, RoutingForecast)
 
-    def _note_once(self, sentence: str) -> None:
-        if sentence not in self._reasons:
-            self._reasons.append(sentence)
+    def _note(self, code: FindingCode, about: str = "", **values: Any) -> None:
+        self._findings.append(Finding.of(code, about, **values))
+
+    def _note_once(self, finding: Finding) -> None:
+        if finding not in self._findings:
+            self._findings.append(finding)
 
     def _may_fill(self) -> bool:
         """True if there are empty slots in which replicas could keep tokens local."""
@@ -428,7 +437,7 @@ class _PlanningRun:
 
     def _decided(self, best: EvaluatedPlan) -> PlannerDecision:
         found, before, after, paid = self._found, self._found.before.figures, best.after.figures, best.payback
-        reason = f"{best.candidate.name} gains most for its cost"
+        reason = sentence(Finding.of(FindingCode.CHOSEN, name=best.candidate.name))
         plan = planned(
             found.view.placement, best.handovers, before=before, after=after, payback=paid, reason=reason
         )
@@ -450,12 +459,9 @@ class _PlanningRun:
         )
         return PlannerDecision(record, none(found.view, ""), plan)
 
-    def _refused(self, why: ReasonCode, sentence: str) -> PlannerDecision:
-        return self._at_home(
-            _nothing(
-                self._common_record(self._found.placement), none(self._found.view, sentence), why, sentence
-            )
-        )
+    def _refused(self, reason: Finding) -> PlannerDecision:
+        homes = none(self._found.view, sentence(reason))
+        return self._at_home(_nothing(self._common_record(self._found.placement), homes, reason))
 
     def _at_home(self, decided: PlannerDecision, best: EvaluatedPlan | None = None) -> PlannerDecision:
         """Add the homes of clusters to a decision: those that hold now, and those that hold after the
@@ -476,21 +482,20 @@ class _PlanningRun:
         stay."""
         found = self._found
         if found.question.policy != "roost":
-            now = none(found.view, f"the policy {found.question.policy} assigns no homes")
+            reason = Finding.of(FindingCode.POLICY_WITHOUT_HOMES, policy=found.question.policy)
+            now = none(found.view, sentence(reason))
         elif not self._travel_costs:
-            now = none(found.view, NO_TRAVEL)
+            now = none(found.view, sentence(Finding.of(FindingCode.CHEAP_DISPATCH)))
         elif predicted is not None:
-            known = None if isinstance(found.steering, str) else found.steering.known
-            now = at_home(found, known, "they stay until the plan's last handover")
+            known = found.steering.known if isinstance(found.steering, RoutingForecast) else None
+            now = at_home(found, known, Finding.of(FindingCode.UNTIL_LAST_HANDOVER))
         else:
             now = at_home(found, *settled(found))
         if plan is None:
             return now, None
         last = found.view.placement.epoch + len(plan.handovers)
         if predicted is not None:
-            return now, at_home(
-                found, predicted.homes, "they go with the placement that the plan leads to", last
-            )
+            return now, at_home(found, predicted.homes, Finding.of(FindingCode.WITH_THE_PLACEMENT), last)
         return now, now._replace(epoch=last)
 
     def _common_record(self, placement: Placement) -> PlanRecord:
@@ -503,7 +508,7 @@ class _PlanningRun:
             _record(found.view, found.question),
             saved=near[0],
             saved_bound=near[1],
-            reasons=tuple(self._reasons),
+            reasons=tuple(map(sentence, self._findings)),
             before=measures(found, found.before.figures),
             balance_bound=float(
                 bound(
@@ -518,10 +523,7 @@ class _PlanningRun:
     def _memory(self) -> tuple[MemoryPoint, ...]:
         found, present = self._found, self._found.placement.slots_per_rank
         if found.cache is None:
-            self._reasons.append(
-                "the value of further slots is unknown: the engine does not report the size or the use of its"
-                " KV blocks"
-            )
+            self._note(FindingCode.CACHE_UNKNOWN)
             return ()
         slots = range(found.fewest_slots, max(present, found.fewest_slots) + _MOST_SLOTS + 1)
         return memory(
@@ -537,10 +539,12 @@ class _PlanningRun:
         )
 
 
-def _nothing(record: PlanRecord, homes: PlannedHomes, why: ReasonCode, sentence: str) -> PlannerDecision:
+def _nothing(record: PlanRecord, homes: PlannedHomes, reason: Finding) -> PlannerDecision:
     if homes.share is not None:
         record = msgspec.structs.replace(record, homes=named_homes(homes.share), homes_note=homes.note)
-    return PlannerDecision(msgspec.structs.replace(record, refused=sentence), homes, why=why)
+    return PlannerDecision(
+        msgspec.structs.replace(record, refused=sentence(reason)), homes, why=REFUSALS[reason.code]
+    )
 
 
 def _record(view: EngineView, question: PlanningQuestion) -> PlanRecord:

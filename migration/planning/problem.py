@@ -17,6 +17,7 @@ from migration.model.move_history import counted
 from migration.model.placement_changes import PlacementChanges
 from migration.model.sampling_noise import LoadNoise, deviation, scatter
 from migration.planning.demand_forecast import REPEATS, RoutingForecast, steering
+from migration.planning.findings import Finding
 from migration.planning.rank_loss import critical
 from migration.planning.slots_vs_kv_cache import KvCacheModel, memory_seconds
 from migration.planning.staging_capacity import StagingRoom
@@ -220,7 +221,7 @@ class PlanningProblem:
         return gate(self.fit, self.view.demand.pairs, dispersion=max(REPEATS, self.scatter))
 
     @cached_property
-    def steering(self) -> RoutingForecast | str:
+    def steering(self) -> RoutingForecast | Finding:
         """Forecast for requests sent to their homes, or the reason why there is none."""
         return steering(self.view, self.fit, self.judged)
 

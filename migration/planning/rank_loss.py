@@ -50,29 +50,6 @@ class Recovery(NamedTuple):
         """True if every expert can be served again."""
         return not self.missing.any()
 
-    @property
-    def summary(self) -> str:
-        """Summary in a sentence or two."""
-        lost, worst = len(self.lost), int(self.missing.argmax())
-        parts = [
-            (
-                f"{lost} experts of {len(np.unique(self.lost[:, 0]))} layers have no live holder"
-                if lost
-                else "every expert has a live holder"
-            )
-        ]
-        if self.missing.any():
-            parts.append(
-                f"the survivors lack {self.missing.sum()} slots, {self.missing[worst]} of them in layer"
-                f" {worst}"
-            )
-            parts.append("bring ranks back, or give them more slots")
-        elif lost:
-            parts.append("all of them are loaded from storage")
-        if len(self.short):
-            parts.append(f"{len(self.short)} have fewer holders than they must")
-        return "; ".join(parts)
-
 
 def critical(
     load: NDArray[Any], count: int, replicas: NDArray[Any] | None = None, later: NDArray[Any] | None = None

@@ -14,6 +14,7 @@ from migration.model.cost_model import PricedPlacement
 from migration.model.move_history import counted
 from migration.model.placement_changes import NONE, PlacementChanges, joined, made, within
 from migration.model.sampling_noise import LoadNoise
+from migration.planning.findings import Finding, FindingCode, Infeasible
 from migration.planning.group_affinity import keep_groups
 from migration.planning.locality_report import room_of
 from migration.planning.problem import PlanningProblem
@@ -111,7 +112,7 @@ def uniform(found: PlanningProblem) -> PlanCandidate:
 def local(found: PlanningProblem) -> PlanCandidate:
     """Place experts near the ranks whose requests demand them.
 
-    ValueError where the gain is hardly more than it would be with identical demand on all ranks: then ranks
+    Infeasible where the gain is hardly more than it would be with identical demand on all ranks: then ranks
     differ only by the few texts that happened to come to each.
     """
     room = room_of(found)
@@ -129,7 +130,7 @@ def local(found: PlanningProblem) -> PlanCandidate:
         float((one.before.seconds - one.judge(best.placement(found)).seconds).sum()) for one in (found, alike)
     ]
     if changes and gains[0] - gains[1] < NOTICEABLE * found.before.figures.seconds.dispatch:
-        raise ValueError("locality: ranks' requests differ by too little in the next window")
+        raise Infeasible(Finding.of(FindingCode.TOO_ALIKE, "locality"))
     return best
 
 

@@ -10,6 +10,7 @@ With few pairs per expert it is less, and that matters: the average over many la
 noise to a few thousandths of it.
 """
 
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,64 +32,68 @@ _MANY = 50.0
 """Expected pairs of a source and expert beyond which a series replaces the integral."""
 
 
+class Evidence(Enum):
+    """Evidence of the test for different demand."""
+
+    TOO_FEW_PAIRS = auto()
+    NONE = auto()
+    """The sources diverge as samples of one distribution do."""
+    TOO_SMALL = auto()
+    """Significant, but too small to matter."""
+    CLEAR = auto()
+
+
 class SpecialisationTest(NamedTuple):
     """Result of the test.
 
-    specialised: True if locality can pay. divergence, floor, spread: nats, mean over layers: observed,
-    expected from noise alone, and the standard deviation of the latter. reason: a sentence.
+    divergence, floor, spread: nats, mean over layers: observed, expected from noise alone, and the standard
+    deviation of the latter. mean_pairs: per source and layer.
     """
 
-    specialised: bool
-    divergence: float
-    floor: float
-    spread: float
-    reason: str
+    evidence: Evidence
+    sources: int
+    experts: int
+    mean_pairs: float
+    divergence: float = 0.0
+    floor: float = 0.0
+    spread: float = 0.0
+
+    @property
+    def specialised(self) -> bool:
+        """True if locality can pay."""
+        return self.evidence is Evidence.CLEAR
 
 
-def gate(
-    demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0, of: str = "ranks"
-) -> SpecialisationTest:
+def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0) -> SpecialisationTest:
     """Test the sources' demand for differences.
 
     demand: [sources, layers, experts], any unit. pairs: [sources] or [sources, layers], (token, k) pairs
     behind each layer. dispersion: variance of the counts relative to independent pairs, as pairs of one text
     are correlated (the design effect, Kish 1965); the effective number of pairs is smaller by this factor.
-    of: name of the sources in the sentence. ValueError when shapes do not fit.
+    ValueError when shapes do not fit.
     """
     counts = _counts(demand, pairs, dispersion)
     sources, experts = len(counts), counts.shape[2]
     total = counts.sum(axis=(0, 2))
     enough = (counts.sum(axis=2) >= FEW * experts).sum(axis=0) >= 2
+    mean_pairs = float(total.mean() / max(1, sources))
     if sources < 2 or not enough.any():
-        fewest = float(total.mean() / max(1, sources))
-        return SpecialisationTest(
-            False,
-            0.0,
-            0.0,
-            0.0,
-            f"insufficient data: {fewest:.0f} pairs per layer from each of {sources} {of},"
-            f" {FEW * experts:.0f} from two are needed",
-        )
+        return SpecialisationTest(Evidence.TOO_FEW_PAIRS, sources, experts, mean_pairs)
     # Layers with too few pairs would add noise only.
     counts, total = counts[:, enough], total[enough]
-    seen = divergence(counts)
     noise = expected_noise(counts)
-    floor, spread = float(noise.mean()), float(_spread(counts, noise, total))
-    found = float(seen.mean())
-    sentence = (
-        f"demand of {sources} {of} diverges by {found:.4f} nats, noise alone by {floor:.4f} +- {spread:.4f}"
+    found, floor, spread = (
+        float(divergence(counts).mean()),
+        float(noise.mean()),
+        float(_spread(counts, noise, total)),
     )
     if found <= floor + SURE * spread:
-        return SpecialisationTest(False, found, floor, spread, f"no specialisation: {sentence}")
-    if found - floor < LEAST:
-        return SpecialisationTest(
-            False,
-            found,
-            floor,
-            spread,
-            f"too little specialisation: {sentence}; {LEAST:g} beyond it are needed",
-        )
-    return SpecialisationTest(True, found, floor, spread, f"specialised: {sentence}")
+        evidence = Evidence.NONE
+    elif found - floor < LEAST:
+        evidence = Evidence.TOO_SMALL
+    else:
+        evidence = Evidence.CLEAR
+    return SpecialisationTest(evidence, sources, experts, mean_pairs, found, floor, spread)
 
 
 def _counts(demand: NDArray[Any], pairs: NDArray[Any], dispersion: float) -> FloatArray:

@@ -11,6 +11,7 @@ from scipy.optimize import linprog
 from benchmarks.rig.placements.popularity import domains, load
 from fleet.placement import linear
 from migration.planning.cluster_homes import ClusterTraffic, chained, homes, laid_onto, routed
+from migration.planning.findings import FindingCode
 from migration.solvers.load_cap import held_of
 from migration.solvers.locality_placement import LocalityProblem, located
 
@@ -67,7 +68,7 @@ def test_joint_homes_come_within_a_point_of_the_best_alternation_of_exact_halves
     assert found.located is not None
     assert found.saved >= max(best_alternation(given, ROOM, seed) for seed in range(4)) - 0.01
     assert found.located.balance.min() >= 0.89
-    assert "homes save" in found.reason
+    assert found.reason.code is FindingCode.HOMES_SAVE
 
 
 def test_together_they_save_what_neither_does_alone() -> None:
@@ -83,10 +84,8 @@ def test_homogeneous_traffic_gets_no_homes(pairs: NDArray[np.float64] | None) ->
     assert found.homes is None
     assert found.located is None
     assert found.saved == found.saved_before
-    assert (
-        ("no specialisation" in found.reason)
-        if pairs is not None
-        else ("the same placement without them" in found.reason)
+    assert found.reason.code is (
+        FindingCode.HOMES_SAVE_TOO_LITTLE if pairs is None else FindingCode.SPECIALISATION
     )
 
 

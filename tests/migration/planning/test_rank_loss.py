@@ -11,6 +11,7 @@ from migration.model.placement_changes import ChangeKind, made
 from migration.model.plan import planned, replay
 from migration.planning.handover_batching import ordered
 from migration.planning.rank_loss import critical, recover
+from migration.planning.sentences import recovery_summary
 from migration.planning.staging_capacity import StagingRoom
 
 
@@ -66,7 +67,7 @@ def test_what_survives_elsewhere_needs_no_bytes() -> None:
     found = recover(start, np.array([True, False]), np.ones((1, 2)), np.zeros(2, np.intp))
     assert [ChangeKind(kind) for kind in found.changes.kind] == [ChangeKind.DROP, ChangeKind.DROP]
     assert found.table.tolist() == [[EMPTY, EMPTY, 1, 0]]
-    assert found.summary == "every expert has a live holder"
+    assert recovery_summary(found) == "every expert has a live holder"
 
 
 def test_the_most_wanted_of_the_lost_is_loaded_first_and_a_spare_replica_gives_way() -> None:
@@ -86,7 +87,10 @@ def test_the_most_wanted_of_the_lost_is_loaded_first_and_a_spare_replica_gives_w
     ]
     assert moves == [(6, 1), (3, 0)]
     assert (found.lost.tolist(), found.possible) == ([[0, 0], [0, 1]], True)
-    assert found.summary == "2 experts of 1 layers have no live holder; all of them are loaded from storage"
+    assert (
+        recovery_summary(found)
+        == "2 experts of 1 layers have no live holder; all of them are loaded from storage"
+    )
 
 
 def test_a_second_holder_goes_to_a_node_that_has_none() -> None:
@@ -134,14 +138,14 @@ def test_a_second_holder_that_must_be_is_given_up_for_an_expert_that_has_none() 
     )
     assert found.possible
     assert found.short.tolist() == [[0, 0]]
-    assert "1 have fewer holders than they must" in found.summary
+    assert "1 have fewer holders than they must" in recovery_summary(found)
 
 
 def test_too_few_slots_are_told_and_the_most_wanted_are_saved() -> None:
     start = Placement(np.array([[0, 1, 2, 3]]), experts=4, ranks=2)
     found = recover(start, np.array([True, False]), np.array([[1.0, 2.0, 3.0, 4.0]]), np.zeros(2, np.intp))
     assert (found.possible, found.missing.tolist(), len(found.changes.kind)) == (False, [2], 0)
-    assert "lack 2 slots, 2 of them in layer 0" in found.summary
+    assert "lack 2 slots, 2 of them in layer 0" in recovery_summary(found)
 
 
 def test_the_hottest_experts_of_each_layer_are_critical() -> None:

@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import hypergeom
 
 from benchmarks.rig.placements.popularity import by_rank, domains
-from migration.solvers.specialisation_test import divergence, expected_noise, gate
+from migration.solvers.specialisation_test import Evidence, divergence, expected_noise, gate
 
 LAYERS, EXPERTS, RANKS = 8, 64, 4
 
@@ -42,7 +42,7 @@ def test_homogeneous_demand_is_never_taken_for_specialised(skew: str) -> None:
     windows = (window(0.0, pairs, seed, skew) for pairs in (100, 3000) for seed in range(12))
     found = [gate(counts, counts.sum(axis=2)) for counts in windows]
     assert not any(one.specialised for one in found)
-    assert all("no specialisation" in one.reason for one in found)
+    assert all(one.evidence is Evidence.NONE for one in found)
     score = np.array([(one.divergence - one.floor) / one.spread for one in found])
     assert abs(score.mean()) < 0.7
     assert score.std() < 1.6
@@ -61,7 +61,7 @@ def test_a_quarter_of_own_popularity_is_noticed_with_few_thousand_pairs(skew: st
         counts = window(0.25, 2000, seed, skew)
         found = gate(counts, counts.sum(axis=2))
         assert found.specialised
-        assert found.reason.startswith("specialised: demand of 4 ranks diverges by")
+        assert (found.evidence, found.sources) == (Evidence.CLEAR, 4)
 
 
 def test_units_of_demand_do_not_matter_and_pairs_do() -> None:
@@ -77,14 +77,14 @@ def test_a_difference_too_small_to_matter_is_no_specialisation_however_certain()
     found = gate(share, np.full(RANKS, 1e9))
     assert not found.specialised
     assert found.divergence > found.floor + 5 * found.spread
-    assert "too little" in found.reason
+    assert found.evidence is Evidence.TOO_SMALL
 
 
 @pytest.mark.parametrize("counts", [np.zeros((4, 2, 8)), np.ones((1, 2, 8)), np.full((4, 2, 8), 0.1)])
 def test_too_few_pairs_say_nothing(counts: np.ndarray) -> None:
     found = gate(counts, counts.sum(axis=2))
     assert not found.specialised
-    assert "insufficient data" in found.reason
+    assert found.evidence is Evidence.TOO_FEW_PAIRS
 
 
 def test_what_does_not_fit_is_refused() -> None:
