@@ -70,13 +70,14 @@ class StoreUse:
     store: str
     """one of `bus.stores.STORES`"""
     used: int
-    most: int
+    capacity: int
+    """-1: unlimited"""
     refuses: bool
     """True: a full store rejects new content; False: it evicts the oldest"""
 
     @property
     def alarming(self) -> bool:
-        return self.refuses and 0 < self.most <= self.used / ALARMING
+        return self.refuses and 0 < self.capacity <= self.used / ALARMING
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Exclusive keys: taken by compare-and-set, held by changing the value, free when the value stops changing.
 
 A claim is live if its revision changes within the lease. No clocks are compared: a claimant watches the key
-for one lease by its own clock. `judge` decides; `ClaimLease` acts on the decision over the bus. Engine names
-(`NameClaim`) and the leadership of migration services are held this way.
+for one lease by its own clock. `next_step` decides; `ClaimLease` acts on the decision over the bus. Names of
+engines (`NameClaim`) and the leadership of migration services are held this way.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class ClaimStep(enum.Enum):
     REFUSE = "give up: the holder lives"
 
 
-def judge(
+def next_step(
     seen: Claim | None,
     now: Claim | None,
     watched: float,
@@ -126,10 +126,10 @@ class ClaimLease:
             now = await self._bus.read_claim(self._key)
             if seen is None:
                 seen, since = now, clock()
-            verdict = judge(seen, now, clock() - since, replaces=self._replaces, lease=self._lease)
-            if verdict is ClaimStep.REFUSE and now is not None:
+            step = next_step(seen, now, clock() - since, replaces=self._replaces, lease=self._lease)
+            if step is ClaimStep.REFUSE and now is not None:
                 raise self._taken(now)
-            if verdict is not ClaimStep.WAIT and await self._put(now):
+            if step is not ClaimStep.WAIT and await self._put(now):
                 return
             await asyncio.sleep(LOOK_SECONDS)
 

@@ -32,7 +32,7 @@ async def holds_its_name(bus: Bus, subjects: Subjects, joined: EngineJoined) -> 
 
 
 async def vouched(
-    bus: Bus, subjects: Subjects, said: AsyncIterator[Received], seconds: float = CLAIM_SECONDS
+    bus: Bus, subjects: Subjects, replay: AsyncIterator[Received], seconds: float = CLAIM_SECONDS
 ) -> AsyncIterator[Received]:
     """Filter a replay of memberships: pass joins only after their claim is seen, and everything else
     immediately.
@@ -45,14 +45,14 @@ async def vouched(
     try:
         while True:
             if check.waiting:  # the replay continues meanwhile
-                reading = reading or asyncio.ensure_future(anext(said))
+                reading = reading or asyncio.ensure_future(anext(replay))
                 await asyncio.wait([reading], timeout=LOOK_SECONDS)
                 for late in await check.late():
                     yield late
                 if not reading.done():
                     continue
             try:
-                received = await (anext(said) if reading is None else reading)
+                received = await (anext(replay) if reading is None else reading)
             except StopAsyncIteration:
                 break
             reading = None
@@ -65,7 +65,7 @@ async def vouched(
             reading.cancel()
             with suppress(asyncio.CancelledError, StopAsyncIteration, BusError):
                 await reading
-        if (close := getattr(said, "aclose", None)) is not None:
+        if (close := getattr(replay, "aclose", None)) is not None:
             await close()
 
 

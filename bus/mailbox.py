@@ -16,13 +16,13 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from bus import BlobLost, BusError, Declined, Message, Received, StoreFull
-from bus.parts import Exchange, PartedAnswers, fetch_parts, wanted_part
+from bus.parts import Exchange, PartedAnswers, fetch_parts, read_part_request
 from bus.protocol.codec import (
     BLOB_TOPIC,
     LARGE,
     NO_PART_TOPIC,
+    PART_REQUEST_TOPIC,
     PART_TOPIC,
-    PART_WANTED_TOPIC,
     PARTS_TOPIC,
     PAYLOAD_BYTES,
     Envelope,
@@ -74,7 +74,7 @@ def sendable(subject: str) -> str:
         raise BusError(str(error)) from error
 
 
-def audible(subject: str) -> str:
+def listenable(subject: str) -> str:
     """Return a subject that may have wildcards. BusError otherwise."""
     try:
         return check_subject(subject, wildcards=True)
@@ -123,9 +123,9 @@ class SequencedPublisher:
         """Return the next envelope around a payload that fits."""
         return seal(self.publisher_id, self.number(), self._wall_clock(), topic, payload)
 
-    def asking_for(self, wanted: PartRequest) -> bytes:
+    def part_request(self, request: PartRequest) -> bytes:
         """Return a request for a part of an answer."""
-        return self.plain(PART_WANTED_TOPIC, msgspec.msgpack.encode(wanted))
+        return self.plain(PART_REQUEST_TOPIC, msgspec.msgpack.encode(request))
 
 
 class Encoder(SequencedPublisher):
@@ -187,16 +187,16 @@ async def _opened(subject: str, envelope: Envelope, fetch: Fetch) -> Received:
 
 
 def _received(subject: str, envelope: Envelope, message: Message) -> Received:
-    named, speaker = getattr(message, "engine", None), engine_of(subject)
+    named, sender = getattr(message, "engine", None), engine_of(subject)
     # a server's permissions are by subject
-    if named is not None and speaker is not None and named != speaker:
+    if named is not None and sender is not None and named != sender:
         raise Undeliverable(
             RejectionReason.SPEAKER, f"{type(message).__name__} of engine {named!r} on {subject}"
         )
     return Received(subject, envelope.publisher_id, envelope.sequence, envelope.published_at / 1000, message)
 
 
-async def asked(
+async def await_answer(
     subject: str, raw: bytes, exchange: Exchange, outbox: SequencedPublisher, fetch: Fetch, seconds: float
 ) -> Message:
     """Return the answer to a request, in one message or in parts.
@@ -210,7 +210,7 @@ async def asked(
         if offer is None:
             message = (await _opened(subject, envelope, fetch)).message
         else:
-            content = await fetch_parts(offer, envelope.publisher_id, exchange, outbox.asking_for, seconds)
+            content = await fetch_parts(offer, envelope.publisher_id, exchange, outbox.part_request, seconds)
             message = _received(subject, envelope, decode(offer.topic, content)).message
     except Undeliverable as refusal:
         raise BusError(
@@ -351,8 +351,8 @@ class RequestServer:
     async def _respond(self, raw: bytes, reply: Callable[[bytes], Awaitable[None]]) -> None:
         try:
             envelope = unseal(raw)
-            if envelope.topic == PART_WANTED_TOPIC:
-                sealed = self._part(wanted_part(envelope))
+            if envelope.topic == PART_REQUEST_TOPIC:
+                sealed = self._part(read_part_request(envelope))
             else:
                 sealed = self._enclosed(await self._considered(envelope))
         except Undeliverable as refusal:
@@ -366,8 +366,8 @@ class RequestServer:
             sealed = self._refusal(f"the answer cannot be sent: {error}")
         await reply(sealed)
 
-    def _part(self, wanted: PartRequest) -> bytes:
-        part = self._answers.part(wanted) if wanted.publisher_id == self._outbox.publisher_id else None
+    def _part(self, request: PartRequest) -> bytes:
+        part = self._answers.part(request) if request.publisher_id == self._outbox.publisher_id else None
         return (
             self._outbox.plain(NO_PART_TOPIC, b"") if part is None else self._outbox.plain(PART_TOPIC, part)
         )

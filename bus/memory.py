@@ -19,27 +19,15 @@ from bus import (
     BusTimeout,
     Claim,
     ClaimLost,
-    Message,
     NobodyThere,
     Received,
     StoreFull,
     StoreUse,
 )
+from bus.client import BusClient
 from bus.config import BusConfig
-from bus.mailbox import (
-    Answer,
-    BoundedSubscription,
-    Encoder,
-    RequestServer,
-    SequencedPublisher,
-    asked,
-    audible,
-    check_stored,
-    opened,
-    sendable,
-)
-from bus.parts import PartedAnswers
-from bus.protocol.codec import Rejections, Undeliverable
+from bus.mailbox import BoundedSubscription, RequestServer, listenable, opened
+from bus.protocol.codec import Undeliverable
 from bus.protocol.subjects import Subjects, check_key, matches
 from bus.stores import FullStores
 
@@ -115,8 +103,8 @@ class MemoryBroker:
         for inbox, patterns in self._inboxes.items():
             if any(matches(pattern, subject) for pattern in patterns):
                 inbox.put(subject, raw)
-        for desk in self._servers.get(subject, [])[:1]:
-            desk.submit(raw, _discard)
+        for server in self._servers.get(subject, [])[:1]:
+            server.submit(raw, _discard)
 
     def _append(self, subject: str, raw: bytes) -> None:
         self._last += 1
@@ -159,15 +147,15 @@ class MemoryBroker:
             del self._inboxes[inbox]
 
     @contextmanager
-    def serving(self, desk: RequestServer) -> Iterator[None]:
-        servers = self._servers.setdefault(desk.subject, [])
-        servers.append(desk)
+    def serving(self, server: RequestServer) -> Iterator[None]:
+        servers = self._servers.setdefault(server.subject, [])
+        servers.append(server)
         try:
             yield
         finally:
-            servers.remove(desk)
+            servers.remove(server)
             if not servers:
-                del self._servers[desk.subject]
+                del self._servers[server.subject]
 
     @contextmanager
     def following(self, event: asyncio.Event) -> Iterator[None]:
@@ -177,7 +165,7 @@ class MemoryBroker:
         finally:
             self._followers.discard(event)
 
-    def desk(self, subject: str) -> RequestServer | None:
+    def next_server(self, subject: str) -> RequestServer | None:
         """Return the next server of a subject, in turn."""
         servers = self._servers.get(subject)
         if not servers:
@@ -224,68 +212,33 @@ async def _discard(_: bytes) -> None:
     """Discard the answer to a request without a reply subject."""
 
 
-class MemoryBus:
+class MemoryBus(BusClient):
     """Client of a MemoryBroker. Without one, it creates its own."""
 
     def __init__(self, broker: MemoryBroker | None = None) -> None:
         self.broker = broker or MemoryBroker()
-        self._config = self.broker.config
-        self._rejected = Rejections()
-        self._full = FullStores()
-        self._inboxes: set[BoundedSubscription] = set()
-        self._awaited: set[asyncio.Event] = set()
+        super().__init__(self.broker.config, self.broker.subjects.stored, FullStores())
+        self._waiting: set[asyncio.Event] = set()
         """events to set when the bus is closed"""
         self._closed = False
-        self._publisher = SequencedPublisher(self._keep_parcel)
-        self._recorder = SequencedPublisher(self.put_blob)
-        self._answers = PartedAnswers(self._config.answers_bytes, self._config.answers_seconds)
 
     @property
     def connected(self) -> bool:
         return not self._closed and self.broker.reachable
 
-    @property
-    def rejected(self) -> Rejections:
-        return self._rejected
-
-    @property
-    def full(self) -> FullStores:
-        return self._full
-
     async def stores(self) -> tuple[StoreUse, ...]:
-        await self._standing(self._config.request_seconds)
+        await self._wait_connected(self._config.request_seconds)
         return self.broker.stores()
-
-    def publisher(self, subject: str) -> Encoder:
-        return Encoder(subject, self._send, self._keep_parcel, lambda: self.connected)
 
     async def _send(self, subject: str, raw: bytes) -> None:
         if self.connected:
             self.broker.deliver(subject, raw)
 
     @asynccontextmanager
-    async def subscribe(self, *subjects: str, limit: int = 65536) -> AsyncIterator[BoundedSubscription]:
-        patterns = tuple(audible(subject) for subject in subjects)
-        inbox = BoundedSubscription(limit, self._config.queue_bytes, self._content, self._rejected)
-        await self._standing(self._config.request_seconds)
-        self._inboxes.add(inbox)
-        try:
-            with self.broker.listening(inbox, patterns):
-                yield inbox
-        finally:
-            self._inboxes.discard(inbox)
-            inbox.close()
-
-    async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
-        raw = await self._publisher.sealed(sendable(subject), message)
-        return await asked(
-            subject,
-            raw,
-            lambda sent, wait: self._exchange(subject, sent, wait),
-            self._publisher,
-            self._content,
-            seconds,
-        )
+    async def _listening(self, inbox: BoundedSubscription, patterns: tuple[str, ...]) -> AsyncIterator[None]:
+        await self._wait_connected(self._config.request_seconds)
+        with self.broker.listening(inbox, patterns):
+            yield
 
     async def _exchange(self, subject: str, raw: bytes, seconds: float) -> bytes:
         """Return the first answer to a request."""
@@ -297,36 +250,30 @@ class MemoryBus:
 
         try:
             async with asyncio.timeout(seconds):
-                await self._standing(seconds)
-                desk = self.broker.desk(subject)
-                if desk is None:
+                await self._wait_connected(seconds)
+                server = self.broker.next_server(subject)
+                if server is None:
                     raise NobodyThere(f"no server for requests on {subject!r}")
-                desk.submit(raw, reply)
+                server.submit(raw, reply)
                 return await answer
         except TimeoutError as error:
             raise BusTimeout(f"no answer on {subject!r} within {seconds} s") from error
 
     @asynccontextmanager
-    async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
-        desk = RequestServer(
-            subject, answer, self._publisher, self._answers, self._content, self._rejected, self._full
-        )
-        await self._standing(self._config.request_seconds)
-        async with desk.open():
-            with self.broker.serving(desk):
-                yield
+    async def _serving(self, server: RequestServer) -> AsyncIterator[None]:
+        await self._wait_connected(self._config.request_seconds)
+        with self.broker.serving(server):
+            yield
 
-    async def record(self, subject: str, message: Message) -> None:
-        check_stored(sendable(subject), message, self.broker.subjects.stored)
-        raw = await self._recorder.sealed(subject, message)
-        await self._standing(self._config.record_seconds)
+    async def _append(self, subject: str, raw: bytes, identity: str) -> None:
+        await self._wait_connected(self._config.record_seconds)
         self.broker.deliver(subject, raw)
 
     async def replay(
         self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True
     ) -> AsyncIterator[Received]:
-        audible(subject)
-        await self._standing(None if follow else self._config.record_seconds)
+        listenable(subject)
+        await self._wait_connected(None if follow else self._config.record_seconds)
         past = self.broker.after(0, subject)
         cursor = self.broker.last
         if latest:
@@ -341,7 +288,7 @@ class MemoryBus:
         if not follow:
             return
         new = asyncio.Event()
-        self._awaited.add(new)
+        self._waiting.add(new)
         try:
             with self.broker.following(new):
                 while not self._closed:
@@ -352,13 +299,13 @@ class MemoryBus:
                             yield received
                     await new.wait()
         finally:
-            self._awaited.discard(new)
+            self._waiting.discard(new)
 
     async def _opened(self, entry: Stored) -> Received | None:
         try:
             return await opened(entry.subject, entry.raw, self._content)
         except Undeliverable as refusal:
-            self._rejected.count(refusal.reason)
+            self.rejected.count(refusal.reason)
             return None
 
     async def read_claim(self, key: str) -> Claim | None:
@@ -378,32 +325,32 @@ class MemoryBus:
             check_key(key)
         except ValueError as error:
             raise BusError(str(error)) from error
-        await self._standing(self._config.request_seconds)
+        await self._wait_connected(self._config.request_seconds)
 
     async def put_blob(self, content: bytes) -> str:
-        await self._standing(self._config.record_seconds)
+        await self._wait_connected(self._config.record_seconds)
         digest = hashlib.sha256(content).hexdigest()
         blobs = self.broker.blobs
         if digest not in blobs and sum(map(len, blobs.values())) + len(content) > self._config.blobs_bytes:
             full = StoreFull(
                 f"the blob store is full ({self._config.blobs_bytes} bytes); raise bus.blobs_bytes"
             )
-            self._full.note("blobs", full)
+            self.full.note("blobs", full)
             raise full
         blobs[digest] = content
         return digest
 
     async def get_blob(self, digest: str) -> bytes:
-        await self._standing(self._config.record_seconds)
+        await self._wait_connected(self._config.record_seconds)
         if digest not in self.broker.blobs:
             raise BlobLost(f"the blob store has no {digest!r}")
         return _verified(digest, self.broker.blobs[digest])
 
     async def drop_blob(self, digest: str) -> None:
-        await self._standing(self._config.record_seconds)
+        await self._wait_connected(self._config.record_seconds)
         self.broker.blobs.pop(digest, None)
 
-    async def _keep_parcel(self, content: bytes) -> str:
+    async def _put_parcel(self, content: bytes) -> str:
         digest = hashlib.sha256(content).hexdigest()
         parcels = self.broker.parcels
         parcels[digest] = (self.broker.clock(), content)
@@ -417,17 +364,16 @@ class MemoryBus:
         return digest
 
     async def _content(self, digest: str) -> bytes:
-        """Return the content of a reference: a parcel of a passing message, or the blob of a stored one."""
         if digest in self.broker.parcels:
             return _verified(digest, self.broker.parcels[digest][1])
         return await self.get_blob(digest)
 
-    async def _standing(self, seconds: float | None) -> None:
+    async def _wait_connected(self, seconds: float | None) -> None:
         """Wait until the broker is reachable (None: without limit). BusError if that takes longer or the bus
         is closed.
         """
         changed = asyncio.Event()
-        self._awaited.add(changed)
+        self._waiting.add(changed)
         try:
             async with asyncio.timeout(seconds):
                 with self.broker.waiting(changed):
@@ -437,17 +383,15 @@ class MemoryBus:
         except TimeoutError as error:
             raise BusError(f"the broker was not reachable for {seconds} s") from error
         finally:
-            self._awaited.discard(changed)
+            self._waiting.discard(changed)
         if self._closed:
             raise BusError("this bus is closed")
 
     async def close(self) -> None:
         self._closed = True
-        for inbox in self._inboxes:
-            inbox.close()
-        for event in self._awaited:
+        await super().close()
+        for event in self._waiting:
             event.set()
-        self._answers.clear()
 
 
 def _verified(digest: str, content: bytes) -> bytes:

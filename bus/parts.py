@@ -57,14 +57,14 @@ class _Kept:
 
 
 class PartedAnswers:
-    """Store of large answers: at most `most_bytes`. An answer expires `seconds` after the last part was
+    """Store of large answers: at most `max_bytes`. An answer expires `seconds` after the last part was
     fetched.
 
     The same message object answers several requests with one offer: it is encoded and stored once.
     """
 
-    def __init__(self, most_bytes: int, seconds: float) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int, seconds: float) -> None:
+        self._max_bytes = max_bytes
         self._seconds = seconds
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._by_message: dict[int, int] = {}
@@ -97,15 +97,15 @@ class PartedAnswers:
         self._watch()
         return offer
 
-    def part(self, wanted: PartRequest) -> bytes | None:
+    def part(self, request: PartRequest) -> bytes | None:
         """Return up to PART_BYTES of an answer; None if the answer is not stored (any more) or has no such
         part.
         """
-        if wanted.answer not in self._kept:
+        if request.answer not in self._kept:
             return None
-        kept = self._touched(wanted.answer)
+        kept = self._touched(request.answer)
         kept.owed -= 1
-        return kept.content[wanted.part * PART_BYTES : (wanted.part + 1) * PART_BYTES] or None
+        return kept.content[request.part * PART_BYTES : (request.part + 1) * PART_BYTES] or None
 
     def clear(self) -> None:
         self._kept.clear()
@@ -121,7 +121,7 @@ class PartedAnswers:
         return kept
 
     def _make_room(self, size: int) -> None:
-        while self.stored_bytes + size > self._most_bytes:
+        while self.stored_bytes + size > self._max_bytes:
             done = next(
                 (
                     number
@@ -133,7 +133,7 @@ class PartedAnswers:
             if done is None:
                 raise StoreFull(
                     f"an answer of {size} bytes finds no room beside {len(self._kept)} others that are being"
-                    f" fetched ({self.stored_bytes} of {self._most_bytes} bytes); ask again in a moment, or"
+                    f" fetched ({self.stored_bytes} of {self._max_bytes} bytes); ask again in a moment, or"
                     " raise bus.answers_bytes"
                 )
             self._drop(done)
@@ -196,7 +196,7 @@ async def fetch_parts(
     raise failure
 
 
-async def _fetched(wanted: PartRequest, exchange: Exchange, sealed: Sealed, seconds: float) -> bytes:
+async def _fetched(request: PartRequest, exchange: Exchange, sealed: Sealed, seconds: float) -> bytes:
     """Request one part until it arrives."""
     clock = asyncio.get_running_loop().time
     until, patience = clock() + seconds, PART_SECONDS
@@ -204,10 +204,10 @@ async def _fetched(wanted: PartRequest, exchange: Exchange, sealed: Sealed, seco
         left = until - clock()
         if left <= 0:
             raise BusTimeout(
-                f"part {wanted.part} of an answer did not come within {seconds} s, though requested again"
+                f"part {request.part} of an answer did not come within {seconds} s, though requested again"
             )
         try:
-            envelope = _read(await exchange(sealed(wanted), min(left, patience)))
+            envelope = _read(await exchange(sealed(request), min(left, patience)))
         except NobodyThere:
             await asyncio.sleep(min(left, AWAY_SECONDS))
             continue
@@ -216,7 +216,7 @@ async def _fetched(wanted: PartRequest, exchange: Exchange, sealed: Sealed, seco
             continue
         if envelope.topic == PART_TOPIC:
             return envelope.payload
-        if envelope.publisher_id == wanted.publisher_id:
+        if envelope.publisher_id == request.publisher_id:
             raise BusError("the answer was dropped before all of it was fetched; ask again")
         await asyncio.sleep(ELSEWHERE_SECONDS)
 
@@ -228,8 +228,8 @@ def _read(raw: bytes) -> Envelope:
         raise BusError(f"a part of an answer cannot be read: {refusal}") from refusal
 
 
-def wanted_part(envelope: Envelope) -> PartRequest:
-    """Decode the request in an envelope of PART_WANTED_TOPIC. Undeliverable if it is malformed."""
+def read_part_request(envelope: Envelope) -> PartRequest:
+    """Decode the request in an envelope of PART_REQUEST_TOPIC. Undeliverable if it is malformed."""
     try:
         return msgspec.msgpack.decode(envelope.payload, type=PartRequest)
     except (ValueError, RecursionError) as error:

@@ -9,41 +9,23 @@ from datetime import UTC, datetime, timedelta
 from nats import errors
 from nats.aio.msg import Msg
 
-from bus import BlobLost, BusError, BusTimeout, Claim, Message, NobodyThere, Received, StoreUse
+from bus import BlobLost, BusError, BusTimeout, Claim, NobodyThere, Received, StoreUse
+from bus.client import BusClient
 from bus.config import BusConfig
-from bus.mailbox import (
-    Answer,
-    BoundedSubscription,
-    Encoder,
-    RequestServer,
-    SequencedPublisher,
-    asked,
-    audible,
-    check_stored,
-    opened,
-    sendable,
-)
-from bus.nats.link import Link, because, whole
+from bus.mailbox import BoundedSubscription, RequestServer, listenable, opened
+from bus.nats.link import Link, await_cancellably, because
 from bus.nats.storage import Storage
-from bus.parts import PartedAnswers
-from bus.protocol.codec import Rejections, Undeliverable
+from bus.protocol.codec import Undeliverable
 from bus.protocol.subjects import Subjects
-from bus.stores import FullStores
 
 
-class NatsBus:
+class NatsBus(BusClient):
     """Client of a NATS server: created by `connect`, ended by `close`. `bus.Bus` documents the methods."""
 
     def __init__(self, link: Link, subjects: Subjects) -> None:
-        self._link = link
-        self._config = link.config
-        self._stored_subjects = subjects.stored
+        self.link = link
         self._storage = Storage(link, subjects)
-        self._rejected = Rejections()
-        self._inboxes: set[BoundedSubscription] = set()
-        self._publisher = SequencedPublisher(self._keep_parcel)
-        self._recorder = SequencedPublisher(self.put_blob)
-        self._answers = PartedAnswers(link.config.answers_bytes, link.config.answers_seconds)
+        super().__init__(link.config, subjects.stored, self._storage.full)
 
     @classmethod
     async def connect(
@@ -69,7 +51,9 @@ class NatsBus:
         bus = cls(link, subjects)
         try:
             await link.until_done(
-                "preparing the stream and the buckets", link.config.connect_seconds, bus._storage.furnish
+                "preparing the stream and the buckets",
+                link.config.connect_seconds,
+                bus._storage.create_stores,
             )
         except BaseException:
             await bus.close()
@@ -78,64 +62,37 @@ class NatsBus:
 
     @property
     def connected(self) -> bool:
-        return self._link.connected
-
-    @property
-    def rejected(self) -> Rejections:
-        return self._rejected
-
-    @property
-    def full(self) -> FullStores:
-        return self._storage.full
+        return self.link.connected
 
     async def stores(self) -> tuple[StoreUse, ...]:
         return await self._storage.uses()
 
-    def publisher(self, subject: str) -> Encoder:
-        return Encoder(subject, self._link.send, self._keep_parcel, lambda: self.connected)
+    async def _send(self, subject: str, raw: bytes) -> None:
+        await self.link.send(subject, raw)
 
     @asynccontextmanager
-    async def subscribe(self, *subjects: str, limit: int = 65536) -> AsyncIterator[BoundedSubscription]:
-        patterns = [audible(subject) for subject in subjects]
-        inbox = BoundedSubscription(limit, self._config.queue_bytes, self._content, self._rejected)
-
+    async def _listening(self, inbox: BoundedSubscription, patterns: tuple[str, ...]) -> AsyncIterator[None]:
         async def receive(message: Msg) -> None:
             inbox.put(message.subject, message.data)
 
-        self._inboxes.add(inbox)
-        try:
-            async with AsyncExitStack() as stack:
-                for pattern in patterns:
-                    await self._link.listen(stack, pattern, receive)
-                await self._link.settled()
-                yield inbox
-        finally:
-            self._inboxes.discard(inbox)
-            inbox.close()
-
-    async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
-        raw = await self._publisher.sealed(sendable(subject), message)
-        return await asked(
-            subject,
-            raw,
-            lambda sent, wait: self._exchange(subject, sent, wait),
-            self._publisher,
-            self._content,
-            seconds,
-        )
+        async with AsyncExitStack() as stack:
+            for pattern in patterns:
+                await self.link.listen(stack, pattern, receive)
+            await self.link.flush()
+            yield
 
     async def _exchange(self, subject: str, raw: bytes, seconds: float) -> bytes:
         """Return the first answer to a request."""
-        denied = self._link.denied
+        denied = self.link.denied
         try:
             async with asyncio.timeout(seconds):
-                await self._link.standing()
-                answer = await whole(self._link.client.request(subject, raw, timeout=seconds))
+                await self.link.wait_connected()
+                answer = await await_cancellably(self.link.client.request(subject, raw, timeout=seconds))
         except errors.NoRespondersError as error:
             raise NobodyThere(f"no server for requests on {subject!r}") from error
         except TimeoutError as error:
-            if self._link.denied > denied:
-                raise BusError(f"asking on {subject!r}: {self._link.denial()}") from error
+            if self.link.denied > denied:
+                raise BusError(f"asking on {subject!r}: {self.link.denial()}") from error
             raise BusTimeout(
                 f"no answer on {subject!r} within {seconds} s"
                 + ("" if self.connected else "; not connected to NATS")
@@ -145,34 +102,26 @@ class NatsBus:
         return answer.data
 
     @asynccontextmanager
-    async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
-        server = RequestServer(
-            subject, answer, self._publisher, self._answers, self._content, self._rejected, self._storage.full
-        )
-
+    async def _serving(self, server: RequestServer) -> AsyncIterator[None]:
         async def receive(message: Msg) -> None:
             async def reply(raw: bytes) -> None:
                 if message.reply:
-                    await self._link.answer(message.reply, raw)
+                    await self.link.answer(message.reply, raw)
 
             server.submit(message.data, reply)
 
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(server.open())
-            await self._link.listen(stack, subject, receive, queue="answering")
-            await self._link.settled()
+            await self.link.listen(stack, server.subject, receive, queue="answering")
+            await self.link.flush()
             yield
 
-    async def record(self, subject: str, message: Message) -> None:
-        check_stored(sendable(subject), message, self._stored_subjects)
-        number = self._recorder.sequence
-        raw = await self._recorder.sealed(subject, message)
-        await self._storage.append(subject, raw, f"{self._recorder.publisher_id:x}-{number}")
+    async def _append(self, subject: str, raw: bytes, identity: str) -> None:
+        await self._storage.append(subject, raw, identity)
 
     async def replay(
         self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True
     ) -> AsyncIterator[Received]:
-        audible(subject)
+        listenable(subject)
         start = None if since is None else datetime.now(UTC) - timedelta(seconds=since)
         storage, horizon = self._storage, await self._horizon(subject, patient=follow)
         sections = []
@@ -202,7 +151,7 @@ class NatsBus:
             try:
                 return await self._storage.last()
             except BusError as error:
-                self._storage.bear(error, subject, patient=patient and not self._link.closing)
+                self._storage.tolerate(error, subject, patient=patient and not self.link.closing)
 
     async def _opened(self, message: Msg, *, patient: bool) -> Received | None:
         """Decode a stored message; None if it is rejected.
@@ -213,10 +162,10 @@ class NatsBus:
             try:
                 return await opened(message.subject, message.data, self._content)
             except Undeliverable as refusal:
-                self._rejected.count(refusal.reason)
+                self.rejected.count(refusal.reason)
                 return None
             except BusError as error:
-                self._storage.bear(error, message.subject, patient=patient and not self._link.closing)
+                self._storage.tolerate(error, message.subject, patient=patient and not self.link.closing)
 
     async def read_claim(self, key: str) -> Claim | None:
         return await self._storage.read_claim(key)
@@ -228,10 +177,10 @@ class NatsBus:
         await self._storage.release(key, revision)
 
     async def put_blob(self, content: bytes) -> str:
-        return await self._storage.keep(self._storage.blobs, content)
+        return await self._storage.put(self._storage.blobs, content)
 
     async def get_blob(self, digest: str) -> bytes:
-        content = await self._storage.held(self._storage.blobs, digest)
+        content = await self._storage.read(self._storage.blobs, digest)
         if content is None:
             raise BlobLost(f"the blob store has no {digest!r}")
         return content
@@ -239,16 +188,13 @@ class NatsBus:
     async def drop_blob(self, digest: str) -> None:
         await self._storage.drop(self._storage.blobs, digest)
 
-    async def _keep_parcel(self, content: bytes) -> str:
-        return await self._storage.keep(self._storage.parcels, content)
+    async def _put_parcel(self, content: bytes) -> str:
+        return await self._storage.put(self._storage.parcels, content)
 
     async def _content(self, digest: str) -> bytes:
-        """Return the content of a reference: a parcel of a passing message, or the blob of a stored one."""
-        parcel = await self._storage.held(self._storage.parcels, digest)
+        parcel = await self._storage.read(self._storage.parcels, digest)
         return await self.get_blob(digest) if parcel is None else parcel
 
     async def close(self) -> None:
-        for inbox in self._inboxes:
-            inbox.close()
-        self._answers.clear()
-        await self._link.close()
+        await super().close()
+        await self.link.close()

@@ -104,7 +104,7 @@ class _Client(Client):
         return bytes(super()._connect_command())
 
 
-async def whole(exchange: Awaitable[T]) -> T:
+async def await_cancellably(exchange: Awaitable[T]) -> T:
     """Await an exchange of nats-py, and raise CancelledError if this task was cancelled meanwhile.
 
     nats-py waits with `asyncio.wait_for`. Before Python 3.12 that loses a cancellation which arrives together
@@ -121,16 +121,16 @@ async def whole(exchange: Awaitable[T]) -> T:
 
 
 @dataclass(eq=False)
-class _Feed:
+class _Renewed:
     """One subscription, in a form that can be renewed on a new connection."""
 
     subject: str
-    hear: Callable[[Msg], Awaitable[None]]
+    receive: Callable[[Msg], Awaitable[None]]
     queue: str = ""
     subscription: NatsSubscription | None = None
 
     async def attach(self, client: Client) -> None:
-        self.subscription = await client.subscribe(self.subject, queue=self.queue, cb=self.hear)
+        self.subscription = await client.subscribe(self.subject, queue=self.queue, cb=self.receive)
 
 
 class Link:
@@ -146,7 +146,8 @@ class Link:
         self.runs: set[asyncio.Queue[Msg | None]] = set()
         """queues of running replays; None in a queue signals a reconnect"""
         self._name = name
-        self._feeds: set[_Feed] = set()
+        self.subscriptions: set[_Renewed] = set()
+        """renewed on every new connection"""
         self._up = asyncio.Event()
         self._trouble: Exception | None = None
         self._reopener: asyncio.Task[None] | None = None
@@ -248,9 +249,9 @@ class Link:
 
     async def _on_reconnect(self) -> None:
         logger.info("connected to NATS at %s again", self.where)
-        self._stands()
+        self._announce_connected()
 
-    def _stands(self) -> None:
+    def _announce_connected(self) -> None:
         self._up.set()
         for queue in self.runs:
             queue.put_nowait(None)
@@ -289,8 +290,8 @@ class Link:
     async def _connected_in_time(self) -> None:
         """Connect within the configured time, or raise TimeoutError.
 
-        nats-py retries without limit and may lose a cancellation (see `whole`), so the cancellation is
-        repeated.
+        nats-py retries without limit and may lose a cancellation (see `await_cancellably`), so the
+        cancellation is repeated.
         """
         connecting = asyncio.create_task(
             self.client.connect(list(self.config.servers), **self._options(self.client)),
@@ -317,22 +318,22 @@ class Link:
                 **self._options(client) | {"reconnect_time_wait": self.config.reconnect_most_seconds},
             )
             with suppress(errors.Error):  # broken again before everything was in place: start over
-                for feed in list(self._feeds):
-                    await feed.attach(client)
+                for subscribed in list(self.subscriptions):
+                    await subscribed.attach(client)
                 await self._round_trips()
                 break
             await client.close()
             await asyncio.sleep(self.config.reconnect_most_seconds)
         self._reopener = None
         logger.info("a new connection to NATS at %s stands", self.where)
-        self._stands()
+        self._announce_connected()
 
     @property
     def connected(self) -> bool:
         """True if the connection is up with all its subscriptions."""
         return self._up.is_set() and bool(self.client.is_connected)
 
-    async def standing(self) -> None:
+    async def wait_connected(self) -> None:
         """Wait for the connection. BusError if it was closed on purpose."""
         while not self.connected:
             if self.closing:
@@ -350,9 +351,9 @@ class Link:
         try:
             async with asyncio.timeout(seconds):
                 while True:
-                    await self.standing()
+                    await self.wait_connected()
                     try:
-                        return await whole(attempt())
+                        return await await_cancellably(attempt())
                     except TRANSIENT as error:
                         if is_full(error):
                             raise StoreFull(f"{what}: {because(error)}") from error
@@ -389,41 +390,41 @@ class Link:
         await self.send(subject, raw)
 
     @asynccontextmanager
-    async def feed(
-        self, subject: str, hear: Callable[[Msg], Awaitable[None]], queue: str = ""
+    async def subscription(
+        self, subject: str, receive: Callable[[Msg], Awaitable[None]], queue: str = ""
     ) -> AsyncIterator[None]:
         """Subscribe across reconnects."""
-        feed = _Feed(subject, hear, queue)
-        await self.standing()
+        subscribed = _Renewed(subject, receive, queue)
+        await self.wait_connected()
         with suppress(ValueError):  # permission may have been granted since the last denial
             self._denials.remove(("subscription", subject.lower()))
-        await feed.attach(self.client)
-        self._feeds.add(feed)
+        await subscribed.attach(self.client)
+        self.subscriptions.add(subscribed)
         try:
             yield
         finally:
-            self._feeds.discard(feed)
-            if feed.subscription is not None:
+            self.subscriptions.discard(subscribed)
+            if subscribed.subscription is not None:
                 with suppress(errors.Error):  # a closed connection has already ended it
-                    await feed.subscription.unsubscribe()
+                    await subscribed.subscription.unsubscribe()
 
     async def listen(
-        self, stack: AsyncExitStack, subject: str, hear: Callable[[Msg], Awaitable[None]], queue: str = ""
+        self, stack: AsyncExitStack, subject: str, receive: Callable[[Msg], Awaitable[None]], queue: str = ""
     ) -> None:
-        """Enter a feed, with a bounded wait for the connection."""
+        """Enter a subscribed, with a bounded wait for the connection."""
 
         async def enter() -> None:
-            await stack.enter_async_context(self.feed(subject, hear, queue))
+            await stack.enter_async_context(self.subscription(subject, receive, queue))
 
         await self.until_done(f"listening on {subject}", self.config.request_seconds, enter)
 
-    async def settled(self) -> None:
+    async def flush(self) -> None:
         """Wait until the server has processed everything sent so far, including subscriptions. BusError if it
         denied one.
         """
         await self.until_done("subscribing", self.config.record_seconds, self._round_trips)
-        for feed in self._feeds:
-            refused = ("subscription", feed.subject.lower())
+        for subscribed in self.subscriptions:
+            refused = ("subscription", subscribed.subject.lower())
             if refused in self._denials:
                 raise BusError(self.denial(refused))
 
@@ -436,7 +437,7 @@ class Link:
 
     async def close(self) -> None:
         self.closing = True
-        self._stands()
+        self._announce_connected()
         if self._reopener is not None:
             self._reopener.cancel()
             await asyncio.wait([self._reopener])

@@ -15,6 +15,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from nats import errors
@@ -25,7 +26,7 @@ from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 
 from bus import BlobLost, BusError, Claim, ClaimLost, StoreFull, StoreUse
-from bus.nats.link import GONE, Link, because, is_full, whole
+from bus.nats.link import GONE, Link, await_cancellably, because, is_full
 from bus.protocol.names import StoreNames
 from bus.protocol.subjects import Subjects, check_key
 from bus.stores import FullStores
@@ -107,7 +108,7 @@ class Storage:
     def _js(self) -> JetStreamContext:
         return self._link.client.jetstream(timeout=self._config.request_seconds)
 
-    async def furnish(self) -> None:
+    async def create_stores(self) -> None:
         """Create missing stores. Existing ones keep their limits, which belong to the operator.
 
         The stream gets the subjects that it lacks, so that older and newer versions can run side by side.
@@ -128,7 +129,7 @@ class Storage:
         if (present := await self._present(self.stream)) is not None:
             await self._extend(js, present)
         else:
-            await self._made(self.stream, lambda: js.add_stream(stored))
+            await self._create(self.stream, lambda: js.add_stream(stored))
         if await self._present(f"KV_{self.claims}") is None:
             claims = api.KeyValueConfig(
                 bucket=self.claims,
@@ -137,7 +138,7 @@ class Storage:
                 direct=False,
                 replicas=config.replicas,
             )
-            await self._made(self.claims, lambda: js.create_key_value(claims))
+            await self._create(self.claims, lambda: js.create_key_value(claims))
         for name, size, seconds in (
             (self.blobs, config.blobs_bytes, None),
             (self.parcels, config.parcels_bytes, config.parcels_seconds),
@@ -146,7 +147,7 @@ class Storage:
                 bucket = api.ObjectStoreConfig(
                     max_bytes=size, ttl=seconds, storage=api.StorageType.FILE, replicas=config.replicas
                 )
-                await self._made(name, lambda name=name, bucket=bucket: js.create_object_store(name, bucket))  # type: ignore[misc]
+                await self._create(name, partial(js.create_object_store, name, bucket))
 
     async def _present(self, stream: str) -> api.StreamConfig | None:
         """Return the configuration of a stream; None if it does not exist.
@@ -166,7 +167,7 @@ class Storage:
             )
         return present
 
-    async def _made(self, name: str, making: Callable[[], Awaitable[object]]) -> None:
+    async def _create(self, name: str, making: Callable[[], Awaitable[object]]) -> None:
         """Create a store. BusError if the cluster is too small for the replicas.
 
         A store that another process created meanwhile, even with other settings, is used unchanged.
@@ -194,15 +195,15 @@ class Storage:
         lost them.
         """
 
-        async def furnished() -> T:
+        async def with_stores() -> T:
             try:
                 return await attempt()
             except GONE as error:
                 if not is_full(error):
-                    await self.furnish()
+                    await self.create_stores()
                 raise
 
-        return await self._link.until_done(what, self._config.record_seconds, furnished)
+        return await self._link.until_done(what, self._config.record_seconds, with_stores)
 
     async def uses(self) -> tuple[StoreUse, ...]:
         """Return the fill level of each store. Missing stores are left out."""
@@ -252,7 +253,7 @@ class Storage:
 
         return await self.done("reading what is stored", ask)
 
-    async def _born(self, stream: str) -> datetime | None:
+    async def _created_at(self, stream: str) -> datetime | None:
         """Return the creation time of a stream; a different time means a different stream of the same
         name."""
 
@@ -280,12 +281,12 @@ class Storage:
         it resumes behind the last message.
         """
         cursor = after
-        born: datetime | None = None
+        created_at: datetime | None = None
         while not self._link.closing:
             try:
                 if until is None:
-                    born, before = await self._born(stream), born
-                    if before not in (None, born):
+                    created_at, before = await self._created_at(stream), created_at
+                    if before not in (None, created_at):
                         logger.error(
                             "the NATS server lost what was stored in %s; following it from its new beginning",
                             stream,
@@ -305,9 +306,9 @@ class Storage:
                         if until is not None and place.num_pending == 0:
                             return
             except BusError as error:
-                self.bear(error, subject, patient=patient)
+                self.tolerate(error, subject, patient=patient)
 
-    def bear(self, error: BusError, subject: str, *, patient: bool) -> None:
+    def tolerate(self, error: BusError, subject: str, *, patient: bool) -> None:
         """Log an error for a patient reader, raise it for others."""
         if not patient:
             raise error
@@ -326,7 +327,7 @@ class Storage:
                 queue.put_nowait(message)
 
         if patient:
-            await self._link.standing()
+            await self._link.wait_connected()
         inbox = self._link.client.new_inbox()
         config = api.ConsumerConfig(
             deliver_subject=inbox,
@@ -383,7 +384,7 @@ class Storage:
         attempt.
         """
         try:
-            return await whole(change)
+            return await await_cancellably(change)
         except js_errors.APIError as error:
             if isinstance(error, js_errors.KeyWrongLastSequenceError) or error.err_code in WRONG_REVISION:
                 raise _lost(key, revision) from error
@@ -398,11 +399,11 @@ class Storage:
 
     # Blobs and parcels
 
-    async def keep(self, bucket: str, content: bytes) -> str:
+    async def put(self, bucket: str, content: bytes) -> str:
         """Store content under its sha256 (hex), unless it exists."""
         digest = hashlib.sha256(content).hexdigest()
 
-        async def keep() -> None:
+        async def put() -> None:
             store = await self._js.object_store(bucket)
             try:
                 await store.get_info(digest)
@@ -410,7 +411,7 @@ class Storage:
                 await store.put(digest, content)
 
         try:
-            await self.done(f"storing {len(content)} bytes in {bucket}", keep)
+            await self.done(f"storing {len(content)} bytes in {bucket}", put)
         except StoreFull as error:
             self.full.note("blobs" if bucket == self.blobs else "parcels", error)
             raise
@@ -434,7 +435,7 @@ class Storage:
 
         await self.done(f"dropping {digest} from {bucket}", drop)
 
-    async def held(self, bucket: str, digest: str) -> bytes | None:
+    async def read(self, bucket: str, digest: str) -> bytes | None:
         """Return content, verified; None if the bucket does not have it. BlobLost if it is damaged."""
         return await self.done(f"fetching {digest} from {bucket}", lambda: self._read(bucket, digest))
 

@@ -27,7 +27,7 @@ LARGE = 512_000
 """Bytes. A larger payload is sent through the blob store, or, in an answer, in parts."""
 PARTS_TOPIC = "roost-parts"
 """Reserved topic: the payload is a PartsOffer."""
-PART_WANTED_TOPIC = "roost-part-wanted"
+PART_REQUEST_TOPIC = "roost-part-wanted"
 """Reserved topic: the payload is a PartRequest."""
 PART_TOPIC = "roost-part"
 """Reserved topic: the payload is the raw content of a part."""

@@ -79,7 +79,7 @@ def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
 def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     """Subscribes to engines, tracker, planner and the other routers; publishes its bookings and
     predictions."""
-    says = (
+    publishes = (
         subjects.reservations,
         subjects.requests_finished,
         subjects.requests_read,
@@ -106,7 +106,7 @@ def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     )
     answers = (subjects.describe_reservations(), subjects.decision("*"), subjects.route, subjects.release)
     return Rights(
-        (*says, *asks, *names.contents(names.parcels), *_stores(names), *_mends(names)),
+        (*publishes, *asks, *names.contents(names.parcels), *_stores(names), *_mends(names)),
         (*hears, *answers),
         answers=True,
     )
@@ -114,7 +114,7 @@ def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
 
 def _tracker(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     """Subscribes to reports of ranks and routers; publishes what it learns from them."""
-    says = (subjects.profiles, subjects.demand, subjects.clusters, subjects.tables, subjects.shifts)
+    publishes = (subjects.profiles, subjects.demand, subjects.clusters, subjects.tables, subjects.shifts)
     hears = (
         subjects.experts(),
         subjects.heartbeats(),
@@ -125,13 +125,13 @@ def _tracker(subjects: Subjects, names: StoreNames, _: str) -> Rights:
         subjects.describe_profile,
     )
     return Rights(
-        (*says, *names.contents(names.parcels), *_stores(names), *_mends(names)), hears, answers=True
+        (*publishes, *names.contents(names.parcels), *_stores(names), *_mends(names)), hears, answers=True
     )
 
 
 def _planner(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     """Commands ranks; keeps its leadership, its handovers and its persistent state under its own keys."""
-    says = (subjects.homes, subjects.placements(), subjects.migrations(), subjects.config("planner"))
+    publishes = (subjects.homes, subjects.placements(), subjects.migrations(), subjects.config("planner"))
     asks = (subjects.describe_engine("*", "*"), subjects.describe_profile, subjects.handover("*", "*", "*"))
     keys = (subjects.coordinator, subjects.loop_key, subjects.handover_key("*"))
     hears = (
@@ -147,7 +147,7 @@ def _planner(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     answers = (subjects.describe_plan, subjects.migrate, subjects.loop)
     keeps = (*map(names.claim, keys), *names.contents(names.blobs), *names.contents(names.parcels))
     return Rights(
-        (*says, *asks, *keeps, *_stores(names), *_extends(names), *_mends(names)),
+        (*publishes, *asks, *keeps, *_stores(names), *_extends(names), *_mends(names)),
         (*hears, *answers),
         answers=True,
     )
@@ -157,7 +157,7 @@ def _operator(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     """Users of `roost` commands, and the server's own tools: may subscribe to everything, send every request
     and command, and administer streams.
     """
-    says = (subjects.drains(), subjects.config(), subjects.imports)
+    publishes = (subjects.drains(), subjects.config(), subjects.imports)
     asks = (
         subjects.describe_engine("*", "*"),
         subjects.kv_snapshot("*", "*", "*"),
@@ -173,7 +173,9 @@ def _operator(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     )
     keeps = (names.claim(">"), *names.contents(names.blobs), *names.contents(names.parcels))
     return Rights(
-        (*says, *asks, *keeps, "$JS.API.>", "$JS.FC.>", "$JS.ACK.>"), (subjects.everything,), answers=False
+        (*publishes, *asks, *keeps, "$JS.API.>", "$JS.FC.>", "$JS.ACK.>"),
+        (subjects.everything,),
+        answers=False,
     )
 
 

@@ -48,14 +48,14 @@ def check_key(key: str) -> str:
 
 def matches(pattern: str, subject: str) -> bool:
     """Return True if a pattern matches a subject: `*` matches one token, a last `>` one or more."""
-    wanted, tokens = pattern.split("."), subject.split(".")
-    if wanted[-1] == ">":
-        wanted = wanted[:-1]
-        if len(tokens) <= len(wanted):
+    expected, tokens = pattern.split("."), subject.split(".")
+    if expected[-1] == ">":
+        expected = expected[:-1]
+        if len(tokens) <= len(expected):
             return False
-        tokens = tokens[: len(wanted)]
-    return len(wanted) == len(tokens) and all(
-        want in ("*", token) for want, token in zip(wanted, tokens, strict=True)
+        tokens = tokens[: len(expected)]
+    return len(expected) == len(tokens) and all(
+        one in ("*", token) for one, token in zip(expected, tokens, strict=True)
     )
 
 

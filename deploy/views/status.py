@@ -120,7 +120,7 @@ def alarms(stores: Iterable[StoreUse]) -> list[Text]:
     """Return one line per store of the bus that is (nearly) full and rejects new data."""
     return [
         Text(
-            f"ALARM: the store for {one.store} is full: {one.used / MIB:.1f} of {one.most / MIB:.1f} MiB;"
+            f"ALARM: the store for {one.store} is full: {one.used / MIB:.1f} of {one.capacity / MIB:.1f} MiB;"
             f" {REMEDIES[one.store]}",
             "bold red",
         )

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from bus import Claim
-from bus.claims import ClaimStep, Holder, NameClaim, NameTaken, holder_of, judge
+from bus.claims import ClaimStep, Holder, NameClaim, NameTaken, holder_of, next_step
 from bus.memory import MemoryBroker, MemoryBus
 
 KEY = "engine.a"
@@ -32,7 +32,7 @@ def claim_of(worker_id: int, revision: int) -> Claim:
 def test_the_verdict_on_a_claim(
     seen: Claim | None, now: Claim | None, watched: float, replaces: int | None, verdict: ClaimStep
 ) -> None:
-    assert judge(seen, now, watched, replaces=replaces) is verdict
+    assert next_step(seen, now, watched, replaces=replaces) is verdict
 
 
 def test_an_unreadable_claim_has_a_holder_that_can_only_go_stale() -> None:

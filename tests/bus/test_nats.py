@@ -199,8 +199,8 @@ async def test_a_slow_reader_of_a_long_log_gets_all_of_it(nats_url: str) -> None
                 if len(found) % 100 == 0:
                     await asyncio.sleep(0.01)
         assert found == set(range(1500))
-        assert not bus._link.runs
-        assert not bus._link._feeds
+        assert not bus.link.runs
+        assert not bus.link.subscriptions
 
 
 class Proxy:
@@ -263,9 +263,9 @@ async def test_a_connection_that_the_server_ends_for_good_is_replaced_with_all_i
         ):
             following = asyncio.create_task(numbers(bus.replay(subjects.membership()), 2))
             await bus.record(subjects.membership("e"), left(1))
-            before = bus._link.client
+            before = bus.link.client
             proxy.say(b"-ERR 'User Authentication Revoked'\r\n")
-            await until(lambda: bus._link.client is not before and bus.connected)
+            await until(lambda: bus.link.client is not before and bus.connected)
             await other.publisher(subjects.heartbeats("e")).publish(
                 EngineHeartbeat(engine="e", worker_id=1, epoch=3)
             )
@@ -321,7 +321,7 @@ async def test_a_cancellation_that_arrives_together_with_an_answer_still_ends_th
     async with connected(nats_url, Subjects("cancelled")) as bus:
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         asking = asyncio.create_task(
-            bus._link.until_done("asking", 5.0, lambda: asyncio.wait_for(answer, 4.0))
+            bus.link.until_done("asking", 5.0, lambda: asyncio.wait_for(answer, 4.0))
         )
         await asyncio.sleep(0.05)
         answer.set_result(1)
@@ -331,9 +331,10 @@ async def test_a_cancellation_that_arrives_together_with_an_answer_still_ends_th
 
 
 async def test_followers_end_at_once_whenever_they_are_cancelled(nats_url: str) -> None:
-    async with connected(nats_url, Subjects("ended")) as bus:
+    subjects = Subjects("ended")
+    async with connected(nats_url, subjects) as bus:
         for attempt in range(60):
-            following = asyncio.create_task(numbers(bus.replay(bus._storage._subjects[0], latest=True)))
+            following = asyncio.create_task(numbers(bus.replay(subjects.membership(), latest=True)))
             await asyncio.sleep(attempt * 0.0002)
             following.cancel()
             await asyncio.wait([following], timeout=5)
@@ -362,5 +363,5 @@ async def test_a_full_bucket_for_passing_messages_is_an_alarm_and_large_answers_
         )
         parcels = next(use for use in await asker.stores() if use.store == "parcels")
         assert parcels.refuses
-        assert parcels.used > 0.7 * parcels.most
+        assert parcels.used > 0.7 * parcels.capacity
         assert await asker.request(subjects.loop, left(0), 10.0) == left(1, "x" * 3_000_000)

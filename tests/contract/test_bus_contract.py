@@ -25,8 +25,8 @@ from bus import (
 from bus.protocol.codec import (
     BLOB_TOPIC,
     LARGE,
+    PART_REQUEST_TOPIC,
     PART_TOPIC,
-    PART_WANTED_TOPIC,
     PARTS_TOPIC,
     BlobReference,
     PartRequest,
@@ -70,13 +70,13 @@ GARBAGE = (
     seal(1, 6, 0.0, "heartbeat", b"\x91" * 100_000),
 )
 PART_GARBAGE = (
-    seal(1, 7, 0.0, PART_WANTED_TOPIC, b"\xc1"),
-    seal(1, 8, 0.0, PART_WANTED_TOPIC, msgspec.msgpack.encode({"publisher_id": 1, "answer": -1, "part": 0})),
+    seal(1, 7, 0.0, PART_REQUEST_TOPIC, b"\xc1"),
+    seal(1, 8, 0.0, PART_REQUEST_TOPIC, msgspec.msgpack.encode({"publisher_id": 1, "answer": -1, "part": 0})),
     seal(
         1,
         9,
         0.0,
-        PART_WANTED_TOPIC,
+        PART_REQUEST_TOPIC,
         msgspec.msgpack.encode(PartRequest(publisher_id=1, answer=1 << 63, part=1 << 63)),
     ),
 )
@@ -793,7 +793,7 @@ async def test_how_full_a_store_is_can_be_seen_and_a_nearly_full_one_is_alarming
     await bus.put_blob(b"x" * 950_000)
     blobs = {use.store: use for use in await bus.stores()}["blobs"]
     assert blobs.alarming
-    assert blobs.most == 1_000_000
+    assert blobs.capacity == 1_000_000
     assert 950_000 <= blobs.used <= 1_000_000
 
 
