@@ -42,6 +42,11 @@ PAYLOAD_BYTES = 64 * 1024 * 1024
 
 RENAMED_KINDS = {"PlanJudged": "PlanEvaluated", "SteerLoop": "SetLoopState"}
 """Kinds of older versions, and their present names. Stored logs hold them, and older clients send them."""
+RENAMED_FIELDS = {
+    "PlanEvaluated": {"trust": "plan_discount"},
+    "LoopDescribed": {"trust": "plan_discount"},
+}
+"""By present kind: required fields of older versions, at any depth, and their present names."""
 
 T = TypeVar("T")
 Unsigned = Annotated[int, msgspec.Meta(ge=0)]
@@ -278,15 +283,24 @@ def decode(topic: str, payload: bytes) -> Message:
 
 
 def _renamed(payload: bytes) -> bytes | None:
-    """Return a message of an older version under its present kind; None if its kind was not renamed."""
+    """Return a message of an older version under its present names; None if it has no old names."""
     try:
         kind = _TAG.decode(payload).kind
-        if kind not in RENAMED_KINDS:
+        present = RENAMED_KINDS.get(kind, kind)
+        if present == kind and present not in RENAMED_FIELDS:
             return None
         old = msgspec.msgpack.decode(payload, type=dict[str, Any])
-        return msgspec.msgpack.encode(old | {"kind": RENAMED_KINDS[kind]})
+        new = _with_fields(old, RENAMED_FIELDS.get(present, {})) | {"kind": present}
+        return None if new == old else msgspec.msgpack.encode(new)
     except _UNDECODABLE:
         return None
+
+
+def _with_fields(value: Any, renamed: Mapping[str, str]) -> Any:
+    """Return a decoded value with these fields renamed at any depth."""
+    if isinstance(value, dict):
+        return {renamed.get(name, name): _with_fields(one, renamed) for name, one in value.items()}
+    return [_with_fields(one, renamed) for one in value] if isinstance(value, list) else value
 
 
 def _fault(payload: bytes, error: BaseException) -> tuple[RejectionReason, str]:

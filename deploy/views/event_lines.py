@@ -62,8 +62,8 @@ def _thought(message: Message, homes: Mapping[int, int]) -> str | None:
     match message:
         case PlanEvaluated():
             return (
-                f"{message.engine}: plan {message.plan} is judged {message.verdict}, trust"
-                f" {message.trust:.2f}: {message.reason}"
+                f"{message.engine}: plan {message.plan} is evaluated: {message.verdict}, plan discount"
+                f" {message.plan_discount:.2f}: {message.reason}"
             )
         case PopularityShifted():
             moved = (

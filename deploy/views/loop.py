@@ -211,7 +211,7 @@ def sparkline(values: Sequence[float], worst: Callable[[Sequence[float]], float]
 def _budget(loop: LoopDescribed, one: EngineLoop) -> str:
     left = max(loop.budget_bytes - one.spent_bytes, 0)
     said = [
-        f"trust {one.trust:.2f}",
+        f"discount {one.plan_discount:.2f}",
         f"{in_units(one.spent_bytes)} of the budget spent, {in_units(left)} left",
         f"{in_units(one.moved_bytes)} moved in all",
     ]
@@ -276,8 +276,8 @@ def in_rows(loop: LoopDescribed, now: float) -> list[Text]:
     """Return one line per engine, if there are too many for a screen."""
     lines = [
         Text(
-            f"{'engine':12} {'epoch':>5} {'remote ranks':>14} {'served locally':>15} {'balance':>13}"
-            f" {'trust':>5}  decided",
+            f"{'engine':12} {'epoch':>5} {'remote ranks':>13} {'served locally':>14} {'balance':>12}"
+            f" {'discount':>8}  decided",
             "bold",
         )
     ]
@@ -286,8 +286,8 @@ def in_rows(loop: LoopDescribed, now: float) -> list[Text]:
         when = "-" if one.decided_at is None else f"{span(now - one.decided_at)} ago"
         lines.append(
             Text(
-                f"{printable(one.engine):12} {one.epoch:5} {cells[0]:>14} {cells[1]:>15} {cells[2]:>13}"
-                f" {one.trust:5.2f}  {when}"
+                f"{printable(one.engine):12} {one.epoch:5} {cells[0]:>13} {cells[1]:>14} {cells[2]:>12}"
+                f" {one.plan_discount:8.2f}  {when}"
             )
         )
     return [*lines, Text("start>now; all of one engine: roost status ENGINE", "dim")]

@@ -109,15 +109,16 @@ def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True
     """Print the plan for people. dry: a dry run."""
     out = console()
     judged = "the next window" if record.next_window else "the same window"
-    trust = (
-        f"\npredicted gains are multiplied by {record.trust:.0%}, from the measured gains of earlier plans"
-        if record.trust < 1
+    discount = (
+        f"\npredicted gains are multiplied by {record.plan_discount:.0%}, from the measured gains of"
+        " earlier plans"
+        if record.plan_discount < 1
         else ""
     )
     out.print(
         f"[bold]{record.engine}[/bold] ({record.model}), epoch {record.epoch}, policy {record.policy}:"
         f" {record.tokens_per_second:,.1f} tokens/s\nmade from {record.pairs:,.0f} (token, expert) pairs per"
-        f" layer, judged on {judged} of {record.judged_pairs:,.0f}{trust}"
+        f" layer, judged on {judged} of {record.judged_pairs:,.0f}{discount}"
     )
     if record.refused is not None:
         out.print(f"[bold]nothing to do[/bold]: {record.refused}")

@@ -173,7 +173,7 @@ class PlanEvaluated(Event, frozen=True, kw_only=True):
     """measured gain in step seconds, as a share of the predicted gain; below 0: slower than before. None: not
     measured
     """
-    trust: float
-    """discount on predicted gains from now on, in (0, 1]"""
+    plan_discount: float
+    """factor on predicted gains from now on, in (0, 1]"""
     reason: str
     """explanation in one sentence"""

@@ -65,8 +65,8 @@ class EngineLoop(msgspec.Struct, frozen=True, kw_only=True):
     """last decision, in one sentence: a plan, or why there is none"""
     next_seconds: float | None = None
     """time until the next planning cycle; None: only on request"""
-    trust: float = 1.0
-    """discount on predicted gains, in (0, 1]"""
+    plan_discount: float
+    """factor on predicted gains, in (0, 1]"""
     spent_bytes: int = 0
     """bytes copied by the planner's own plans in the present budget interval"""
     moved_bytes: int = 0

@@ -244,9 +244,8 @@ class EngineController:
         if self._context.under_way(self.engine):
             await self._homes.again(state)
             return
-        question = PlanningQuestion(
-            config.policy, state.left_bytes(now, config), trust=self._evaluator.plan_discount(self.engine)
-        )
+        discount = self._evaluator.plan_discount(self.engine)
+        question = PlanningQuestion(config.policy, state.left_bytes(now, config), plan_discount=discount)
         try:
             decided = await self._context.plan_queries.decide(entry, question)
         except InvalidPlacementEvent as refusal:

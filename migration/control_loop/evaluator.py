@@ -166,7 +166,7 @@ class PlanEvaluator:
             measured_before=None if case.before is None else case.before.figures,
             measured_after=None if case.after is None or case.disturbed else case.after.figures,
             realised=found.realised,
-            trust=found.plan_discount,
+            plan_discount=found.plan_discount,
             reason=found.reason,
         )
         await self._context.executor.log.write(message)
@@ -176,7 +176,7 @@ class PlanEvaluator:
             message.engine,
             message.verdict,
             message.reason,
-            message.trust,
+            message.plan_discount,
         )
         self._context.metrics.evaluated(message)
         if self._context.tracing is not None:
@@ -189,13 +189,13 @@ class PlanEvaluator:
         It is in the log, so `StateStore.keep` may store it later.
         """
         known = self.memory(message.engine)
-        if at > known.plan_discount_at and 0 < message.trust <= 1:
+        if at > known.plan_discount_at and 0 < message.plan_discount <= 1:
             evaluated_now = known.pending is not None and known.pending.plan == message.plan
             self._state_store.change(
                 message.engine,
                 msgspec.structs.replace(
                     known,
-                    plan_discount=message.trust,
+                    plan_discount=message.plan_discount,
                     plan_discount_at=at,
                     pending=None if evaluated_now else known.pending,
                 ),

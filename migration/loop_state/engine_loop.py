@@ -190,7 +190,7 @@ def described(
         decided_at=loop.decided_at,
         decided=loop.sentence,
         next_seconds=max(loop.due(config) - now, 0.0),
-        trust=standing.plan_discount,
+        plan_discount=standing.plan_discount,
         spent_bytes=loop.plans.spending.within(now, config.budget_seconds),
         moved_bytes=loop.plans.moved_bytes,
         homes=0 if homes is None or homes.share is None else int(homes.share.any(axis=1).sum()),

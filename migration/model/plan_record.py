@@ -70,7 +70,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     """placement epoch that the plan changes"""
     policy: str
-    trust: float = 1.0
+    plan_discount: float = 1.0
     """discount factor applied to predicted gains, in (0, 1], from the results of earlier plans.
     `gain_seconds` does not include it; figures derived from `gain_seconds` do"""
     id: str = ""

@@ -28,7 +28,7 @@ class EvaluatedPlan:
     """Of the whole model's layers."""
     payback: Payback
     gain_seconds: float
-    """Predicted reduction of the step time. `payback` counts it after the discount `trust`."""
+    """Predicted reduction of the step time. `payback` counts it after the discount `plan_discount`."""
 
     @property
     def net_seconds(self) -> float:
@@ -59,7 +59,7 @@ def appraised(
         return appraised(found, _beginning(found, candidate, by_layer, len(handovers)))
     gain = float(by_layer.sum())
     paid = payback(
-        gain * found.question.trust,
+        gain * found.question.plan_discount,
         found.steps_per_second,
         found.config.lifetime_seconds,
         transfers(handovers, placement.slots_per_rank),

@@ -355,10 +355,10 @@ class _PlanningRun:
 
     def _worth(self, gain_seconds: float) -> float:
         """Seconds saved over the lifetime of the demand by a predicted gain per step, discounted by
-        `trust`."""
+        `plan_discount`."""
         return (
             gain_seconds
-            * self._found.question.trust
+            * self._found.question.plan_discount
             * self._found.steps_per_second
             * self._found.config.lifetime_seconds
         )
@@ -554,7 +554,7 @@ def _record(view: EngineView, question: PlanningQuestion) -> PlanRecord:
         model=view.model,
         epoch=view.placement.epoch,
         policy=question.policy,
-        trust=question.trust,
+        plan_discount=question.plan_discount,
         tokens_per_second=view.judged.tokens_per_second(view.shape.top_k),
         pairs=float(view.demand.pairs.sum()),
         judged_pairs=float(view.judged.pairs.sum()),

@@ -41,7 +41,7 @@ class PlanningQuestion(NamedTuple):
     """Only these layers may change; empty: all."""
     bounds: bool = False
     """Also report how near locality comes to its bound, which takes a linear programme."""
-    trust: float = 1.0
+    plan_discount: float = 1.0
     """Discount from 0 on: recently measured gains as a part of the gains predicted. Predicted gains are
     multiplied by this."""
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class PlanQueries:
     """Created and used on one event loop. A separate thread runs the planner on immutable values.
 
-    clock: monotonic seconds. trust: discount factor applied to the predicted gains of an engine, by its name.
+    clock: monotonic seconds. plan_discount: factor applied to the predicted gains of an engine, by its name.
     thinking: executor that runs one function at a time; None: an own thread, ended by `close`.
     """
 
@@ -36,7 +36,7 @@ class PlanQueries:
         config: MigrationConfig,
         metrics: MigrationMetrics,
         clock: Callable[[], float],
-        trust: Callable[[str], float],
+        plan_discount: Callable[[str], float],
         thinking: Executor | None = None,
     ) -> None:
         self._ledger = ledger
@@ -44,7 +44,7 @@ class PlanQueries:
         self._config = config
         self._metrics = metrics
         self._clock = clock
-        self._trust = trust
+        self._plan_discount = plan_discount
         self._own = thinking is None
         self._thinking = thinking or ThreadPoolExecutor(1, "plans")
         self._waiting = 0
@@ -124,11 +124,11 @@ class PlanQueries:
                 f"{self._waiting} plan requests are waiting already; try again later, or raise"
                 " planner.most_questions"
             )
-        return entry, _question(request, entry, self._config, self._trust(request.engine))
+        return entry, _question(request, entry, self._config, self._plan_discount(request.engine))
 
 
 def _question(
-    request: DescribePlan, entry: EngineEntry, config: MigrationConfig, trust: float
+    request: DescribePlan, entry: EngineEntry, config: MigrationConfig, plan_discount: float
 ) -> PlanningQuestion:
     """Check the parameters of a request. Raises ValueError naming what is invalid."""
     policy = next((policy for policy in POLICIES if policy == (request.policy or config.policy)), None)
@@ -155,5 +155,5 @@ def _question(
         tuple(sorted(set(request.dead))),
         tuple(sorted(set(request.layers))),
         bounds=True,
-        trust=trust,
+        plan_discount=plan_discount,
     )

@@ -156,7 +156,7 @@ class MigrationMetrics:
                         " ranks, in the last window"
                     ),
                 ),
-                ("trust", "Discount factor (0-1) applied to predicted plan gains"),
+                ("plan_discount", "Discount factor (0-1) applied to predicted plan gains"),
                 ("spent_bytes", "Bytes of weights copied by automatic plans within planner.budget_seconds"),
                 ("left_bytes", "Bytes of weights that automatic plans may still copy"),
             )
@@ -316,9 +316,9 @@ class MigrationMetrics:
             for layer, value in enumerate(values):
                 self._layers[name].labels(engine, str(layer)).set(value)
 
-    def loop(self, engine: str, trust: float, spent: int, left: int) -> None:
+    def loop(self, engine: str, plan_discount: float, spent: int, left: int) -> None:
         """Publish the control loop's state for an engine."""
-        for name, value in (("trust", trust), ("spent_bytes", spent), ("left_bytes", left)):
+        for name, value in (("plan_discount", plan_discount), ("spent_bytes", spent), ("left_bytes", left)):
             self._set(self._loop[name], engine, value)
 
     def evaluated(self, message: PlanEvaluated) -> None:

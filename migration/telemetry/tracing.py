@@ -95,12 +95,12 @@ class MigrationTracing:
             "roost.epoch": verdict.epoch,
             "roost.verdict": verdict.verdict,
         }
-        about |= {"roost.trust": verdict.trust, "roost.reason": verdict.reason}
+        about |= {"roost.plan_discount": verdict.plan_discount, "roost.reason": verdict.reason}
         if verdict.realised is not None:
             about["roost.realised"] = verdict.realised
         for when in ("predicted_before", "predicted_after", "measured_before", "measured_after"):
             about |= _figures(when.replace("_", "."), getattr(verdict, when))
-        self.span("roost.plan.judged", about, self._context(parent), self._links(parent)).end()
+        self.span("roost.plan.evaluated", about, self._context(parent), self._links(parent)).end()
 
     def span(
         self, name: str, about: Mapping[str, str | int | float], below: Context, links: Sequence[Link] = ()

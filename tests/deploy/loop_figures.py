@@ -54,7 +54,7 @@ ENGINE = EngineLoop(
         " shorter"
     ),
     next_seconds=18.0,
-    trust=0.85,
+    plan_discount=0.85,
     spent_bytes=12_300_000,
     moved_bytes=40_000_000,
     homes=9,

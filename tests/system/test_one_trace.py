@@ -110,7 +110,7 @@ async def test_from_the_shift_to_the_verdict_everything_is_one_trace(spans: InMe
     (shift,), (plan,), (verdict,) = (
         named["roost.popularity.shift"],
         named["roost.plan"],
-        named["roost.plan.judged"],
+        named["roost.plan.evaluated"],
     )
     handovers = named["roost.handover"]
     assert {context_of(span).trace_id for these in named.values() for span in these} == {

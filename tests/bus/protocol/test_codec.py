@@ -16,6 +16,7 @@ from bus.protocol.codec import (
     BLOB_TOPIC,
     LARGE,
     PAYLOAD_BYTES,
+    RENAMED_FIELDS,
     RENAMED_KINDS,
     WIRE_BYTES,
     BlobReference,
@@ -50,6 +51,7 @@ from fleet.layout import EP
 from fleet.messages import AnyEvent
 from fleet.placement import Placement, linear
 from fleet.popularity import ExpertCounts, ExpertTable
+from fleet.requests.control_loop import LoopDescribed
 from fleet.requests.engines import KvSnapshot
 from fleet.requests.plans import DescribePlan, PlanDescribed
 
@@ -302,9 +304,34 @@ OLD_MESSAGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("old", "kind"), RENAMED_KINDS.items())
 def test_a_message_under_its_old_kind_is_read_as_the_present_one(old: str, kind: str) -> None:
-    present = decode("migrations", msgspec.msgpack.encode(OLD_MESSAGES[old] | {"kind": kind}))
+    renamed = {RENAMED_FIELDS.get(kind, {}).get(name, name): it for name, it in OLD_MESSAGES[old].items()}
+    present = decode("migrations", msgspec.msgpack.encode(renamed | {"kind": kind}))
     assert type(present).__name__ == kind
     assert decode("migrations", msgspec.msgpack.encode(OLD_MESSAGES[old] | {"kind": old})) == present
+    assert decode("migrations", msgspec.msgpack.encode(OLD_MESSAGES[old] | {"kind": kind})) == present
+
+
+def test_an_answer_with_old_names_of_nested_fields_is_read() -> None:
+    loop = {
+        "kind": "LoopDescribed",
+        "policy": "roost",
+        "automatic": True,
+        "paused": False,
+        "budget_bytes": 1,
+        "budget_seconds": 1.0,
+        "cycle_seconds": 1.0,
+        "engines": [{"engine": "e", "worker_id": 7, "epoch": 3, "trust": 0.5}],
+    }
+    found = decode("event", msgspec.msgpack.encode(loop))
+    assert isinstance(found, LoopDescribed)
+    assert found.engines[0].plan_discount == 0.5
+    nested: Any = 0.5
+    for _ in range(700):
+        nested = [nested]
+    for broken in ({"trust": "high"}, {"other": 1}, {"trust": nested}):
+        one = loop | {"engines": [{"engine": "e", "worker_id": 7, "epoch": 3} | broken]}
+        with pytest.raises(Undeliverable, match="LoopDescribed"):
+            decode("event", msgspec.msgpack.encode(one))
 
 
 @pytest.mark.parametrize(

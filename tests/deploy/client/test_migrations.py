@@ -560,7 +560,7 @@ async def test_status_tells_which_plan_is_under_way(bus: MemoryBus) -> None:
         "plan": "before",
         "predicted_before": START,
         "predicted_after": FORETOLD,
-        "trust": 1.0,
+        "plan_discount": 1.0,
     }
     judged = PlanEvaluated(**earlier, epoch=0, verdict="kept", reason="it stays")
     for said in (

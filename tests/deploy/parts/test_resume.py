@@ -108,7 +108,7 @@ def opened(state: CoordinatorState, handover: int) -> bytes:
 
 
 def judged(engine: str = "e") -> PlanEvaluated:
-    figures = {"predicted_before": START, "predicted_after": FORETOLD, "trust": 1.0}
+    figures = {"predicted_before": START, "predicted_after": FORETOLD, "plan_discount": 1.0}
     return PlanEvaluated(
         engine=engine, worker_id=1, plan="o", epoch=2, verdict="kept", reason="it stays", **figures
     )

@@ -86,7 +86,7 @@ JUDGED = PlanEvaluated(
     verdict="harmful",
     predicted_before=START,
     predicted_after=FORETOLD,
-    trust=0.5,
+    plan_discount=0.5,
     reason="longer steps",
 )
 DESCRIBED = PopularityDescribed(

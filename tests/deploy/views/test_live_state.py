@@ -274,10 +274,10 @@ def test_no_more_events_are_kept_than_can_be_looked_at() -> None:
                 verdict="harmful",
                 predicted_before=START,
                 predicted_after=FORETOLD,
-                trust=0.5,
+                plan_discount=0.5,
                 reason="steps got longer",
             ),
-            "engine-0: plan cafe is judged harmful, trust 0.50: steps got longer",
+            "engine-0: plan cafe is evaluated: harmful, plan discount 0.50: steps got longer",
         ),
         (
             PopularityShifted(

@@ -103,7 +103,7 @@ def test_what_is_measured_stands_beside_the_start_and_what_was_foretold() -> Non
         "9.1 ms",
         "balance by layer",
         "0.850 to 0.964",
-        "trust 0.85; 12.3 MB of the budget spent, 32 GB left; 40 MB moved in all; 3",
+        "discount 0.85; 12.3 MB of the budget spent, 32 GB left; 40 MB moved in all; 3",
         "decided 12 s ago (planned again in 18 s): no plan: nothing is to be gained",
         "9 clusters have one",
         "aborted: rank 1 has no free cell",

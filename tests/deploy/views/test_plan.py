@@ -126,7 +126,7 @@ def test_how_far_predictions_are_trusted_is_shown_where_that_is_not_all_the_way(
 ) -> None:
     print_plan(PLAN)
     assert "counts for" not in capsys.readouterr().out
-    print_plan(msgspec.structs.replace(PLAN, trust=0.35))
+    print_plan(msgspec.structs.replace(PLAN, plan_discount=0.35))
     assert (
         "predicted gains are multiplied by 35%, from the measured gains of earlier plans"
         in capsys.readouterr().out

@@ -92,7 +92,7 @@ async def test_the_page_shows_engines_the_loop_and_what_happens(bus: MemoryBus) 
             "tokens/s",
             "engine-0: m, epoch 4",
             "last 10 s",
-            "trust 0.85",
+            "discount 0.85",
             "plan cafe of the planner begins",
             "plan cafe is done",
         ):
@@ -136,7 +136,7 @@ async def test_pages_of_text_and_json_tell_an_event_once(
         programs.show(watch)
         programs.show(watch)
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first["loop"]["engines"][0]["trust"] == 0.85
+    assert first["loop"]["engines"][0]["plan_discount"] == 0.85
     assert first["engines"][0]["ranks"][1]["running"] == 3
     assert [one["kind"] for one in first["events"]] == ["EngineJoined", "MigrationPlanned"]
     assert second["events"] == []
@@ -227,7 +227,7 @@ def test_the_loop_is_watched_paused_and_resumed_from_the_command_line(
         assert found["loop"]["engines"][0]["engine"] == "engine-0"
         assert "loop: automatic" in roost("top", "--once", "--nats", nats_url).stdout
         told = roost("status", "engine-0", "--nats", nats_url)
-        assert "trust 0.85" in told.stdout
+        assert "discount 0.85" in told.stdout
         assert (
             "no engine 'engine-9'; there are: engine-0"
             in roost("status", "engine-9", "--nats", nats_url).stderr

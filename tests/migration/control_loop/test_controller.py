@@ -66,7 +66,7 @@ def serving(
     return leading(MemoryBus(broker), config)
 
 
-def by_another(planned: MigrationPlanned, trust: float) -> PlanEvaluated:
+def by_another(planned: MigrationPlanned, discount: float) -> PlanEvaluated:
     """Verdict recorded by a previous leader."""
     nothing = LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=0.0)
     about: dict[str, Any] = {
@@ -76,7 +76,12 @@ def by_another(planned: MigrationPlanned, trust: float) -> PlanEvaluated:
         "epoch": 1,
     }
     return PlanEvaluated(
-        verdict="kept", predicted_before=nothing, predicted_after=nothing, trust=trust, reason="so", **about
+        verdict="kept",
+        predicted_before=nothing,
+        predicted_after=nothing,
+        plan_discount=discount,
+        reason="so",
+        **about,
     )
 
 
@@ -350,20 +355,20 @@ async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_aft
             judged = await world.until(PlanEvaluated)
             assert judged.verdict == "harmful", judged
             assert judged.realised < 0
-            assert judged.trust < 1.0
+            assert judged.plan_discount < 1.0
             back = await world.until(MigrationPlanned, 20, after=1)
             assert (back.origin, back.policy, back.base_epoch) == ("rollback", "roost", judged.epoch)
             await world.last(5)
             assert (world.ranks.placement.replicas_on_rank == FIRST.replicas_on_rank).all()
             told = await engine_of(world.bus)
-            assert told.trust == pytest.approx(judged.trust, abs=0.01)
+            assert told.plan_discount == pytest.approx(judged.plan_discount, abs=0.01)
             assert told.resting > 0
             assert [plan.outcome for plan in told.plans] == ["committed", "harmful"]
             assert "was not rolled back" not in caplog.text, "once is enough"
             answer = await world.bus.request(SUBJECTS.describe_plan, DescribePlan(engine="a"), 20)
             assert isinstance(answer, PlanDescribed)
-            assert msgspec.json.decode(answer.record, type=PlanRecord).trust == pytest.approx(
-                judged.trust, abs=0.01
+            assert msgspec.json.decode(answer.record, type=PlanRecord).plan_discount == pytest.approx(
+                judged.plan_discount, abs=0.01
             )
             assert b'roost_loop_verdicts_total{verdict="harmful"} 1.0' in service.metrics.exposition()
             world.rates, world.balance, world.step_seconds = SKEWED, 0.5, 2e-3
@@ -372,7 +377,7 @@ async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_aft
         async with serving(broker, config):
             told = await engine_of(world.bus)
             assert told.resting > 0
-            assert told.trust == pytest.approx(judged.trust, abs=0.05)
+            assert told.plan_discount == pytest.approx(judged.plan_discount, abs=0.05)
 
 
 HARSH = replace(CONFIG, cooldown_seconds=3.0, judge_seconds=22.0)
@@ -594,7 +599,7 @@ async def test_one_plan_is_judged_before_the_next_is_made_and_by_nothing_where_o
         judged = await world.until(PlanEvaluated, 5)
         assert judged.verdict == "unknown"
         assert "others moved experts meanwhile" in judged.reason
-        assert judged.trust == 1.0
+        assert judged.plan_discount == 1.0
 
 
 @pytest.mark.looptime
@@ -646,7 +651,7 @@ async def test_a_shift_while_a_plan_is_being_judged_is_answered_and_that_plan_st
         await world.bus.publisher(SUBJECTS.shifts).publish(SHIFT)
         await world.until(MigrationPlanned, 60, after=1)
         (judged,) = await verdicts(world.bus)
-        assert (judged.verdict, judged.trust) == ("unknown", 1.0)
+        assert (judged.verdict, judged.plan_discount) == ("unknown", 1.0)
         assert "demand shifted" in judged.reason
 
 
@@ -895,12 +900,12 @@ async def test_a_verdict_stamped_by_a_clock_that_is_ahead_does_not_keep_us_from_
         verdict = by_another(planned, 0.5)
         broker.deliver(subject, codec.seal(1, 1, time.time() + 1e6, topic, codec.encode(topic, verdict)))
         await asyncio.sleep(1)
-        assert (await engine_of(world.bus)).trust == pytest.approx(0.5, abs=0.01)
+        assert (await engine_of(world.bus)).plan_discount == pytest.approx(0.5, abs=0.01)
         other = msgspec.structs.replace(planned, plan="another")
         await world.bus.record(subject, other)
         await world.bus.record(subject, by_another(other, 0.25))
         await asyncio.sleep(1)
-        assert (await engine_of(world.bus)).trust == pytest.approx(0.25, abs=0.01)
+        assert (await engine_of(world.bus)).plan_discount == pytest.approx(0.25, abs=0.01)
 
 
 @pytest.mark.looptime

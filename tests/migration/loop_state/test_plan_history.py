@@ -90,7 +90,7 @@ def evaluated(plan: str = "p", verdict: Verdict = "harmful") -> PlanEvaluated:
         predicted_before=FIGURES,
         predicted_after=FIGURES,
         measured_after=FIGURES,
-        trust=0.5,
+        plan_discount=0.5,
         reason="so",
     )
 

@@ -137,8 +137,8 @@ def test_a_gain_that_is_not_trusted_does_not_pay() -> None:
     loop.cycle()
     view = loop.view()
     sure, doubtful = (
-        decide(view, PlanningQuestion("roost", 1 << 40, trust=trust), MigrationConfig())
-        for trust in (1.0, 0.001)
+        decide(view, PlanningQuestion("roost", 1 << 40, plan_discount=discount), MigrationConfig())
+        for discount in (1.0, 0.001)
     )
     assert sure.plan is not None
     assert sure.homes_after is not None

@@ -142,7 +142,7 @@ def test_a_verdict_is_a_span_below_its_plan_that_says_what_was_foretold_and_meas
         "worker_id": 1,
         "plan": "p-1",
         "epoch": 3,
-        "trust": 0.8,
+        "plan_discount": 0.8,
         "reason": "it brought half of it",
     }
     tracing.evaluated(
@@ -157,12 +157,17 @@ def test_a_verdict_is_a_span_below_its_plan_that_says_what_was_foretold_and_meas
         plan.traceparent,
     )  # type: ignore[arg-type]
     first, judged = spans.get_finished_spans()
-    assert judged.name == "roost.plan.judged"
+    assert judged.name == "roost.plan.evaluated"
     assert judged.parent is not None
     assert first.context is not None
     assert (trace_id(judged), judged.parent.span_id) == (first.context.trace_id, first.context.span_id)
     told = dict(judged.attributes or {})
-    assert (told["roost.verdict"], told["roost.epoch"], told["roost.realised"], told["roost.trust"]) == (
+    assert (
+        told["roost.verdict"],
+        told["roost.epoch"],
+        told["roost.realised"],
+        told["roost.plan_discount"],
+    ) == (
         "kept",
         3,
         0.5,
