@@ -186,7 +186,7 @@ def _parse_line(number: int, line: str, classes: Sequence[str], default_class: s
     tenant, *rest = words
     if not is_tenant(tenant):
         raise ValueError(f"line {number}: a tenant's name is {TENANT_FORM}; not {tenant[:64]!r}")
-    chosen = rest.pop(0) if len(rest) == 2 or (rest and not _are_rights(rest[0])) else None
+    chosen = rest.pop(0) if len(rest) == 2 or (rest and not {*rest[0].split(",")} <= {*RIGHTS, ALL}) else None
     if chosen is not None and chosen not in classes:
         raise ValueError(
             f"line {number}: {chosen[:64]!r} is neither a class ({', '.join(classes)}) nor rights"
@@ -194,10 +194,6 @@ def _parse_line(number: int, line: str, classes: Sequence[str], default_class: s
         )
     rights = parse_rights(rest[0], f"line {number}: ") if rest else DEFAULT_RIGHTS
     return bytes.fromhex(match[1]), Caller(tenant, chosen or default_class, rights)
-
-
-def _are_rights(word: str) -> bool:
-    return {*word.split(",")} <= {*RIGHTS, ALL}
 
 
 def parse_rights(text: str, place: str = "") -> frozenset[str]:

@@ -214,7 +214,8 @@ class BodyWorkers:
             for turn in turns:
                 await turn.take(client)
                 taken.append(turn)
-            self._check()
+            if not self._open:
+                raise not_ready("the router is stopping")  # noqa: TRY301
         except BaseException:
             _give_back(taken)
             raise
@@ -229,10 +230,6 @@ class BodyWorkers:
         if isinstance(result[0], TaskRefused):
             raise ApiError(result[0].status, result[0].message, param=result[0].param, code=result[0].code)
         return result
-
-    def _check(self) -> None:
-        if not self._open:
-            raise not_ready("the router is stopping")
 
     def _ended(self, job: "asyncio.Task[tuple[Answer, bytes]]", taken: list[FairTurns]) -> None:
         self._jobs.discard(job)

@@ -11,29 +11,25 @@ from fleet.completions import UNREADABLE
 
 CONTINUED_FIELDS = frozenset(
     {
-        *(
-            "model",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "stop",
-            "stop_token_ids",
-            "ignore_eos",
-            "user",
-            "safety_identifier",
-        ),
-        *(
-            "prompt_cache_key",
-            "priority",
-            "cache_salt",
-            "logit_bias",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "stream",
-            "stream_options",
-        ),
+        "model",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "priority",
+        "cache_salt",
+        "logit_bias",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stream",
+        "stream_options",
     }
 )
 """Fields copied unchanged into the continuation request."""
@@ -124,14 +120,11 @@ def obstacle(fields: Mapping[str, Any], *, chat: bool) -> str | None:
         return "the random numbers of its seed would start over"
     if any(value for name, value in (fields.get("stream_options") or {}).items() if name != "include_usage"):
         return "stream_options has more than include_usage"
+    limits = fields.get("max_tokens"), fields.get("max_completion_tokens")
     if type(fields.get("return_token_ids", True)) is not bool or any(
-        _odd(fields, name) for name in ("max_tokens", "max_completion_tokens")
+        limit is not None and type(limit) is not int for limit in limits
     ):
         return "a field has an unusual type"
     if not fields.get("messages" if chat else "prompt"):
         return "its messages contain more than text" if chat else "it has several prompts"
     return None
-
-
-def _odd(fields: Mapping[str, Any], name: str) -> bool:
-    return fields.get(name) is not None and type(fields[name]) is not int

@@ -183,7 +183,7 @@ class Continuable:
             text
             and ids is not None
             and len(ids) == 1
-            and text == _own_text(choice)
+            and text == (choice.delta.get("content") or choice.text)
             and not self._stops
             and not text.endswith(_HALF)
         ):
@@ -204,6 +204,8 @@ class Continuable:
         return b"".join(map(self._continuing, chunk.choices))
 
     def _continuing(self, choice: _Choice) -> bytes:
+        # The server repeats what the client has. Text and ids are compared separately, because a server may
+        # hold back text whose ids it has sent.
         shared = min(len(choice.text), len(self._known_text))
         ids = choice.token_ids or []
         again = min(len(ids), len(self._known_ids))
@@ -347,10 +349,6 @@ class Continuable:
             if self._context >= UNKNOWN_CONTEXT or self.prompt is None
             else self._context - len(self.prompt)
         )
-
-
-def _own_text(choice: _Choice) -> str:
-    return choice.delta.get("content") or choice.text
 
 
 def _chunk(event: bytes) -> _Chunk | None:

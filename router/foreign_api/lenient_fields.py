@@ -136,7 +136,8 @@ def _leniently(body: bytes) -> LenientRequest:
         return _value(fields.get(name, _NOTHING))
 
     def first(*names: str) -> str | None:
-        return next((text for name in names if (text := _text(value(name)))), None)
+        texts = (value(name) for name in names)
+        return next((text for text in texts if isinstance(text, str) and text), None)
 
     limits = (_count(value(name)) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
     priority = value("priority")
@@ -161,10 +162,6 @@ def _value(raw: msgspec.Raw) -> Any:
         return msgspec.json.decode(raw) if len(bytes(raw)) else None
     except UNREADABLE:
         return None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
 
 
 def _number(value: Any) -> float | None:

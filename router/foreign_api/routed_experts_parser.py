@@ -202,6 +202,7 @@ def _split(chosen: NDArray[np.int32], shape: ModelShape, usage: TokenUsage) -> R
     """Split one array of prompt and completion. The last rows belong to the completion, whose last token has
     none.
     """
+    # Rows are missing at the beginning only: a server that reused cached tokens may leave theirs out.
     start = max(0, usage.prompt + usage.completion - 1 - len(chosen)) if usage.prompt else 0
     reused = min(max(0, usage.cached - start), len(chosen))
     border = max(reused, len(chosen) - max(0, usage.completion - 1))

@@ -327,6 +327,7 @@ class CircuitBreakers:
                 self._return(key, now)
         if not self._config.outlier_factor:
             return
+        # Open breakers count towards the share, so that both mechanisms together leave enough ranks.
         room = limit - sum(key in self._ejected or key in self._opened for key in ranks)
         present = {key: self._ranks[key] for key in ranks if key in self._ranks and key not in self._ejected}
         for rank in present.values():

@@ -124,17 +124,18 @@ TEXT = FieldGroup({"echo": (False,), "suffix": ("",), "prompt_embeds": _NONE, "a
 """Fields of completions, likewise."""
 RESERVED_TEMPLATE_NAMES = frozenset(
     {
-        *(
-            "bos_token",
-            "eos_token",
-            "unk_token",
-            "sep_token",
-            "pad_token",
-            "cls_token",
-            "mask_token",
-            "additional_special_tokens",
-        ),
-        *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "sep_token",
+        "pad_token",
+        "cls_token",
+        "mask_token",
+        "additional_special_tokens",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
     }
 )
 """Names that `chat_template_kwargs` may not set: the special tokens of a prompt belong to the model, and the

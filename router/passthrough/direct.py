@@ -1,7 +1,6 @@
 """Requests for one particular server, without a decision: objects by id, lists, administration."""
 
 import math
-from collections.abc import Iterable
 
 import msgspec
 
@@ -120,11 +119,11 @@ class DirectRequests:
         if not servers:
             raise ApiError(503, "no server that takes this is live", code="no_engine", retry_after=2.0)
         problem = f"there is no live server {name[:64]!r}" if name else "this goes to one server"
+        names = ", ".join(state.joined.engine for state in servers)
         sees = caller.rights & {METRICS, ADMIN}  # server names are often addresses
         raise ApiError(
             400,
-            f"{problem}: name it in the header {SERVER_HEADER}"
-            + (f"; there are {_listed(servers)}" if sees else ""),
+            f"{problem}: name it in the header {SERVER_HEADER}" + (f"; there are {names}" if sees else ""),
             param=SERVER_HEADER,
             code="server_needed",
         )
@@ -178,7 +177,3 @@ def _failed(server: EngineState, failed: UpstreamFailed) -> ApiError:
 
 def _no_object(object_id: str) -> ApiError:
     return ApiError(404, f"no server behind this router has {object_id!r}", code="not_found")
-
-
-def _listed(servers: Iterable[EngineState]) -> str:
-    return ", ".join(state.joined.engine for state in servers)

@@ -289,13 +289,6 @@ class Relay:
             self._request.headers, own, credentials=key is None and self._request.own_credentials
         )
 
-    def _own_key(self, decision: Decision) -> bool:
-        """True when the chosen server validates the client's own key."""
-        return (
-            self._request.own_credentials
-            and self._service.credentials.backend_key_of(decision.target.url) is None
-        )
-
     async def _check_status(self, decision: Decision, call: Call) -> None:
         """Classify an error status. UpstreamFailed when another server may succeed.
 
@@ -303,7 +296,9 @@ class Relay:
         forbids something to this router applies a policy, and does not fail.
         """
         busy, own_fault = call.status in _BUSY, call.status >= 500 or bool(self._reply.status)
-        if call.status == 401 and not self._own_key(decision):
+        key = self._service.credentials.backend_key_of(decision.target.url)
+        checks_client = self._request.own_credentials and key is None
+        if call.status == 401 and not checks_client:
             detail = (
                 f"{decision.target.url}: HTTP 401: the server refused the router's key; set backend_key_file"
             )
@@ -336,7 +331,8 @@ class Relay:
                 ready = self._ready(stream.feed(data), passed)
                 if ready:
                     if not passed.tail:
-                        self._first(booking)
+                        self._exchange.first_token(self._service.clock())
+                        self._service.first_token(booking)
                     if not self._reply.status:
                         self._locate(decision, ready)
                         await self._start(call.status, call.headers, [])
@@ -432,10 +428,6 @@ class Relay:
         made = object_id(answer) if self._request.creates else None
         if made is not None:
             self._located.note(made, ObjectLocation(decision.target.key, self._exchange.caller.tenant))
-
-    def _first(self, booking: Booking) -> None:
-        self._exchange.first_token(self._service.clock())
-        self._service.first_token(booking)
 
     async def _start(self, status: int, server: Headers, own: Headers) -> None:
         decision = self._exchange.decision

@@ -70,6 +70,7 @@ class RowTable(KeyedTable):
         """
         keys, rows = _last_of_each(keys, rows)
         self._pass_time()
+        # [n, WAYS]: the slots that may hold each key. A key is in at most one of them.
         ways = self._index.places(keys)
         hits = self._keys[ways] == keys[:, None]
         known = hits.any(axis=1)
@@ -82,6 +83,8 @@ class RowTable(KeyedTable):
 
     def _add(self, keys: KeyArray, rows: ByteArray, ways: NDArray[np.int64]) -> None:
         """Add new keys [n] with their possible ways [n, WAYS], one per set at a time."""
+        # Fancy assignment would let new keys of one set take the same way. So each round adds the first key
+        # of every set; rounds are few, since keys spread over the sets.
         while len(keys):
             _, first = np.unique(ways[:, 0], return_index=True)
             taken = ways[first]
@@ -95,6 +98,7 @@ class RowTable(KeyedTable):
 
     def _weakest(self, ways: NDArray[np.int64], held: KeyArray) -> NDArray[np.intp]:
         """Return the way of each set that a new row replaces, [n]."""
+        # One number orders the ways: age in the high bits, then fewer tokens of evidence as worth more.
         worth = self._written[ways].astype(np.int64) << 32
         worth += 0xFFFFFFFF - self._tokens[ways].astype(np.int64)
         worth[held == 0] = -1

@@ -101,6 +101,7 @@ class BlockHashChain(Sequence[int]):
         was none.
         """
         chained, raw = self._chained, self._raw
+        # The first run alone decides if the prompt begins like a known one; then more are read at once.
         ahead = AHEAD if start else 1
         for at in range(start, min(start + ahead * RUN, self._length - RUN + 1), RUN):
             self._looked_up, self._run = at, raw(at, at + RUN)

@@ -149,10 +149,12 @@ class BlockIndex:
         for block in blocks:
             mask = masks.get(block)
             if mask is None:
+                # Writing a block sweeps it: it moves to the new dictionary without its stale bits.
                 mask = old.pop(block, 0) & self._live if old else 0
             elif mask & bit:
                 continue
             added += not mask & bit
+            # Integers of many bits are large, and most blocks of a prompt have the same holders: share them.
             grown = mask | bit
             masks[block] = shared.setdefault(grown, grown)
         slot.entries += added
@@ -275,6 +277,8 @@ class BlockIndex:
             # A run that was never hashed before is unlikely to be cached.
             step = 1 if len(chained) > reached else min(2 * step, _WIDEST_STEP)
             while at < len(chained) and held:
+                # A sequence hash stands for the whole prefix, so the last block of a stretch speaks for the
+                # others: block by block is only looked up where some rank may have gaps or loses the prefix.
                 stop = min(len(chained), at + _WIDEST_STEP)
                 if stop == at + 1 or held & self._gappy or held & (look_up(chained[stop - 1]) or 0) != held:
                     held = _walk(map(look_up, chained[at:stop]), at, held, ends)
@@ -292,6 +296,7 @@ class BlockIndex:
             return None
         depths = np.zeros(self._numbers, np.int64)
         for depth, mask in ends:
+            # numpy's overhead pays from a few bits on; most prompts end at one or two ranks.
             if depth and mask.bit_count() > _FEW_BITS:
                 depths[self._bits(mask)] = depth
             elif depth:

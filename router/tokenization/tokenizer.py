@@ -118,7 +118,8 @@ class ModelTokenizer:
         self._special = {
             name: _token_text(settings.get(name)) for name in _SPECIAL if settings.get(name) is not None
         }
-        self._vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        """ids are below this number"""
         self._longest = longest_token(tokenizer)
         self._adds_special = settings.get("add_bos_token") is not False
         self._bos = (
@@ -315,11 +316,6 @@ class ModelTokenizer:
         bound.
         """
         return 0 if self._longest is None else -(-len(text.encode("utf-8", "surrogatepass")) // self._longest)
-
-    @property
-    def vocabulary(self) -> int:
-        """ids are below this number"""
-        return self._vocabulary
 
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))

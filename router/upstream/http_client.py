@@ -143,6 +143,7 @@ class Connection(asyncio.Protocol):
         """
         if self.lost is not None:
             raise ConnectionLost(self.lost)
+        # No timer per wait: the alarm of an earlier, shorter wait is left to fire and then finds nothing due.
         waiter = self._waiter = self._loop.create_future()
         self._silent_at = self._loop.time() + seconds
         if self._silent_at < self._alarm_at:
@@ -211,6 +212,7 @@ class Connection(asyncio.Protocol):
         if self._parser is None or self.complete:
             self.cut("the server sent data that was not requested")
             return
+        # Counted until the status is known, since a server could send a head without an end.
         self._head_bytes += 0 if self.status else len(data)
         try:
             self._parser.feed_data(data)
