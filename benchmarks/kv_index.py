@@ -71,8 +71,8 @@ def changed(rank: Rank, local: list[int], number: int, behind: int | None = None
 
 class Ours:
     def __init__(self, ranks: list[Rank]) -> None:
-        self.holders = BlockIndex()
-        self._index = KvEventIndex(self.holders)
+        self.block_index = BlockIndex()
+        self._index = KvEventIndex(self.block_index)
         targets = tuple(SimpleNamespace(key=rank) for rank in ranks)
         self._roster = cast(
             TargetTable, SimpleNamespace(model="m", targets=targets, block_sizes=(BLOCK_SIZE,))
@@ -83,11 +83,11 @@ class Ours:
         self._index.apply(changed(rank, local, 1) for rank in held.ranks)
 
     def forget_runs(self) -> None:
-        self.holders.runs = HashRuns()
+        self.block_index.runs = HashRuns()
 
     def find(self, ids: list[int]) -> tuple[NDArray[np.int64], int]:
         prompt = TokenPrompt(ids)
-        overlap = self.holders.overlap(self._roster, prompt)
+        overlap = self.block_index.overlap(self._roster, prompt)
         known = int(np.maximum.reduce(overlap))
         return overlap, prompt.chained(BLOCK_SIZE)[known - 1] if known else 0
 
@@ -212,9 +212,9 @@ async def ingested(events: int, blocks: int) -> float:
             )
         )
     taken = time.perf_counter() - began
-    if index.holders.entries != events * blocks:
+    if index.block_index.entries != events * blocks:
         raise RuntimeError(
-            f"{events} events of {blocks} blocks left {index.holders.entries} blocks in the index"
+            f"{events} events of {blocks} blocks left {index.block_index.entries} blocks in the index"
         )
     return events / taken
 

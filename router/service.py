@@ -104,12 +104,12 @@ class RouterService:
             settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds
         )
         self.view = FleetView(reservations)
-        holders = BlockIndex()
+        block_index = BlockIndex()
         self.picker = Scheduler(
             self.view,
             reservations,
-            KvEventIndex(holders),
-            ApproximateIndex(config.prefix_blocks_per_rank, holders),
+            KvEventIndex(block_index),
+            ApproximateIndex(config.prefix_blocks_per_rank, block_index),
             config,
         )
         self.retries = RetryBudget(config.retry_share, config.least_retries)
@@ -548,7 +548,7 @@ class RouterService:
                 self.forget_worker(worker_id)
             self._judge(now)
             self._expire(now)
-            self.picker.kv.holders.sweep(_SWEPT_BLOCKS)
+            self.picker.kv.block_index.sweep(_SWEPT_BLOCKS)
             self.upstream.prune()
             if self.lexicon.seen is not None:
                 self.metrics.characters(self.lexicon.seen.known_characters, self.lexicon.seen.new_characters)

@@ -200,11 +200,11 @@ class Roost:
 
     def forget_runs(self) -> None:
         """Drop the hash cache, as if no prompt had been hashed yet."""
-        self.router.picker.kv.holders.runs = HashRuns()
+        self.router.picker.kv.block_index.runs = HashRuns()
 
     def overlap(self, ids: list[int]) -> dict[Rank, int]:
         """Return the blocks of a prompt that each rank holds."""
-        return self.router.picker.kv.holders.overlaps(TokenPrompt(ids).chained(BLOCK_SIZE))
+        return self.router.picker.kv.block_index.overlaps(TokenPrompt(ids).chained(BLOCK_SIZE))
 
     def decide(self, ids: list[int]) -> None:
         """Run one decision: from token ids to a booking, and the release of an older one."""

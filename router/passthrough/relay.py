@@ -386,7 +386,9 @@ class Relay:
         """Forward an unstreamed answer. JSON is buffered up to a limit until it is complete, so that another
         server can replace one that dies; anything else is forwarded as it arrives.
         """
-        most = self._service.config.max_event_bytes if call.content_type.startswith("application/json") else 0
+        limit = (
+            self._service.config.max_event_bytes if call.content_type.startswith("application/json") else 0
+        )
         tap = self._service.tap(decision) if call.status < 400 else None
         body = b""
         while data := await call.read():
@@ -396,7 +398,7 @@ class Relay:
                 await self._reply.write(data)
                 continue
             body += data
-            if len(body) > most:
+            if len(body) > limit:
                 await self._start(call.status, call.headers, length_of(call.headers))
                 await self._reply.write(body)
         call.whole()

@@ -39,9 +39,10 @@ NO_KEYS = PredictionKeys()
 
 def keys_of(session: str | None, tenant: str | None, model: str, path: str) -> PredictionKeys:
     """Compute the keys; see the module docstring. Empty names count as none."""
-    who = tenant or ""
+    owner = tenant or ""
     return PredictionKeys(
-        _hash("session", who, session) if session else 0, _hash("tenant", who, "lora", model, "route", path)
+        _hash("session", owner, session) if session else 0,
+        _hash("tenant", owner, "lora", model, "route", path),
     )
 
 

@@ -16,13 +16,13 @@ share.
 
 class ApproximateIndex:
     """State: per rank the sequence hashes of blocks routed to it, least recently used first, at most
-    `capacity` each; `holders` has the same by block.
+    `capacity` each; `block_index` has the same by block.
     """
 
-    def __init__(self, capacity: int, holders: BlockIndex) -> None:
+    def __init__(self, capacity: int, block_index: BlockIndex) -> None:
         if capacity < 1:
             raise ValueError(f"prefix index: the capacity must be at least 1 block per rank, not {capacity}")
-        self.holders = holders
+        self.block_index = block_index
         self._capacity = capacity
         self._blocks: dict[RankKey, OrderedDict[int, None]] = {}
 
@@ -41,14 +41,16 @@ class ApproximateIndex:
             else:
                 blocks[block] = None
                 new.append(block)
-        self.holders.add(rank, new)
+        self.block_index.add(rank, new)
         if len(blocks) > limit:
-            self.holders.discard(rank, [blocks.popitem(last=False)[0] for _ in range(len(blocks) - limit)])
+            self.block_index.discard(
+                rank, [blocks.popitem(last=False)[0] for _ in range(len(blocks) - limit)]
+            )
 
     def forget_worker(self, worker_id: int) -> None:
         for rank in [rank for rank in self._blocks if rank[0] == worker_id]:
             del self._blocks[rank]
-            self.holders.clear(rank)
+            self.block_index.clear(rank)
 
     def __len__(self) -> int:
         return sum(len(blocks) for blocks in self._blocks.values())

@@ -28,10 +28,10 @@ class BadKvEvent(Exception):
 
 
 class KvEventIndex:
-    """All hashes and worker_ids are unsigned 64-bit. State: `holders`, and names of blocks by rank."""
+    """All hashes and worker_ids are unsigned 64-bit. State: `block_index`, and names of blocks by rank."""
 
-    def __init__(self, holders: BlockIndex) -> None:
-        self.holders = holders
+    def __init__(self, block_index: BlockIndex) -> None:
+        self.block_index = block_index
         self.missing_removals = 0
         """removals of blocks that the index did not have"""
         self._names: dict[RankKey, dict[int, int]] = {}
@@ -56,11 +56,11 @@ class KvEventIndex:
 
     def clear(self, rank: RankKey) -> None:
         """Remove all blocks of a rank."""
-        self.holders.clear(rank)
+        self.block_index.clear(rank)
         self._names.pop(rank, None)
 
     def remove_worker(self, worker_id: int) -> None:
-        for rank in {*self.holders.ranks(), *self._names}:
+        for rank in {*self.block_index.ranks(), *self._names}:
             if rank[0] == worker_id:
                 self.clear(rank)
 
@@ -87,18 +87,18 @@ class KvEventIndex:
                     f"worker {rank[0]} rank {rank[1]}: parent {parent}; it must be unsigned 64-bit"
                 )
             parent = names.get(parent, parent)
-            if not self.holders.holds(rank, parent):
+            if not self.block_index.holds(rank, parent):
                 raise OrphanBlock(
                     f"worker {rank[0]} rank {rank[1]}: block stored after {stored.parent_hash}, which it does"
                     " not hold"
                 )
         blocks, other = _read(rank, parent, stored.blocks)
-        if max(self.holders.held(rank), len(names)) + len(blocks) > MAX_BLOCKS:
+        if max(self.block_index.held(rank), len(names)) + len(blocks) > MAX_BLOCKS:
             raise BadKvEvent(
                 f"worker {rank[0]} rank {rank[1]}: more than {MAX_BLOCKS} blocks of one rank are not credible"
             )
         self._call(rank, names, blocks, other)
-        self.holders.store(rank, parent, blocks)
+        self.block_index.store(rank, parent, blocks)
 
     def _call(
         self, rank: RankKey, names: dict[int, int], blocks: Sequence[int], other: dict[int, int]
@@ -113,7 +113,7 @@ class KvEventIndex:
         """Remove blocks. Blocks that are already gone are no error and do not affect the others."""
         names = self._names.get(rank)
         blocks = [names.pop(name, name) for name in named] if names else named
-        self.missing_removals += self.holders.discard(rank, blocks)
+        self.missing_removals += self.block_index.discard(rank, blocks)
 
 
 def _read(rank: RankKey, parent: int | None, stored: Sequence[KvBlock]) -> tuple[list[int], dict[int, int]]:

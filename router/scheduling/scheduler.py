@@ -93,7 +93,7 @@ Lap = Callable[[str], None]
 
 class Scheduler:
     """`kv` indexes the blocks held by ranks with KV events; `prefixes` estimates them for the other ranks, in
-    the same `holders`. `foresight` predicts which experts a request activates.
+    the same `block_index`. `foresight` predicts which experts a request activates.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Scheduler:
             supposed=need.supposed,
             owner=need.owner,
         )
-        overlap = self.kv.holders.overlap(roster, need.prompt)
+        overlap = self.kv.block_index.overlap(roster, need.prompt)
         if lap is not None:
             lap("overlap")
         outlook = self._outlook(roster, need, overlap)
@@ -274,7 +274,7 @@ class Scheduler:
         if not target.engine.capabilities.kv_events:
             chain = prompt.chained(size)
             self.prefixes.routed(
-                target.key, chain.reach(len(chain), self.kv.holders.runs), target.engine.kv_blocks or None
+                target.key, chain.reach(len(chain), self.kv.block_index.runs), target.engine.kv_blocks or None
             )
         self._keep(decision)
         self._turns[ask.model] = self._turns.get(ask.model, 0) + 1

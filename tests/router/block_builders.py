@@ -17,9 +17,9 @@ class Made(list[int]):
         return self
 
 
-def overlap(holders: BlockIndex, chained: Sequence[int]) -> dict[RankKey, int]:
+def overlap(block_index: BlockIndex, chained: Sequence[int]) -> dict[RankKey, int]:
     """Leading blocks of a prompt, given by its sequence hashes, that each rank holds."""
-    return holders.overlaps(Made(chained))
+    return block_index.overlaps(Made(chained))
 
 
 def removed(local: Sequence[int], which: Sequence[int], worker: int = WORKER, rank: int = 0) -> RoutedKvEvent:

@@ -32,7 +32,7 @@ def indexed(*events: RoutedKvEvent) -> KvEventIndex:
 
 
 def found(index: KvEventIndex, local: Sequence[int]) -> dict[RankKey, int]:
-    return overlap(index.holders, sequence_hashes(local))
+    return overlap(index.block_index, sequence_hashes(local))
 
 
 def test_overlap_is_the_contiguous_prefix_per_rank() -> None:
@@ -59,12 +59,12 @@ def test_only_a_rank_that_lost_a_block_before_those_behind_it_may_have_gaps() ->
     index.apply(
         [removed(LOCAL, [3, 4, 5], rank=1), removed(other, [6, 5, 4, 3], rank=1), removed(LOCAL, [2], rank=1)]
     )
-    holders = index.holders
-    assert [rank for rank in range(3) if holders.may_have_gaps((WORKER, rank))] == [0]
+    block_index = index.block_index
+    assert [rank for rank in range(3) if block_index.may_have_gaps((WORKER, rank))] == [0]
     index.apply([removed(LOCAL, [4], rank=2)])
     assert found(index, LOCAL) == {(WORKER, 0): 2, (WORKER, 1): 2, (WORKER, 2): 4}
     index.apply([cleared(rank=0), cleared(rank=2)])
-    assert not any(holders.may_have_gaps((WORKER, rank)) for rank in range(3))
+    assert not any(block_index.may_have_gaps((WORKER, rank)) for rank in range(3))
 
 
 def test_blocks_behind_a_block_are_forgotten_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,13 +74,13 @@ def test_blocks_behind_a_block_are_forgotten_with_it(monkeypatch: pytest.MonkeyP
     for arm in arms[:36]:
         index.apply([removed(arm, [1])])
     index.apply([stored([2000 + arm], [LOCAL[0]]) for arm in range(60)])
-    assert 60 <= index.holders.links <= 100
+    assert 60 <= index.block_index.links <= 100
     index.apply([cleared()])
-    index.holders.add((1, 1), [5])
-    index.holders.clear((1, 1))
+    index.block_index.add((1, 1), [5])
+    index.block_index.clear((1, 1))
     monkeypatch.setattr(module, "_FEW_STALE", 1)
-    assert index.holders.sweep(1000)
-    assert (len(index.holders), index.holders.links) == (0, 0)
+    assert index.block_index.sweep(1000)
+    assert (len(index.block_index), index.block_index.links) == (0, 0)
 
 
 def test_removals_clearing_and_lost_workers_leave_the_others_alone() -> None:
@@ -91,7 +91,7 @@ def test_removals_clearing_and_lost_workers_leave_the_others_alone() -> None:
     assert found(index, LOCAL) == {(WORKER, 1): 6, (7, 0): 6}
     index.remove_worker(WORKER)
     assert found(index, LOCAL) == {(7, 0): 6}
-    assert index.holders.entries == 6
+    assert index.block_index.entries == 6
 
 
 def test_removing_what_is_gone_already_is_counted_and_removes_the_rest() -> None:
@@ -125,7 +125,7 @@ def test_a_rank_may_call_its_blocks_as_it_likes(monkeypatch: pytest.MonkeyPatch)
     say(KvChange(removed=KvRemoved(block_hashes=(105, 104, CHAINED[0] ^ 1))))
     assert (found(index, LOCAL), index.missing_removals) == ({(WORKER, 0): 4}, 1)
     say(KvChange(removed=KvRemoved(block_hashes=(100, 101, 102, 103))))
-    assert index.holders.entries == 0
+    assert index.block_index.entries == 0
     monkeypatch.setattr("router.prefix_index.kv_event_index.MAX_BLOCKS", 2)
     say(KvChange(stored=KvStored(blocks=tuple(named[:2]))))  # the names of removed blocks do not count
     assert found(index, LOCAL) == {(WORKER, 0): 2}
@@ -154,7 +154,7 @@ def test_nonsense_is_refused_whole(change: KvChange) -> None:
     index = KvEventIndex(BlockIndex())
     with pytest.raises(BadKvEvent):
         index.apply([RoutedKvEvent(worker_id=1, event=KvEvent(event_id=1, data=change))])
-    assert len(index.holders) == 0
+    assert len(index.block_index) == 0
 
 
 def test_a_rank_that_says_it_holds_more_than_any_can_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +177,12 @@ def test_the_index_finds_what_comparing_prompts_finds(held: list[int], looked_up
 
 def test_a_prompt_is_hashed_little_further_than_any_rank_holds_it() -> None:
     prompt = TokenPrompt(list(range(16_384)))
-    holders = BlockIndex()
-    holders.add((1, 0), [1, 2, 3])
-    assert holders.overlaps(prompt.chained(16)) == {}
+    block_index = BlockIndex()
+    block_index.add((1, 0), [1, 2, 3])
+    assert block_index.overlaps(prompt.chained(16)) == {}
     assert prompt.chained(16).computed == 1
-    holders.add((1, 0), TokenPrompt(list(range(8_000))).chained(16)[:])
-    assert holders.overlaps(prompt.chained(16)) == {(1, 0): 500}
+    block_index.add((1, 0), TokenPrompt(list(range(8_000))).chained(16)[:])
+    assert block_index.overlaps(prompt.chained(16)) == {(1, 0): 500}
     assert prompt.chained(16).computed <= 500 + 32
 
 
@@ -244,20 +244,20 @@ def test_what_cleared_ranks_leave_behind_is_swept_out_as_others_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_FEW_STALE", 4)
-    holders = BlockIndex()
+    block_index = BlockIndex()
     for rank in range(6):
-        holders.add((1, rank), CHAINED)
-    holders.add((1, 0), list(range(1, 301)))
+        block_index.add((1, rank), CHAINED)
+    block_index.add((1, 0), list(range(1, 301)))
     for rank in range(5):
-        holders.clear((1, rank))
-        assert overlap(holders, CHAINED) == {(1, other): 10 for other in range(rank + 1, 6)}
-    assert (len(holders), holders.entries) == (310, 10)
+        block_index.clear((1, rank))
+        assert overlap(block_index, CHAINED) == {(1, other): 10 for other in range(rank + 1, 6)}
+    assert (len(block_index), block_index.entries) == (310, 10)
     for _ in range(10):
-        holders.add((1, 5), CHAINED)
-    assert (len(holders), overlap(holders, CHAINED)) == (10, {(1, 5): 10})
-    holders.add((9, 9), CHAINED[:2])
-    assert overlap(holders, CHAINED) == {(1, 5): 10, (9, 9): 2}
-    leading = holders.leading(Made(CHAINED))
+        block_index.add((1, 5), CHAINED)
+    assert (len(block_index), overlap(block_index, CHAINED)) == (10, {(1, 5): 10})
+    block_index.add((9, 9), CHAINED[:2])
+    assert overlap(block_index, CHAINED) == {(1, 5): 10, (9, 9): 2}
+    leading = block_index.leading(Made(CHAINED))
     assert leading is not None
     assert len(leading) <= 8  # slots are reused
 
@@ -346,10 +346,10 @@ class Compared(RuleBasedStateMachine):
             return
         for prompt, local in zip(self.PROMPTS, self.LOCALS, strict=True):
             true = {key: _leading(held, prompt) for key, held in self.sets.items() if prompt[0] in held}
-            assert self.index.holders.overlaps(Made(prompt)) == true
+            assert self.index.block_index.overlaps(Made(prompt)) == true
             if not self.gaps:
                 assert self.tree.find_matches(local).scores == true
-        assert self.index.holders.entries == sum(len(held) for held in self.sets.values())
+        assert self.index.block_index.entries == sum(len(held) for held in self.sets.values())
 
     def _publish(self, event: RoutedKvEvent) -> None:
         if not self.gaps:

@@ -376,7 +376,7 @@ async def test_the_cached_prefix_of_a_rank_wins_the_decision(fleet: Fleet) -> No
     assert decision.record().candidates[0].overlap_blocks == 20
     assert decision.cached_tokens == 80
     fleet.service.forget_worker(joined.worker_id)
-    assert fleet.service.picker.kv.holders.overlaps(TokenPrompt(tokens).chained(4)) == {}
+    assert fleet.service.picker.kv.block_index.overlaps(TokenPrompt(tokens).chained(4)) == {}
 
 
 async def test_the_service_leaves_nothing_running(byte_archive: bytes) -> None:

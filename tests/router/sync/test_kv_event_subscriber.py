@@ -73,7 +73,7 @@ class World:
 
     @property
     def overlap(self) -> int:
-        return overlap(self.index.holders, CHAINED).get((WORKER, 0), 0)
+        return overlap(self.index.block_index, CHAINED).get((WORKER, 0), 0)
 
     @property
     def in_step(self) -> bool:
@@ -243,7 +243,7 @@ async def test_snapshots_larger_than_a_slice_are_applied_completely(world: World
     await world.rank.publisher.publish((stored(local_hashes([9, 9, 9, 9], 4)),))
     world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.in_step)
-    assert overlap(world.index.holders, chained)[WORKER, 0] == 1500
+    assert overlap(world.index.block_index, chained)[WORKER, 0] == 1500
 
 
 async def test_nonsense_from_ranks_is_counted_and_changes_nothing(world: World) -> None:
@@ -256,48 +256,48 @@ async def test_nonsense_from_ranks_is_counted_and_changes_nothing(world: World) 
     world.feeds.hear(Received(subject, 99, 5, 0.0, (stored(LOCAL, worker=4711),)))
     await until(lambda: world.overlap == 2)
     assert world.metrics.bus_refused._value.get() == 1
-    assert overlap(world.index.holders, CHAINED) == {(WORKER, 0): 2}
+    assert overlap(world.index.block_index, CHAINED) == {(WORKER, 0): 2}
 
 
 # Approximate index
 
 
 def guesses(capacity: int) -> tuple[ApproximateIndex, BlockIndex]:
-    holders = BlockIndex()
-    return ApproximateIndex(capacity, holders), holders
+    block_index = BlockIndex()
+    return ApproximateIndex(capacity, block_index), block_index
 
 
 def test_prefixes_remember_what_was_routed_where() -> None:
-    prefixes, holders = guesses(100)
+    prefixes, block_index = guesses(100)
     prefixes.routed((1, 0), CHAINED[:5])
     prefixes.routed((2, 0), CHAINED[:2])
-    assert overlap(holders, CHAINED) == {(1, 0): 5, (2, 0): 2}
-    assert overlap(holders, sequence_hashes(LOCAL[1:])) == {}
+    assert overlap(block_index, CHAINED) == {(1, 0): 5, (2, 0): 2}
+    assert overlap(block_index, sequence_hashes(LOCAL[1:])) == {}
     prefixes.forget_worker(1)
-    assert overlap(holders, CHAINED) == {(2, 0): 2}
+    assert overlap(block_index, CHAINED) == {(2, 0): 2}
 
 
 def test_a_full_prefix_memory_forgets_the_oldest_prompt_from_its_end() -> None:
-    prefixes, holders = guesses(6)
+    prefixes, block_index = guesses(6)
     other = sequence_hashes(local_hashes(list(range(16)), 4))
     prefixes.routed((1, 0), CHAINED[:4])
     prefixes.routed((1, 0), other)
-    assert len(prefixes) == holders.held((1, 0)) == 6
-    assert overlap(holders, other) == {(1, 0): 4}
-    assert overlap(holders, CHAINED) == {(1, 0): 2}
+    assert len(prefixes) == block_index.held((1, 0)) == 6
+    assert overlap(block_index, other) == {(1, 0): 4}
+    assert overlap(block_index, CHAINED) == {(1, 0): 2}
     prefixes.routed((1, 0), CHAINED, capacity=3)
     assert len(prefixes) == 3
-    assert overlap(holders, CHAINED) == {(1, 0): 3}
+    assert overlap(block_index, CHAINED) == {(1, 0): 3}
 
 
 def test_ranks_share_what_all_prefix_memories_together_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.prefix_index.approximate_index.MAX_BLOCKS", 12)
-    prefixes, holders = guesses(100)
+    prefixes, block_index = guesses(100)
     for rank in range(4):
         prefixes.routed((1, rank), CHAINED)
-    assert [holders.held((1, rank)) for rank in range(4)] == [10, 6, 4, 3]
+    assert [block_index.held((1, rank)) for rank in range(4)] == [10, 6, 4, 3]
     prefixes.routed((1, 0), CHAINED)
-    assert overlap(holders, CHAINED)[1, 0] == 3
+    assert overlap(block_index, CHAINED)[1, 0] == 3
 
 
 @settings(deadline=None)
@@ -305,13 +305,13 @@ def test_ranks_share_what_all_prefix_memories_together_may_hold(monkeypatch: pyt
 def test_a_prefix_memory_never_exceeds_its_capacity_and_keeps_the_newest_prompts_head(
     prompts: list[list[int]], capacity: int
 ) -> None:
-    prefixes, holders = guesses(capacity)
+    prefixes, block_index = guesses(capacity)
     for prompt in prompts:
         chained = sequence_hashes(prompt)
         prefixes.routed((1, 0), chained)
-        assert len(prefixes) == holders.held((1, 0)) <= capacity
+        assert len(prefixes) == block_index.held((1, 0)) <= capacity
         if prompt:
-            assert overlap(holders, chained)[1, 0] == min(len(prompt), capacity)
+            assert overlap(block_index, chained)[1, 0] == min(len(prompt), capacity)
 
 
 def test_text_blocks_stand_in_for_tokens() -> None:
