@@ -20,15 +20,15 @@ _NEEDED = {CHAT: ("model", "messages"), TEXT: ("model", "prompt")}
 
 def _bodies() -> Iterable[tuple[str, str, dict[str, Any]]]:
     """Name, path and fields of each request that a client can express."""
-    for asked in (*ACCEPTED, *REFUSED):
+    for sent in (*ACCEPTED, *REFUSED):
         try:
-            body = json.loads(asked.body)
+            body = json.loads(sent.body)
         except (ValueError, UnicodeDecodeError):
             continue
-        if not isinstance(body, dict) or asked.headers != {"content-type": "application/json"}:
+        if not isinstance(body, dict) or sent.headers != {"content-type": "application/json"}:
             continue
-        if all(body.get(name) is not None for name in _NEEDED[asked.path]):
-            yield asked.name, asked.path, body
+        if all(body.get(name) is not None for name in _NEEDED[sent.path]):
+            yield sent.name, sent.path, body
 
 
 def _openai(base: str) -> Callable[[str, dict[str, Any]], Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from tests.compat.requests import Asked
+from tests.compat.requests import ClientRequest
 
 _OWN_HEADERS = re.compile("date|server|content-length|transfer-encoding|connection|x-request-id|x-roost-.*")
 """Of a connection, of a moment, or added by Roost; everything else must be equal."""
@@ -50,10 +50,10 @@ def neutral(body: bytes) -> bytes:
     return body
 
 
-async def ask(client: httpx.AsyncClient, base: str, asked: Asked) -> Answer:
+async def ask(client: httpx.AsyncClient, base: str, sent: ClientRequest) -> Answer:
     """Send one request and read its answer as it comes. httpx.HTTPError when there is none."""
     async with client.stream(
-        asked.method, base + asked.path, content=asked.body, headers=asked.headers
+        sent.method, base + sent.path, content=sent.body, headers=sent.headers
     ) as response:
         parts: Sequence[bytes] = [part async for part in response.aiter_raw()]
         return Answer(

@@ -129,13 +129,13 @@ async def differences(server: str, router: str) -> list[str]:
     """What is not equal through the router, a line each."""
     found = []
     async with httpx.AsyncClient(timeout=120) as client:
-        for asked in ALL:
+        for sent in ALL:
             for _ in range(TRIES):
-                direct, routed = await ask(client, server, asked), await ask(client, router, asked)
+                direct, routed = await ask(client, server, sent), await ask(client, router, sent)
                 if direct.comparable == routed.comparable:
                     break
             else:
-                found.append(f"{asked.name}\n    direct {direct.comparable}\n    routed {routed.comparable}")
+                found.append(f"{sent.name}\n    direct {direct.comparable}\n    routed {routed.comparable}")
     for name in ("openai", "litellm"):
         direct, routed = returned(name, server), returned(name, router)
         found += [

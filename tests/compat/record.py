@@ -15,24 +15,24 @@ from typing import Any
 import httpx
 
 from tests.compat.exchange import Answer, ask
-from tests.compat.requests import ALL, Asked
+from tests.compat.requests import ALL, ClientRequest
 
 
-def with_ids(asked: Asked) -> Asked | None:
+def with_ids(sent: ClientRequest) -> ClientRequest | None:
     """The same request with `return_token_ids: true`; None where it has no JSON object, or says something of
     them itself."""
     try:
-        body = json.loads(asked.body)
+        body = json.loads(sent.body)
     except (ValueError, UnicodeDecodeError):
         return None
-    if not isinstance(body, dict) or "return_token_ids" in body or not asked.path.endswith("/completions"):
+    if not isinstance(body, dict) or "return_token_ids" in body or not sent.path.endswith("/completions"):
         return None
-    return Asked(
-        asked.name,
-        asked.path,
+    return ClientRequest(
+        sent.name,
+        sent.path,
         json.dumps({**body, "return_token_ids": True}).encode(),
-        asked.method,
-        asked.headers,
+        sent.method,
+        sent.headers,
     )
 
 
@@ -57,13 +57,13 @@ async def main(base: str) -> str:
     async with httpx.AsyncClient(timeout=120) as client:
         version = (await client.get(f"{base}/version")).json()["version"]
         models = (await client.get(f"{base}/v1/models")).json()
-        for asked in ALL:
-            found: dict[str, Any] = {"plain": as_record(await ask(client, base, asked))}
-            more = with_ids(asked)
+        for sent in ALL:
+            found: dict[str, Any] = {"plain": as_record(await ask(client, base, sent))}
+            more = with_ids(sent)
             if more is not None:
                 found["with_ids"] = as_record(await ask(client, base, more))
-            answers[asked.name] = found
-            print(f"{found['plain']['status']} {asked.name}")
+            answers[sent.name] = found
+            print(f"{found['plain']['status']} {sent.name}")
     kept = {"server": f"vllm {version}", "models": models, "answers": answers}
     return json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
 

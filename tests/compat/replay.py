@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from tests.compat.record import with_ids
-from tests.compat.requests import ALL, Asked
+from tests.compat.requests import ALL, ClientRequest
 
 RECORDED = Path(__file__).parent / "vllm-0.32.0.json"
 _NEVER_RECORDED = 599
@@ -22,14 +22,14 @@ class Replay:
         self.models: dict[str, Any] = kept["models"]
         self.unknown: list[str] = []
         self._answers: dict[tuple[str, str, bytes, str | None], dict[str, Any]] = {}
-        for asked in ALL:
-            answers = kept["answers"][asked.name]
-            self._answers.setdefault(_key(asked), answers["plain"])
-            more = with_ids(asked)
+        for sent in ALL:
+            answers = kept["answers"][sent.name]
+            self._answers.setdefault(_key(sent), answers["plain"])
+            more = with_ids(sent)
             if more is not None:
                 self._answers[_key(more)] = answers["with_ids"]
                 if _is_stream(answers["plain"]):
-                    self._answers[_key(asked)] = _without_ids(answers["with_ids"])
+                    self._answers[_key(sent)] = _without_ids(answers["with_ids"])
 
     def app(self) -> web.Application:
         """The server as an application."""
@@ -43,10 +43,10 @@ class Replay:
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         body = await http.read()
-        asked = Asked(
+        sent = ClientRequest(
             "", http.path, body, http.method, {name.lower(): value for name, value in http.headers.items()}
         )
-        found = self._answers.get(_key(asked))
+        found = self._answers.get(_key(sent))
         if found is None:
             self.unknown.append(f"{http.method} {http.path} {body[:200]!r}")
             return web.Response(status=_NEVER_RECORDED, text="never recorded")
@@ -67,16 +67,16 @@ def _without_ids(answer: dict[str, Any]) -> dict[str, Any]:
     return answer | {"body": "".join(whole), "pieces": [len(event.encode()) for event in whole]}
 
 
-def _key(asked: Asked) -> tuple[str, str, bytes, str | None]:
+def _key(sent: ClientRequest) -> tuple[str, str, bytes, str | None]:
     """Bodies are equal as JSON, wherever they are JSON; a chosen rank and a kind of body that is not JSON
     count, too."""
     try:
-        body = json.dumps(json.loads(asked.body), sort_keys=True).encode()
+        body = json.dumps(json.loads(sent.body), sort_keys=True).encode()
     except ValueError:
-        body = asked.body
-    kind = asked.headers.get("content-type", "").partition(";")[0]
-    rank = asked.headers.get("x-data-parallel-rank")
-    return asked.method, asked.path, body, rank or (kind if kind == "text/plain" else None)
+        body = sent.body
+    kind = sent.headers.get("content-type", "").partition(";")[0]
+    rank = sent.headers.get("x-data-parallel-rank")
+    return sent.method, sent.path, body, rank or (kind if kind == "text/plain" else None)
 
 
 async def _sent(http: web.Request, answer: dict[str, Any]) -> web.StreamResponse:

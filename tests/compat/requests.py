@@ -10,7 +10,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClientRequest:
     """One request. `body` is sent as it stands."""
 
     name: str
@@ -20,15 +20,15 @@ class Asked:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def _json(name: str, path: str, body: object, **headers: str) -> Asked:
+def _json(name: str, path: str, body: object, **headers: str) -> ClientRequest:
     given = {
         "content-type": "application/json",
         **{key.replace("_", "-"): value for key, value in headers.items()},
     }
-    return Asked(name, path, json.dumps(body).encode(), headers=given)
+    return ClientRequest(name, path, json.dumps(body).encode(), headers=given)
 
 
-def chat(name: str, **fields: Any) -> Asked:
+def chat(name: str, **fields: Any) -> ClientRequest:
     """A short greedy chat; None leaves a default out."""
     base = {
         "model": MODEL,
@@ -39,7 +39,7 @@ def chat(name: str, **fields: Any) -> Asked:
     return _json(f"chat {name}", CHAT, _merged(base, fields))
 
 
-def text(name: str, **fields: Any) -> Asked:
+def text(name: str, **fields: Any) -> ClientRequest:
     """A short greedy completion; None leaves a default out."""
     return _json(
         f"text {name}",
@@ -146,11 +146,11 @@ REFUSED = (
     chat("an image", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]),
     chat("a wrong type of content", messages=[{"role": "user", "content": 5}]),
     chat("an empty salt", cache_salt=""),
-    Asked("chat bad JSON", CHAT, b'{"model": "tiny", ', headers={"content-type": "application/json"}),
-    Asked("chat not an object", CHAT, b"[1, 2]", headers={"content-type": "application/json"}),
-    Asked("chat not UTF-8", CHAT, b'{"model": "\xff"}', headers={"content-type": "application/json"}),
-    Asked("chat empty body", CHAT, b"", headers={"content-type": "application/json"}),
-    Asked("chat as plain text", CHAT, chat("").body, headers={"content-type": "text/plain"}),
+    ClientRequest("chat bad JSON", CHAT, b'{"model": "tiny", ', headers={"content-type": "application/json"}),
+    ClientRequest("chat not an object", CHAT, b"[1, 2]", headers={"content-type": "application/json"}),
+    ClientRequest("chat not UTF-8", CHAT, b'{"model": "\xff"}', headers={"content-type": "application/json"}),
+    ClientRequest("chat empty body", CHAT, b"", headers={"content-type": "application/json"}),
+    ClientRequest("chat as plain text", CHAT, chat("").body, headers={"content-type": "text/plain"}),
     text("an unknown model", model="other"),
     text("no prompt", prompt=...),
     text("an empty prompt", prompt=""),
@@ -160,7 +160,7 @@ REFUSED = (
     text("embeddings without a prompt", prompt=..., prompt_embeds="AAAA"),
     text("more tokens than the context", max_tokens=5000),
     text("too many logprobs", logprobs=500),
-    Asked("a rank that is not there", TEXT, text("").body, headers={"content-type": "application/json", "x-data-parallel-rank": "5"}),
+    ClientRequest("a rank that is not there", TEXT, text("").body, headers={"content-type": "application/json", "x-data-parallel-rank": "5"}),
 )  # fmt: skip
 
 OTHER_ROUTES = (
@@ -176,7 +176,7 @@ OTHER_ROUTES = (
     _json("tokenize", "/tokenize", {"model": MODEL, "prompt": "abc"}),
     _json("tokenize a chat", "/tokenize", {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}),
     _json("detokenize", "/detokenize", {"model": MODEL, "tokens": [105, 109]}),
-    Asked("an answer that is not there", "/v1/responses/resp_none", method="GET"),
+    ClientRequest("an answer that is not there", "/v1/responses/resp_none", method="GET"),
 )  # fmt: skip
 
 ALL = ACCEPTED + REFUSED + OTHER_ROUTES

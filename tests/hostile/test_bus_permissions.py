@@ -51,7 +51,7 @@ class Server:
     @asynccontextmanager
     async def stranger(self, user: str) -> AsyncIterator["Stranger"]:
         """A program of somebody else's with a user's credentials, that keeps to no rules."""
-        said = json.loads((self.credentials.folder / f"{user}.json").read_text())
+        stored = json.loads((self.credentials.folder / f"{user}.json").read_text())
         refused: list[str] = []
 
         async def on_error(error: Exception) -> None:
@@ -59,9 +59,9 @@ class Server:
 
         client = await nats.connect(
             self.url,
-            user=said["user"],
-            password=said["password"],
-            inbox_prefix=said["inbox_prefix"],
+            user=stored["user"],
+            password=stored["password"],
+            inbox_prefix=stored["inbox_prefix"],
             error_cb=on_error,
         )
         try:
@@ -152,12 +152,12 @@ async def test_a_subscriber_hears_and_replays_what_is_said_openly(furnished: Ser
     async with furnished.stranger("subscriber") as reader, furnished.bus("engine-a") as engine:
         for subject in SUBJECTS.published:
             assert await reader.may_listen(subject), subject
-        heard = await reader.client.subscribe(SUBJECTS.heartbeats("a"))
+        subscription = await reader.client.subscribe(SUBJECTS.heartbeats("a"))
         await reader.client.flush()
         await engine.publisher(SUBJECTS.heartbeats("a")).publish(
             EngineHeartbeat(engine="a", worker_id=1, epoch=0)
         )
-        assert (await heard.next_msg(5)).subject == SUBJECTS.heartbeats("a")
+        assert (await subscription.next_msg(5)).subject == SUBJECTS.heartbeats("a")
         stored = await reader.client.jetstream().subscribe(SUBJECTS.migrations(), ordered_consumer=True)
         assert (await stored.next_msg(5)).subject == SUBJECTS.migrations("a")
         assert reader.refused == []
@@ -206,10 +206,10 @@ async def test_a_subscriber_says_steers_and_removes_nothing_and_reads_neither_cl
 
 
 async def test_a_subscriber_cannot_pause_the_planner_and_is_told_why_not_at_once(furnished: Server) -> None:
-    asked: list[Any] = []
+    attempts: list[Any] = []
 
     async def answer(message: Any) -> Any:
-        asked.append(message)
+        attempts.append(message)
         return RequestRefused(reason="it came through")
 
     async with (
@@ -225,7 +225,7 @@ async def test_a_subscriber_cannot_pause_the_planner_and_is_told_why_not_at_once
                 match=r"user 'tracker' may not publish on .*migration\.loop; .*roost bus permissions",
             ):
                 await other.request(SUBJECTS.loop, SetLoopState(paused=True, reason="hostile"), 0.5)
-    assert asked == [DescribeLoop()]
+    assert attempts == [DescribeLoop()]
 
 
 async def test_nonsense_that_a_subscriber_has_a_server_write_into_a_claim_ends_no_engine(

@@ -106,7 +106,7 @@ async def test_bodies_made_to_break_a_reader_are_the_servers_to_refuse(
 
 
 def test_a_server_that_never_stops_sending_ids_fills_no_memory() -> None:
-    course = Continuable(
+    continuable = Continuable(
         CHAT, json.dumps({**chat(), "stream": True, "temperature": 0, "max_tokens": 10}).encode(), 4096
     )
     many = json.dumps(
@@ -116,6 +116,6 @@ def test_a_server_that_never_stops_sending_ids_fills_no_memory() -> None:
         }
     ).encode()
     for _ in range(50):
-        course.take(b"data: " + many + b"\n\n")
-    assert "more tokens" in (course.why_not() or "")
-    assert len(course.ids) <= 1000 < MAX_IDS
+        continuable.take(b"data: " + many + b"\n\n")
+    assert "more tokens" in (continuable.why_not() or "")
+    assert len(continuable.ids) <= 1000 < MAX_IDS

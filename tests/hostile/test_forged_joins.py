@@ -116,11 +116,11 @@ async def test_a_newer_word_about_an_engine_ends_the_waiting() -> None:
     broker = MemoryBroker()
     bus, subjects = MemoryBus(broker), broker.subjects
     await bus.record(subjects.membership("a"), engine("a", 1))
-    heard: list[Received] = []
+    received: list[Received] = []
 
     async def follow() -> None:
         async for one in vouched(bus, subjects, bus.replay(subjects.membership())):
-            heard.append(one)  # noqa: PERF401 it never ends
+            received.append(one)  # noqa: PERF401 it never ends
 
     following = asyncio.create_task(follow())
     await asyncio.sleep(1)
@@ -128,7 +128,7 @@ async def test_a_newer_word_about_an_engine_ends_the_waiting() -> None:
     await asyncio.sleep(0.1)
     await claim_name(bus, engine("a", 1))
     await asyncio.sleep(CLAIM_SECONDS)
-    assert [one.message for one in heard] == [EngineLeft(engine="a", worker_id=1, reason="stopped")]
+    assert [one.message for one in received] == [EngineLeft(engine="a", worker_id=1, reason="stopped")]
     following.cancel()
     await asyncio.wait([following])
 
@@ -178,7 +178,7 @@ async def test_the_tracker_counts_nothing_that_one_engine_reports_for_another() 
     await claim_name(bus, engine("a", 1))
     await bus.record(subjects.membership("a"), engine("a", 1))
     await asyncio.sleep(0.1)
-    said = ExpertsActivated(
+    report = ExpertsActivated(
         engine="b",
         worker_id=1,
         rank=0,
@@ -189,7 +189,7 @@ async def test_the_tracker_counts_nothing_that_one_engine_reports_for_another() 
         cached_tokens=0,
         counts=ExpertCounts.of(np.ones((1, 1), np.int64)),
     )
-    await bus.publisher(subjects.experts("b")).publish(said)
+    await bus.publisher(subjects.experts("b")).publish(report)
     await bus.record(subjects.membership("b"), EngineLeft(engine="b", worker_id=1, reason="forged"))
     await asyncio.sleep(0.1)
     assert b'rejected_total{reason="speaker"} 2.0' in service.metrics.exposition()

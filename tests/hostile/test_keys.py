@@ -110,14 +110,14 @@ async def test_a_key_calls_itself_no_other_tenant_and_no_more_urgent_class(
 ) -> None:
     house, _ = guarded
     caplog.set_level("INFO", logger="roost.access")
-    asked = [
+    attempts = [
         ("low", "high", "low"),
         ("infer", "high", "normal"),
         ("infer", "low", "low"),
         ("all", "high", "high"),
         ("all", "", "normal"),
     ]
-    for key, priority, granted in asked:
+    for key, priority, granted in attempts:
         caplog.clear()
         answer = await house.post(
             CHAT, chat(user="other"), headers=bearer(key, **{"x-tenant-id": "other", "x-priority": priority})

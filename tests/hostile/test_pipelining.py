@@ -90,8 +90,8 @@ async def test_a_client_that_expects_to_be_told_to_go_on_and_then_says_nothing_i
     target = await start(body_seconds=0.1)
     async with raw_client(target.url) as client:
         client.send(b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n")
-        said = await client.rest()
-    assert said.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 408")
+        rest = await client.rest()
+    assert rest.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 408")
     assert target.cut == {"slow_body": 1}
 
 
@@ -109,13 +109,16 @@ async def test_upgrades_are_declined_by_answering_as_usual_body_and_all(
 ) -> None:
     """Java's HttpClient asks so by default; before, such a request arrived without its body."""
     target = await start()
-    asked = (
+    pipelined = (
         b"POST / HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade:"
         b" h2c\r\nhttp2-settings: AAMAAABk\r\n" + body
     )
     async with raw_client(target.url) as client:
         for _ in range(2):  # and once more on the same connection
-            for piece in (asked[: len(asked) // pieces - 2], asked[len(asked) // pieces - 2 :]):
+            for piece in (
+                pipelined[: len(pipelined) // pieces - 2],
+                pipelined[len(pipelined) // pieces - 2 :],
+            ):
                 client.send(piece)
                 await asyncio.sleep(0.01)
             assert (await client.answer()).status == 200

@@ -144,9 +144,9 @@ async def two_routers(
         )
     )
     async with asyncio.TaskGroup() as tasks:
-        asked = [BusApi(house.bus, house.subjects, Decider(house.service)) for house in (guarded, other)]
-        running = [tasks.create_task(one.run(), name="answers over the bus") for one in asked]
-        for one in asked:
+        interfaces = [BusApi(house.bus, house.subjects, Decider(house.service)) for house in (guarded, other)]
+        running = [tasks.create_task(one.run(), name="answers over the bus") for one in interfaces]
+        for one in interfaces:
             await one.listening.wait()
         yield guarded, other
         for task in running:

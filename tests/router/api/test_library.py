@@ -57,8 +57,8 @@ class RouterEndpoint:
 
     @property
     def load(self) -> list[list[int]]:
-        roster = self.service.view.roster("demo")
-        return self.service.picker.reservations.load(roster.rows, self.service.clock()).tolist()  # type: ignore[no-any-return]
+        table = self.service.view.roster("demo")
+        return self.service.picker.reservations.load(table.rows, self.service.clock()).tolist()  # type: ignore[no-any-return]
 
     def column(self, rank: str) -> list[int]:
         """Return the load of one rank, "a/0" or "a/1"."""

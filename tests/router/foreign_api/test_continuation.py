@@ -33,8 +33,8 @@ def continued(
     """Return the stream of a client whose servers die one after another, after these numbers of events.
     InexactContinuation as raised.
     """
-    course = Continuable(path, body, 4096)
-    got, ask, at = b"", course.body(), path
+    continuable = Continuable(path, body, 4096)
+    got, ask, at = b"", continuable.body(), path
     for death in [*deaths, 10_000]:
         stream = EventStream(1 << 20)
         events = list(Asked(at, ask).events(sizes))
@@ -42,23 +42,23 @@ def continued(
         if death < len(events):
             came += events[death][: len(events[death]) // 2]  # half an event is lost with its server
         for start in range(0, len(came), cuts):
-            got += course.take(stream.feed(came[start : start + cuts]))
+            got += continuable.take(stream.feed(came[start : start + cuts]))
         if death >= len(events):
             return got
-        if not course.begun:
-            course, got, ask, at = Continuable(path, body, 4096), b"", course.body(), path
+        if not continuable.begun:
+            continuable, got, ask, at = Continuable(path, body, 4096), b"", continuable.body(), path
             continue
-        if course.why_not() is not None:
-            raise InexactContinuation(course.why_not())
+        if continuable.why_not() is not None:
+            raise InexactContinuation(continuable.why_not())
         if detokenizes:
-            before = TOKENIZER.decode(course.context_of(0))
+            before = TOKENIZER.decode(continuable.context_of(0))
             any(
-                course.fits(ids, before, TOKENIZER.decode(course.context_of(ids)))
-                for ids in course.positions()
+                continuable.fits(ids, before, TOKENIZER.decode(continuable.context_of(ids)))
+                for ids in continuable.positions()
             )
-        rest = course.request()
+        rest = continuable.request()
         if rest is None:
-            return got + course.ending()
+            return got + continuable.ending()
         ask, at = rest, TEXT
     raise AssertionError("not reached")
 
@@ -110,33 +110,36 @@ def test_a_sampled_stream_is_continued_only_where_the_clients_text_is_that_of_wh
     death: int, sizes: list[int], stop: Any, detokenizes: bool
 ) -> None:
     body = request_of(CHAT, temperature=0.7, stop=stop)
-    course = Continuable(CHAT, body, 4096)
-    events = list(Asked(CHAT, course.body()).events(sizes))[:death]
+    continuable = Continuable(CHAT, body, 4096)
+    events = list(Asked(CHAT, continuable.body()).events(sizes))[:death]
     for event in events:
-        course.take(event)
-    if not course.begun or course.finished:
+        continuable.take(event)
+    if not continuable.begun or continuable.finished:
         return
     if detokenizes:
-        before = TOKENIZER.decode(course.context_of(0))
-        any(course.fits(ids, before, TOKENIZER.decode(course.context_of(ids))) for ids in course.positions())
+        before = TOKENIZER.decode(continuable.context_of(0))
+        any(
+            continuable.fits(ids, before, TOKENIZER.decode(continuable.context_of(ids)))
+            for ids in continuable.positions()
+        )
     try:
-        rest = course.request()
+        rest = continuable.request()
     except InexactContinuation:
         # Otherwise the ids of the client's text can always be found.
         assert stop is not None or not detokenizes
         return
     if rest is not None:
         emitted = json.loads(rest)["prompt"][len(PROMPT) :]
-        assert TOKENIZER.decode(emitted) == course.text
+        assert TOKENIZER.decode(emitted) == continuable.text
 
 
 def test_what_the_client_did_not_ask_for_is_put_back_to_null_byte_for_byte() -> None:
     for path in (CHAT, TEXT):
         plain = request_of(path, stream_options={"include_usage": True})
-        course = Continuable(path, plain, 4096)
-        assert course.body() != plain
-        assert json.loads(course.body()) == {**json.loads(plain), "return_token_ids": True}
-        assert b"".join(map(course.take, Asked(path, course.body()).events())) == b"".join(
+        continuable = Continuable(path, plain, 4096)
+        assert continuable.body() != plain
+        assert json.loads(continuable.body()) == {**json.loads(plain), "return_token_ids": True}
+        assert b"".join(map(continuable.take, Asked(path, continuable.body()).events())) == b"".join(
             Asked(path, plain).events()
         )
 
@@ -170,9 +173,9 @@ def test_what_would_not_be_exact_has_a_reason_and_its_body_stays_as_it_came(
     fields: dict[str, Any], why: str
 ) -> None:
     body = request_of(CHAT, **fields)
-    course = Continuable(CHAT, body, 4096)
-    assert why in (course.why_not() or "")
-    assert course.body() == body
+    continuable = Continuable(CHAT, body, 4096)
+    assert why in (continuable.why_not() or "")
+    assert continuable.body() == body
 
 
 @pytest.mark.parametrize(
@@ -206,13 +209,13 @@ def test_what_changes_nothing_keeps_no_stream_from_being_continued(fields: dict[
 
 def test_reasoning_and_tool_calls_in_an_answer_keep_it_from_being_continued() -> None:
     for delta in ({"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}):
-        course = Continuable(CHAT, request_of(CHAT), 4096)
-        course.take(
+        continuable = Continuable(CHAT, request_of(CHAT), 4096)
+        continuable.take(
             b'data: {"choices":[{"index":0,"delta":'
             + json.dumps(delta).encode()
             + b',"token_ids":[1]}],"prompt_token_ids":[1]}\n\n'
         )
-        assert next(iter(delta)) in (course.why_not() or "")
+        assert next(iter(delta)) in (continuable.why_not() or "")
 
 
 # Through the router

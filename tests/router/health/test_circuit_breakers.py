@@ -33,7 +33,7 @@ def roster_of(*engines: int, **about: Any) -> TargetTable:
 
 
 @pytest.fixture
-def roster() -> TargetTable:
+def table() -> TargetTable:
     return roster_of(2, 2)
 
 
@@ -57,69 +57,69 @@ class Person:
         self.health.first_token(visit, now)
         self.health.answered(visit, now)
 
-    def kinds(self, roster: TargetTable, now: float) -> dict[RankKey, str]:
-        return {key: kind.value for key, kind in self.health.exclusions(roster, now).kinds.items()}
+    def kinds(self, table: TargetTable, now: float) -> dict[RankKey, str]:
+        return {key: kind.value for key, kind in self.health.exclusions(table, now).kinds.items()}
 
 
-def test_without_failures_no_rank_is_excluded(roster: TargetTable) -> None:
+def test_without_failures_no_rank_is_excluded(table: TargetTable) -> None:
     person = Person()
     person.answer(A, 1.0)
-    assert person.health.exclusions(roster, 1.0).every == {}
+    assert person.health.exclusions(table, 1.0).every == {}
 
 
-def test_a_breaker_opens_after_failures_in_a_row_and_is_half_open_after_its_time(roster: TargetTable) -> None:
+def test_a_breaker_opens_after_failures_in_a_row_and_is_half_open_after_its_time(table: TargetTable) -> None:
     person = Person(breaker_failures=3, breaker_seconds=2.0)
     assert person.fail(A, 2, 1.0) == [False, False]
     person.answer(A, 1.0)
     assert person.fail(A, 3, 1.0) == [False, False, True]
-    bars = person.health.exclusions(roster, 1.5)
-    assert bars.every == {A: "its breaker is open: too many failures in a row; excluded for 2 s"}
-    assert bars.hard == {}
-    assert person.kinds(roster, 3.0) == {}
+    exclusions = person.health.exclusions(table, 1.5)
+    assert exclusions.every == {A: "its breaker is open: too many failures in a row; excluded for 2 s"}
+    assert exclusions.hard == {}
+    assert person.kinds(table, 3.0) == {}
 
 
-def test_half_open_lets_exactly_one_request_through_at_a_time(roster: TargetTable) -> None:
+def test_half_open_lets_exactly_one_request_through_at_a_time(table: TargetTable) -> None:
     person = Person(breaker_failures=1)
     person.fail(A, 1, 0.0)
     probe = person.begin(A, 1.0)
-    assert "half open" in person.health.exclusions(roster, 1.0).every[A]
+    assert "half open" in person.health.exclusions(table, 1.0).every[A]
     person.health.ended(probe)  # its client left: the state of the rank stays unknown
-    assert person.kinds(roster, 1.0) == {}
+    assert person.kinds(table, 1.0) == {}
     probe = person.begin(A, 1.0)
-    assert person.kinds(roster, 1.0) == {A: "breaker"}
+    assert person.kinds(table, 1.0) == {A: "breaker"}
     person.health.answered(probe, 1.1)
-    assert person.kinds(roster, 1.1) == {}
+    assert person.kinds(table, 1.1) == {}
 
 
 def test_each_failed_probe_doubles_the_time_up_to_a_bound_and_an_answer_resets_it(
-    roster: TargetTable,
+    table: TargetTable,
 ) -> None:
     person = Person(breaker_failures=1, breaker_seconds=1.0)
     now, times = 0.0, []
     for _ in range(DOUBLINGS + 3):
         person.fail(A, 1, now)
         opened = now
-        while A in person.health.exclusions(roster, now).every:
+        while A in person.health.exclusions(table, now).every:
             now += 0.5
         times.append(now - opened)
     assert times == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 32.0, 32.0]
     person.answer(A, now + 0.1)
     person.fail(A, 1, now + 1)
-    assert A not in person.health.exclusions(roster, now + 2.0).every
+    assert A not in person.health.exclusions(table, now + 2.0).every
 
 
-def test_a_first_token_closes_a_breaker_on_trial_only(roster: TargetTable) -> None:
+def test_a_first_token_closes_a_breaker_on_trial_only(table: TargetTable) -> None:
     person = Person(breaker_failures=4, breaker_seconds=1.0)
     person.fail(A, 4, 0.0)
     probe = person.begin(A, 1.0)
     person.health.first_token(probe, 1.1)
-    assert person.kinds(roster, 1.1) == {}
+    assert person.kinds(table, 1.1) == {}
     assert person.health.failed(probe, 1.2)  # the stream broke after all
-    assert person.kinds(roster, 3.1) == {A: "breaker"}
-    assert person.kinds(roster, 3.3) == {}
+    assert person.kinds(table, 3.1) == {A: "breaker"}
+    assert person.kinds(table, 3.3) == {}
 
 
-def test_requests_from_before_the_breaker_opened_say_nothing_about_it(roster: TargetTable) -> None:
+def test_requests_from_before_the_breaker_opened_say_nothing_about_it(table: TargetTable) -> None:
     person = Person(breaker_failures=2, breaker_seconds=1.0)
     old = [person.begin(A, 0.0) for _ in range(10)]
     assert [person.health.failed(visit, 1.0) for visit in old[:6]] == [
@@ -131,29 +131,29 @@ def test_requests_from_before_the_breaker_opened_say_nothing_about_it(roster: Ta
         False,
     ]
     person.health.answered(old[6], 1.1)
-    assert person.kinds(roster, 1.5) == {A: "breaker"}
+    assert person.kinds(table, 1.5) == {A: "breaker"}
     person.health.answered(person.begin(A, 2.0), 2.1)
     assert [person.health.failed(visit, 3.0) for visit in old[7:]] == [False, False, False]
-    assert person.kinds(roster, 3.0) == {}
+    assert person.kinds(table, 3.0) == {}
 
 
-def test_a_probe_that_never_ends_does_not_block_the_rank(roster: TargetTable) -> None:
+def test_a_probe_that_never_ends_does_not_block_the_rank(table: TargetTable) -> None:
     person = Person(breaker_failures=1, first_token_seconds=10.0)
     person.fail(A, 1, 0.0)
     person.begin(A, 1.0)
-    assert person.kinds(roster, 10.9) == {A: "breaker"}
-    assert person.kinds(roster, 11.0) == {}
+    assert person.kinds(table, 10.9) == {A: "breaker"}
+    assert person.kinds(table, 11.0) == {}
 
 
-def test_an_answer_while_breakers_are_ignored_closes_them(roster: TargetTable) -> None:
+def test_an_answer_while_breakers_are_ignored_closes_them(table: TargetTable) -> None:
     person = Person(breaker_failures=1, breaker_seconds=60.0)
     for rank in (A, B, C, D):
         person.fail(rank, 1, 0.0)
-    assert len(person.kinds(roster, 1.0)) == 4
+    assert len(person.kinds(table, 1.0)) == 4
     person.answer(B, 2.0)
-    assert set(person.kinds(roster, 2.0)) == {A, C, D}
+    assert set(person.kinds(table, 2.0)) == {A, C, D}
     person.fail(A, 5, 3.0)  # still ignored: these failures change nothing
-    assert person.kinds(roster, 60.5) == {}
+    assert person.kinds(table, 60.5) == {}
 
 
 # Outliers
@@ -165,57 +165,57 @@ def answered(person: Person, ranks: dict[RankKey, float], now: float, times: int
             person.answer(rank, now + 0.01 * at, took)
 
 
-def test_a_rank_much_slower_than_the_others_is_ejected_for_a_growing_time(roster: TargetTable) -> None:
+def test_a_rank_much_slower_than_the_others_is_ejected_for_a_growing_time(table: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     now = 10.0
     for times in (1, 2, 3):
         answered(person, {A: 0.1, B: 0.12, C: 0.09, D: 1.0}, now)
         person.health.eject_outliers([[A, B, C, D]], now + 1)
-        assert person.kinds(roster, now + 1) == {D: "outlier"}
+        assert person.kinds(table, now + 1) == {D: "outlier"}
         now += 1 + times * EJECTION_SECONDS
-        assert person.kinds(roster, now - 0.1) == {D: "outlier"}
-        assert person.kinds(roster, now) == {}
+        assert person.kinds(table, now - 0.1) == {D: "outlier"}
+        assert person.kinds(table, now) == {}
         person.health.eject_outliers([[A, B, C, D]], now)
 
 
-def test_slow_ranks_are_no_outliers_when_all_are_slow_or_slower_by_milliseconds(roster: TargetTable) -> None:
+def test_slow_ranks_are_no_outliers_when_all_are_slow_or_slower_by_milliseconds(table: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     answered(person, {A: 5.0, B: 4.0, C: 9.0, D: 6.0}, 10.0)
     person.health.eject_outliers([[A, B, C, D]], 11.0)
-    assert person.kinds(roster, 11.0) == {}
+    assert person.kinds(table, 11.0) == {}
     person = Person(outlier_factor=4.0)
     for _ in range(MIN_OBSERVATIONS):
         for rank, took in {A: 0.001, B: 0.001, C: 0.001, D: 0.02}.items():
             visit = person.begin(rank, 1.0, predicted=0.0005)
             person.health.first_token(visit, 1.0 + took)
     person.health.eject_outliers([[A, B, C, D]], 2.0)
-    assert person.kinds(roster, 2.0) == {}
+    assert person.kinds(table, 2.0) == {}
 
 
-def test_what_is_slow_by_prediction_is_no_outlier(roster: TargetTable) -> None:
+def test_what_is_slow_by_prediction_is_no_outlier(table: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     for _ in range(MIN_OBSERVATIONS):
         for rank, seconds in {A: 0.1, B: 0.1, C: 0.1, D: 3.0}.items():
             visit = person.begin(rank, 1.0, predicted=seconds)
             person.health.first_token(visit, 1.0 + 1.2 * seconds)
     person.health.eject_outliers([[A, B, C, D]], 4.0)
-    assert person.kinds(roster, 4.0) == {}
+    assert person.kinds(table, 4.0) == {}
 
 
 def test_requests_that_wait_in_vain_for_their_first_token_are_seen_before_they_time_out(
-    roster: TargetTable,
+    table: TargetTable,
 ) -> None:
     person = Person(outlier_factor=4.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1}, 1.0)
     for _ in range(MIN_OBSERVATIONS):
         person.begin(D, 1.0)
     person.health.eject_outliers([[A, B, C, D]], 1.2)
-    assert person.kinds(roster, 1.2) == {}
+    assert person.kinds(table, 1.2) == {}
     person.health.eject_outliers([[A, B, C, D]], 3.0)
-    assert person.kinds(roster, 3.0) == {D: "outlier"}
+    assert person.kinds(table, 3.0) == {D: "outlier"}
 
 
-def test_requests_with_an_unknown_first_token_make_no_outlier(roster: TargetTable) -> None:
+def test_requests_with_an_unknown_first_token_make_no_outlier(table: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1}, 1.0)
     for _ in range(2 * MIN_OBSERVATIONS):
@@ -223,26 +223,26 @@ def test_requests_with_an_unknown_first_token_make_no_outlier(roster: TargetTabl
         person.health.untimed(visit)
     person.health.eject_outliers([[A, B, C, D]], 9.0)
     person.health.first_token(visit, 9.0)
-    assert person.kinds(roster, 9.0) == {}
+    assert person.kinds(table, 9.0) == {}
 
 
-def test_too_few_observations_eject_no_rank(roster: TargetTable) -> None:
+def test_too_few_observations_eject_no_rank(table: TargetTable) -> None:
     person = Person(outlier_factor=2.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1}, 1.0)
     answered(person, {D: 9.0}, 1.0, MIN_OBSERVATIONS - 1)
     person.health.eject_outliers([[A, B, C, D]], 2.0)
-    assert person.kinds(roster, 2.0) == {}
+    assert person.kinds(table, 2.0) == {}
 
 
-def test_a_rank_that_fails_far_more_often_than_the_others_is_ejected(roster: TargetTable) -> None:
+def test_a_rank_that_fails_far_more_often_than_the_others_is_ejected(table: TargetTable) -> None:
     person = Person(breaker_failures=100)
     answered(person, {A: 0.1, B: 0.1, C: 0.1, D: 0.1}, 1.0, 5)
     person.fail(D, 8, 1.0)
     person.health.eject_outliers([[A, B, C, D]], 2.0)
-    assert person.kinds(roster, 2.0) == {D: "outlier"}
+    assert person.kinds(table, 2.0) == {D: "outlier"}
 
 
-def test_ranks_that_all_fail_now_and_then_are_no_outliers(roster: TargetTable) -> None:
+def test_ranks_that_all_fail_now_and_then_are_no_outliers(table: TargetTable) -> None:
     person = Person(breaker_failures=100)
     for number in range(40):
         for rank in (A, B, C, D):
@@ -252,61 +252,61 @@ def test_ranks_that_all_fail_now_and_then_are_no_outliers(roster: TargetTable) -
                 person.answer(rank, 1.0)
     person.fail(D, 3, 1.0)
     person.health.eject_outliers([[A, B, C, D]], 2.0)
-    assert person.kinds(roster, 2.0) == {}
+    assert person.kinds(table, 2.0) == {}
 
 
-def test_at_most_a_share_of_the_ranks_is_ejected_and_the_worst_come_first(roster: TargetTable) -> None:
+def test_at_most_a_share_of_the_ranks_is_ejected_and_the_worst_come_first(table: TargetTable) -> None:
     person = Person(outlier_factor=2.0, max_ejected_share=0.3)
     answered(person, {A: 0.1, B: 0.1, C: 2.0, D: 9.0}, 1.0)
     person.health.eject_outliers([[A, B, C, D]], 2.0)
-    assert person.kinds(roster, 2.0) == {D: "outlier"}
+    assert person.kinds(table, 2.0) == {D: "outlier"}
     answered(person, {A: 0.1, B: 0.1, C: 2.0}, 3.0)
     person.health.eject_outliers([[A, B, C, D]], 4.0)
-    assert person.kinds(roster, 4.0) == {D: "outlier"}
+    assert person.kinds(table, 4.0) == {D: "outlier"}
     person.health.eject_outliers([[A, B, D]], 5.0)  # one rank has left: none of three may be ejected
-    assert person.kinds(roster, 5.0) == {}
+    assert person.kinds(table, 5.0) == {}
 
 
-def test_a_factor_of_zero_ejects_no_rank(roster: TargetTable) -> None:
+def test_a_factor_of_zero_ejects_no_rank(table: TargetTable) -> None:
     person = Person(outlier_factor=4.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1, D: 9.0}, 1.0)
     person.health.eject_outliers([[A, B, C, D]], 2.0)
-    assert person.kinds(roster, 2.0) == {D: "outlier"}
+    assert person.kinds(table, 2.0) == {D: "outlier"}
     person.health.reconfigure(RouterConfig(outlier_factor=0.0))
-    assert person.kinds(roster, 2.1) == {}
+    assert person.kinds(table, 2.1) == {}
     answered(person, {A: 0.1, B: 0.1, C: 0.1, D: 9.0}, 3.0)
     person.health.eject_outliers([[A, B, C, D]], 4.0)
-    assert person.kinds(roster, 4.0) == {}
+    assert person.kinds(table, 4.0) == {}
 
 
 # Drains
 
 
-def test_drains_hold_for_a_rank_or_an_engine_of_one_incarnation(roster: TargetTable) -> None:
+def test_drains_hold_for_a_rank_or_an_engine_of_one_incarnation(table: TargetTable) -> None:
     health = CircuitBreakers(RouterConfig())
     health.drain(1, 1, "new disk")
     health.drain(2, None, "")
     health.drain(9, None, "an incarnation that is gone")
-    assert health.exclusions(roster, 0.0).hard == {B: "draining: new disk", C: "draining", D: "draining"}
+    assert health.exclusions(table, 0.0).hard == {B: "draining: new disk", C: "draining", D: "draining"}
     health.undrain(2, None)
     health.undrain(1, 0)
-    assert health.exclusions(roster, 0.0).every == {B: "draining: new disk"}
+    assert health.exclusions(table, 0.0).every == {B: "draining: new disk"}
     health.drain(1, 0, "very " * 1000)
-    assert len(health.exclusions(roster, 0.0).every[A]) < 250
+    assert len(health.exclusions(table, 0.0).every[A]) < 250
     health.undrain(1, 0)
     health.undrain(1, 1)
     health.undrain(9, None)
-    assert health.exclusions(roster, 0.0).every == {}
+    assert health.exclusions(table, 0.0).every == {}
 
 
 def test_a_drained_engine_that_is_one_target_is_one_bar() -> None:
-    roster = roster_of(2, 1, layout=Layout(attention="tp", boundary=2))
+    table = roster_of(2, 1, layout=Layout(attention="tp", boundary=2))
     health = CircuitBreakers(RouterConfig())
     health.drain(1, None, "")
-    assert set(health.exclusions(roster, 0.0).hard) == {A}
+    assert set(health.exclusions(table, 0.0).hard) == {A}
 
 
-def test_a_forgotten_incarnation_leaves_nothing_behind(roster: TargetTable) -> None:
+def test_a_forgotten_incarnation_leaves_nothing_behind(table: TargetTable) -> None:
     person = Person(breaker_failures=1, outlier_factor=4.0)
     person.fail(A, 1, 1.0)
     answered(person, {A: 9.0, C: 0.1, D: 0.1}, 1.0)
@@ -314,10 +314,10 @@ def test_a_forgotten_incarnation_leaves_nothing_behind(roster: TargetTable) -> N
     person.health.drain(1, None, "")
     person.health.eject_outliers([[A, B, C, D]], 2.0)
     person.health.forget_worker(1)
-    assert person.health.exclusions(roster, 2.0).every == {}
+    assert person.health.exclusions(table, 2.0).every == {}
     person.health.answered(late, 3.0)
     person.health.eject_outliers([[A, B, C, D]], 4.0)
-    assert person.health.exclusions(roster, 4.0).every == {}
+    assert person.health.exclusions(table, 4.0).every == {}
 
 
 class Course(RuleBasedStateMachine):
@@ -337,7 +337,7 @@ class Course(RuleBasedStateMachine):
             first_token_seconds=20.0,
         )
         self.health = self.person.health
-        self.roster = roster_of(2, 2)
+        self.table = roster_of(2, 2)
         self.share = share
         self.now = 0.0
         self.open: dict[int, RankKey] = {}
@@ -355,7 +355,7 @@ class Course(RuleBasedStateMachine):
     )
     def ask(self, rank: RankKey, times: int, predicted: float | None) -> None:
         for _ in range(times):
-            if rank not in self.health.exclusions(self.roster, self.now).every:
+            if rank not in self.health.exclusions(self.table, self.now).every:
                 self.open[self.person.begin(rank, self.now, predicted)] = rank
 
     @precondition(lambda self: self.open)
@@ -380,20 +380,20 @@ class Course(RuleBasedStateMachine):
     def judge(self) -> None:
         self.health.eject_outliers([self.ranks], self.now)
 
-    @precondition(lambda self: not self.health.exclusions(self.roster, self.now).every.keys() - {A})
+    @precondition(lambda self: not self.health.exclusions(self.table, self.now).every.keys() - {A})
     @rule()
     def a_half_open_rank_takes_one(self) -> None:
         for rank in self.ranks:
             self.person.fail(rank, 12, self.now)
         self.now += 2.0**DOUBLINGS + 0.1
         for rank in self.ranks:
-            if self.health.exclusions(self.roster, self.now).kinds.get(rank) is ExclusionKind.OUTLIER:
+            if self.health.exclusions(self.table, self.now).kinds.get(rank) is ExclusionKind.OUTLIER:
                 continue
-            assert rank not in self.health.exclusions(self.roster, self.now).every
+            assert rank not in self.health.exclusions(self.table, self.now).every
             probe = self.person.begin(rank, self.now)
-            assert rank in self.health.exclusions(self.roster, self.now).every
+            assert rank in self.health.exclusions(self.table, self.now).every
             self.health.ended(probe)
-            assert rank not in self.health.exclusions(self.roster, self.now).every
+            assert rank not in self.health.exclusions(self.table, self.now).every
 
     @rule()
     def whoever_behaves_comes_back(self) -> None:
@@ -403,15 +403,15 @@ class Course(RuleBasedStateMachine):
         for _ in range(60):  # a minute and a half of good answers from every allowed rank
             self.now += 2.0
             self.health.eject_outliers([self.ranks], self.now)
-            barred = self.health.exclusions(self.roster, self.now).every
+            excluded = self.health.exclusions(self.table, self.now).every
             for rank in self.ranks:
-                if rank not in barred:
+                if rank not in excluded:
                     self.person.answer(rank, self.now)
-        assert self.health.exclusions(self.roster, self.now).every == {}
+        assert self.health.exclusions(self.table, self.now).every == {}
 
     @invariant()
     def the_share_holds(self) -> None:
-        kinds = self.health.exclusions(self.roster, self.now).kinds
+        kinds = self.health.exclusions(self.table, self.now).kinds
         assert sum(kind is ExclusionKind.OUTLIER for kind in kinds.values()) <= self.share * len(self.ranks)
 
 

@@ -309,10 +309,10 @@ async def test_a_client_that_leaves_frees_the_probe_of_a_half_open_breaker(
     rank.asked.clear()
     probe = asyncio.ensure_future(house.post(CHAT, chat(stream=True)))
     await rank.asked.wait()
-    health, roster = house.service.picker.health, house.service.view.roster("demo")
-    assert "half open" in next(iter(health.exclusions(roster, house.service.clock()).every.values()))
+    health, table = house.service.picker.health, house.service.view.roster("demo")
+    assert "half open" in next(iter(health.exclusions(table, house.service.clock()).every.values()))
     probe.cancel()
-    await until(lambda: not health.exclusions(roster, house.service.clock()).every)
+    await until(lambda: not health.exclusions(table, house.service.clock()).every)
     rank.hold_after = None
     assert (await house.post(CHAT, chat())).status == 200
 

@@ -240,7 +240,7 @@ def test_foreign_errors_are_read_as_far_as_possible(body: bytes, message: str) -
 # Completion state
 
 
-def course(max_tokens: int = 10) -> CompletionState:
+def state(max_tokens: int = 10) -> CompletionState:
     return CompletionState(
         0, [1, 2, 3], sampling(RequestDecoder().chat(json.dumps(chat()).encode()), 1), max_tokens, 5, "demo"
     )
@@ -253,7 +253,7 @@ def chunk(ids: list[int] | None, text: str, finish: str | None = None) -> Comple
 
 
 def test_a_course_asks_for_what_is_missing() -> None:
-    one = course()
+    one = state()
     one.take(chunk([7, 8], "ab"))
     one.take(chunk([9], ""))
     request = one.request()
@@ -267,20 +267,20 @@ def test_a_course_asks_for_what_is_missing() -> None:
 
 def test_a_completion_refuses_more_than_requested_and_text_without_ids() -> None:
     with pytest.raises(ValueError, match="3 tokens came, 2 were requested"):
-        course(2).take(chunk([1, 2, 3], "x"))
+        state(2).take(chunk([1, 2, 3], "x"))
     with pytest.raises(ValueError, match="without token ids"):
-        course().take(chunk(None, "x"))
+        state().take(chunk(None, "x"))
 
 
 def test_nothing_is_taken_after_the_finish_reason() -> None:
-    one = course()
+    one = state()
     assert one.take(chunk([1], "a", "stop")) is not None
     assert one.take(chunk([2], "b")) is None
     assert one.emitted == [1]
 
 
 def test_an_exhausted_course_gives_out_what_was_held_back() -> None:
-    one = course(2)
+    one = state(2)
     one.take(chunk([1], "he"))
     one.take(chunk([2], ""))
     assert one.exhausted
@@ -293,15 +293,15 @@ def test_whom_to_avoid_depends_on_how_they_failed() -> None:
     for worker in (1, 2):
         view.join(engine_joined(f"e{worker}", ["http://h:1", "http://h:2"], "f" * 64, worker_id=worker), 0.0)
         view.heard(worker, 0.0)
-    roster = view.roster("demo")
-    assert to_avoid([], roster) == [frozenset()]
-    broken = to_avoid([((1, 0), AttemptFailure.BROKEN)], roster)
+    table = view.roster("demo")
+    assert to_avoid([], table) == [frozenset()]
+    broken = to_avoid([((1, 0), AttemptFailure.BROKEN)], table)
     assert broken == [frozenset({(1, 0), (1, 1)}), frozenset({(1, 0)}), frozenset({(1, 0)})]
-    busy = to_avoid([((1, 0), AttemptFailure.BUSY)], roster)
+    busy = to_avoid([((1, 0), AttemptFailure.BUSY)], table)
     assert busy[0] == frozenset({(1, 0)})
-    once = to_avoid([((1, 0), AttemptFailure.DISCONNECTED)], roster)
+    once = to_avoid([((1, 0), AttemptFailure.DISCONNECTED)], table)
     assert once[2] == frozenset()
-    assert to_avoid([((1, 0), AttemptFailure.DISCONNECTED)] * 2, roster)[2] == frozenset({(1, 0)})
+    assert to_avoid([((1, 0), AttemptFailure.DISCONNECTED)] * 2, table)[2] == frozenset({(1, 0)})
 
 
 def test_chat_deltas_have_one_role_and_no_empty_chunks() -> None:

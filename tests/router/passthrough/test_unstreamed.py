@@ -118,8 +118,8 @@ async def test_a_server_that_dies_while_its_answer_is_awaited_is_replaced(open_h
 
 def promised(house: House) -> tuple[int, int]:
     """Return outstanding prefill tokens and requests, as the next decision would see them."""
-    roster = house.service.view.roster("demo")
-    load = house.service.picker.reservations.load(roster.rows, house.service.clock())
+    table = house.service.view.roster("demo")
+    load = house.service.picker.reservations.load(table.rows, house.service.clock())
     return int(load[0].sum()), int(load[1].sum())
 
 

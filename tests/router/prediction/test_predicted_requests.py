@@ -341,7 +341,7 @@ async def test_a_body_that_names_its_session_wrongly_is_refused(
 
 
 def test_keys_tell_apart_what_differs_and_are_never_none_by_chance() -> None:
-    asked = [
+    identities = [
         ("s", "t", "m", "/a"),
         ("s", "u", "m", "/a"),
         ("t", "s", "m", "/a"),
@@ -349,8 +349,8 @@ def test_keys_tell_apart_what_differs_and_are_never_none_by_chance() -> None:
         (None, None, "m", "/a"),
         (None, None, "m", "/b"),
     ]
-    asked += [(None, None, "n", "/a"), (None, "t", "n", "/a"), ("s", None, "m", "/a")]
-    found = [keys_of(*one) for one in asked]
+    identities += [(None, None, "n", "/a"), (None, "t", "n", "/a"), ("s", None, "m", "/a")]
+    found = [keys_of(*one) for one in identities]
     sessions = [keys.session for keys in found if keys.session]
     assert len(set(sessions)) == len(sessions) == 4
     assert len({keys.tenant for keys in found}) == 7, "a tenant's key is the same with and without a session"
@@ -369,9 +369,9 @@ async def test_explaining_predicts_the_same_as_the_request_itself(
     await teach(
         house, sessions={keys.session: ((0.9, 0.1), 500.0)}, tenants={keys.tenant: ((0.6, 0.4), 5000.0)}
     )
-    who = {"x-session-id": "s", "x-tenant-id": "t"}
-    explained = (await house.post(ROUTE, chat(), headers=who)).json["prediction"]
-    answer = await house.post(CHAT, chat(), headers=who)
+    identity = {"x-session-id": "s", "x-tenant-id": "t"}
+    explained = (await house.post(ROUTE, chat(), headers=identity)).json["prediction"]
+    answer = await house.post(CHAT, chat(), headers=identity)
     served = (await house.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json["prediction"]
     assert explained == served
     assert [source["source"] for source in served["sources"]] == ["session", "tenant"]

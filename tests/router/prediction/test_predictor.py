@@ -37,13 +37,13 @@ def test_layers_with_few_experts_name_them_all() -> None:
 def test_a_decision_keeps_no_clusters_in_memory_and_then_names_no_experts() -> None:
     view, _ = view_of({"ranks": 2})
     clusters = model()
-    roster = view.roster("demo")
+    table = view.roster("demo")
     outlook = foretold([0.0] * 2)
     outlook = outlook._replace(
         forecast=outlook.forecast._replace(weights=np.array([1, 0, 0], np.float32)),
         clusters=weakref.ref(clusters),
     )
-    decision = decided(roster, outlook=outlook)
+    decision = decided(table, outlook=outlook)
     prediction = decision.record().prediction
     assert prediction is not None
     assert [one.layer for one in prediction.experts] == list(range(5))
