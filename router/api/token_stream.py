@@ -171,10 +171,7 @@ class TokenStream:
                 choices, over, failure = [], True, failed
             if waiting and choices:
                 waiting = False
-                self._exchange.first_token(self._service.clock())
-                self._service.first_token(booking)
-                if span is not None:
-                    span.first_token()
+                self._first_token(booking, span)
             if len(state.emitted) - counted >= _EMITTED_EVERY:
                 self._service.emitted(booking, len(state.emitted) - counted)
                 counted = len(state.emitted)
@@ -185,6 +182,12 @@ class TokenStream:
             raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
         call.whole()
         await self._finished(state)
+
+    def _first_token(self, booking: Booking, span: AttemptTrace | None) -> None:
+        self._exchange.first_token(self._service.clock())
+        self._service.first_token(booking)
+        if span is not None:
+            span.first_token()
 
     async def _emit(self, state: CompletionState, choices: list[Choice]) -> None:
         data = b""

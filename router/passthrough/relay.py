@@ -234,7 +234,7 @@ class Relay:
                 if good and call.content_type.startswith("text/event-stream"):
                     await self._stream(decision, booking, call)
                 else:
-                    await self._whole(decision, booking, call)
+                    await self._whole(decision, call)
         if good:
             self._service.finished(decision, booking, self._prompt, reported=self._reported)
 
@@ -382,25 +382,12 @@ class Relay:
         if continuable is not None and not continuable.finished and continuable.why_not() is None:
             raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
 
-    async def _whole(self, decision: Decision, booking: Booking, call: Call) -> None:
+    async def _whole(self, decision: Decision, call: Call) -> None:
         """Forward an unstreamed answer. JSON is buffered up to a limit until it is complete, so that another
         server can replace one that dies; anything else is forwarded as it arrives.
         """
-        limit = (
-            self._service.config.max_event_bytes if call.content_type.startswith("application/json") else 0
-        )
         tap = self._service.tap(decision) if call.status < 400 else None
-        body = b""
-        while data := await call.read():
-            if tap is not None:
-                tap.feed(data)
-            if self._reply.status:
-                await self._reply.write(data)
-                continue
-            body += data
-            if len(body) > limit:
-                await self._start(call.status, call.headers, length_of(call.headers))
-                await self._reply.write(body)
+        body = await self._buffered(call, tap)
         call.whole()
         self._exchange.arrived_whole(self._service.clock())
         if call.status < 400:
@@ -412,12 +399,28 @@ class Relay:
         if self._reply.status:
             await self._reply.end()
             return
-        await self._start(
-            call.status,
-            call.headers,
-            [] if call.status in _BODILESS else [(b"content-length", str(len(body)).encode())],
-        )
+        own: Headers = [] if call.status in _BODILESS else [(b"content-length", str(len(body)).encode())]
+        await self._start(call.status, call.headers, own)
         await self._reply.end(body)
+
+    async def _buffered(self, call: Call, tap: RoutedExpertsParser | None) -> bytes:
+        """Read an answer to its end and return it. Beyond the limit it is forwarded, and only its beginning
+        is returned.
+        """
+        is_json = call.content_type.startswith("application/json")
+        limit = self._service.config.max_event_bytes if is_json else 0
+        body = b""
+        while data := await call.read():
+            if tap is not None:
+                tap.feed(data)
+            if self._reply.status:
+                await self._reply.write(data)
+                continue
+            body += data
+            if len(body) > limit:
+                await self._start(call.status, call.headers, length_of(call.headers))
+                await self._reply.write(body)
+        return body
 
     def _note(self, decision: Decision, tap: RoutedExpertsParser | None) -> None:
         """Pass on the expert routing of the answer, after its tokens were counted."""
