@@ -80,10 +80,10 @@ def guess_ms(block_size: int, size: int, repeats: int) -> float:
     for number in range(repeats):
         prompt = TextPrompt(dice.randbytes(size), MODEL)
         started = time.thread_time()
-        decision = service.picker.decide(
+        decision = service.scheduler.decide(
             RoutingRequest(MODEL, prompt, 0, OUTPUT, None), f"d{number}", number, 0.0
         )
-        service.picker.reservations.release(service.picker.book(decision, prompt, 0.0))
+        service.scheduler.reservations.release(service.scheduler.book(decision, prompt, 0.0))
         times.append(1e3 * (time.thread_time() - started))
     return median(times)
 
@@ -137,7 +137,7 @@ def routed(policy: Policy, speed: EngineSpeed | None, prefix_bytes: int, request
         now[0], _, what, about = heapq.heappop(todo)
         while refreshed + TICK_SECONDS < now[0]:
             refreshed += TICK_SECONDS
-            service.picker.speeds.refresh(refreshed)
+            service.scheduler.speeds.refresh(refreshed)
         if about is None:
             if not order:
                 continue

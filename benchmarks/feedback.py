@@ -25,6 +25,7 @@ from router.config import RouterConfig
 from router.evaluation.distinct_experts import ReadingGroup, read
 from router.fleet_state.reservations import Reservations
 from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.booking_observer import BookedRequest
 from router.scheduling.scheduler import RoutingRequest
 from router.scheduling.speed_correction import PREFILL_SPEED, SpeedCorrection
 from router.scheduling.target_speeds import TargetSpeeds
@@ -112,32 +113,32 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
         )
         service.view.heard(engine + 1, service.clock())
     need = RoutingRequest("m", TokenPrompt(list(range(1024))), 1152, 128, None)
-    picker, hindsight, plain = service.picker, service.hindsight, TargetSpeeds(1.0)
-    measured = picker.speeds
+    scheduler, feedback, plain = service.scheduler, service.feedback, TargetSpeeds(1.0)
+    measured = scheduler.speeds
     for engine in range(ENGINES):
         for rank in range(RANKS):
             for _ in range(20):
                 measured.stepped(
                     (engine + 1, rank),
-                    int(picker.roster("m").rows[RANKS * engine + rank]),
+                    int(scheduler.roster("m").rows[RANKS * engine + rank]),
                     0.01,
                     0.02,
                     pool=None,
                 )
     measured.refresh(0.0)
-    decision = picker.decide(need, "d", 1, service.clock())
-    booking = picker.book(decision, need.prompt, service.clock())
-    hindsight.booked(decision, booking)  # the booking that feedback compares later
+    decision = scheduler.decide(need, "d", 1, service.clock())
+    booking = scheduler.book(decision, need.prompt, service.clock())
+    feedback.booked(BookedRequest(decision, booking, need.prompt))  # the booking that feedback compares later
 
     def decided(speeds: TargetSpeeds) -> None:
-        picker.speeds = speeds
-        picker.decide(need, "d", 1, service.clock())
+        scheduler.speeds = speeds
+        scheduler.decide(need, "d", 1, service.clock())
 
     def watched(*, first: bool) -> None:
-        hindsight.booked(decision, booking)
+        feedback.booked(BookedRequest(decision, booking, need.prompt))
         if first:
-            hindsight.first_token(booking, booking.booked_at + 0.3)
-        hindsight.released(booking)
+            feedback.first_token(booking, booking.booked_at + 0.3)
+        feedback.released(booking)
 
     works: dict[str, Callable[[], object]] = {
         "decide, nothing measured": lambda: decided(plain),

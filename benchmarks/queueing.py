@@ -87,7 +87,7 @@ class House(NamedTuple):
         for at in range(requests):
             ids = chance.integers(0, 50_000, int(chance.integers(50, 3000))).tolist()
             for _ in range(int(chance.integers(1, 3))):
-                service.picker.kv.apply(
+                service.scheduler.kv.apply(
                     [_stored(ids[: int(chance.integers(0, len(ids)))], int(chance.integers(ranks)), at)]
                 )
             needs.append(
@@ -108,7 +108,7 @@ class House(NamedTuple):
                 running * int(chance.integers(10, 120)),
                 running * int(chance.integers(1, 200)),
             )
-            self.service.picker.reservations.report(target.key, amounts, self.service.clock())
+            self.service.scheduler.reservations.report(target.key, amounts, self.service.clock())
 
 
 def _stored(ids: list[int], rank: int, number: int) -> RoutedKvEvent:
@@ -145,7 +145,7 @@ def assigning(quick: bool) -> tuple[Report, float, float]:
         house.load(PLACES, requests, seed=7)
         service, now = house.service, house.service.clock()
         decisions = [service.decide(need, "d") for need in house.needs]
-        load = service.picker.reservations.load(service.view.roster(MODEL).rows, now)
+        load = service.scheduler.reservations.load(service.view.roster(MODEL).rows, now)
         limits = SaturationLimits(PLACES, 60.0)
         taken = timed_ms(
             3 if quick else 15,
@@ -185,7 +185,7 @@ async def passing(requests: int) -> tuple[float, float]:
             service.release(booking)
             direct.append(1e6 * (time.perf_counter() - started))
             started = time.perf_counter()
-            _, booking = await service.waiting.admit(exchange, need, "", FIRST_TRY, begun=False)
+            _, booking = await service.wait_queue.admit(exchange, need, "", FIRST_TRY, begun=False)
             service.release(booking)
             through.append(1e6 * (time.perf_counter() - started))
     return median(direct[requests:]), median(through[requests:])
@@ -207,7 +207,7 @@ class Crowd:
         self.tasks = [
             asyncio.create_task(self._admitted(need), name="waits for a place") for need in self.house.needs
         ]
-        while len(service.waiting) < len(self.tasks):  # noqa: ASYNC110 no time passes
+        while len(service.wait_queue) < len(self.tasks):  # noqa: ASYNC110 no time passes
             await asyncio.sleep(0)
         return self
 
@@ -215,7 +215,7 @@ class Crowd:
         await asyncio.gather(*self.tasks)
 
     async def _admitted(self, need: RoutingRequest) -> None:
-        _, booking = await self.house.service.waiting.admit(
+        _, booking = await self.house.service.wait_queue.admit(
             self.house.exchange(), need, "", FIRST_TRY, begun=False
         )
         self.running.append(booking)
@@ -224,7 +224,7 @@ class Crowd:
 async def one_by_one(requests: int) -> float:
     """Return microseconds from a release to the next booking, with many waiting."""
     async with Crowd(House.of(64, requests, places=1), 1) as crowd:
-        waiting = crowd.house.service.waiting
+        waiting = crowd.house.service.wait_queue
         started = time.perf_counter()
         while len(waiting):
             crowd.house.service.release(crowd.running.pop(0))
@@ -239,11 +239,11 @@ async def all_at_once(requests: int) -> tuple[float, float]:
     async with Crowd(House.of(64, requests, places=16), 16) as crowd:
         service, longest = crowd.house.service, 0.0
         for booking in crowd.running:
-            service.picker.reservations.release(booking)
-        service.waiting.wake()
+            service.scheduler.reservations.release(booking)
+        service.wait_queue.wake()
         gc.collect()
         started = time.perf_counter()
-        while len(service.waiting):
+        while len(service.wait_queue):
             turn = time.perf_counter()
             await asyncio.sleep(0)
             longest = max(longest, time.perf_counter() - turn)

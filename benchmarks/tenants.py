@@ -106,7 +106,7 @@ class Fleet:
     def tell(self, rank: int) -> None:
         """Apply the rank's changes to the router's index."""
         changes = self.caches[rank].take_changes()
-        self.service.picker.kv.apply(
+        self.service.scheduler.kv.apply(
             [
                 RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=1, dp_rank=rank, data=change))
                 for change in changes

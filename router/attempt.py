@@ -30,7 +30,7 @@ async def make_attempt(
     `WaitQueue.admit`.
     """
     suffix += f"-a{attempt.number}" if attempt.number > 1 else ""
-    decision, booking = await service.waiting.admit(exchange, need, suffix, attempt, begun=begun)
+    decision, booking = await service.wait_queue.admit(exchange, need, suffix, attempt, begun=begun)
     span: AttemptTrace | None = None
     ended: str | None = "abandoned"
     try:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,23 +21,21 @@ from fleet.facts.engines import ConfigChanged
 from router.admission.retry_budget import RetryBudget
 from router.bodies.reader import BodyReader
 from router.config import RouterConfig
+from router.context import RouterContext
 from router.credentials import RouterCredentials
 from router.feedback.decision_feedback import DecisionFeedback
 from router.feedback.outcome_reporter import OutcomeReporter
 from router.feedback.routed_experts_reporter import RoutedExpertsReporter
 from router.fleet_state.booking_replication import BookingMessage
 from router.fleet_state.engine_state import EngineStatus
-from router.fleet_state.reservations import Booking, Reservations
+from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import RankKey
-from router.fleet_state.view import FleetView
 from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenUsage
 from router.http.body_budget import BodyBudget
 from router.openai_api.completion_state import AttemptFailure
-from router.prefix_index.approximate_index import ApproximateIndex
-from router.prefix_index.block_index import BlockIndex
-from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import Prompt
 from router.reload import refused, reloaded
+from router.scheduling.booking_observer import BookedRequest, BookingObserver
 from router.scheduling.decision import Decision
 from router.scheduling.external_reservations import ExternalReservations, ReleaseRecord
 from router.scheduling.scheduler import FIRST_TRY, Attempt, Lap, RoutingRequest, Scheduler
@@ -67,6 +66,13 @@ _SWEPT_BLOCKS = 1024
 """Most blocks of the prefix index that one sweep visits: less than a millisecond."""
 
 
+class _Reporters(NamedTuple):
+    """Reports to the tracker, on finished requests."""
+
+    outcomes: OutcomeReporter
+    routed_experts: RoutedExpertsReporter
+
+
 class RouterService:
     """Keep the view fresh in `run` until cancelled; all other methods are synchronous unless declared
     `async`. bus: None serves static backends only.
@@ -90,83 +96,80 @@ class RouterService:
         self.instance = secrets.randbits(64)
         """identity of this process in the audit log of settings"""
         self.started_at = int(time.time())
-        self.metrics = RouterMetrics()
-        self.upstream = Upstream(config)
-        self._use(RouterCredentials.read(config))
+        self.tag = secrets.token_hex(4)
+        """prefix of this router's decision ids"""
         self._chance = random.Random() if chance is None else chance
         self._secrets = SecureRandom()
         self.draining = False
         """shutdown was requested: /ready reports 503"""
         self.refusing = False
         """new requests are refused as well"""
-        self.threads = ThreadPoolExecutor(2, thread_name_prefix="roost-router")
-        reservations = Reservations(
-            settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds
-        )
-        self.view = FleetView(reservations)
-        block_index = BlockIndex()
-        self.picker = Scheduler(
-            self.view,
-            reservations,
-            KvEventIndex(block_index),
-            ApproximateIndex(config.prefix_blocks_per_rank, block_index),
-            config,
-        )
-        self.retries = RetryBudget(config.retry_share, config.least_retries)
-        self.lexicon = TokenizerRegistry(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
-        self.body_budget = BodyBudget(config.bodies_bytes)
-        self.bodies = BodyReader(config, self.lexicon)
-        self.hindsight = DecisionFeedback(self.picker, self.metrics, self.threads, clock, bus, subjects)
-        self.waiting = WaitQueue(self)
-        fleet_callbacks = self.forget_worker, self.hindsight.reported, self.waiting.wake
-        self.feeds = (
-            None
-            if bus is None
-            else FleetSubscriber(
-                bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, *fleet_callbacks
-            )
-        )
-        self._outcomes = (
-            None
-            if bus is None
-            else OutcomeReporter(
-                bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting
-            )
-        )
-        most = WHOLE_EVENTS * config.max_event_bytes
-        self._foreign = (
-            None
-            if bus is None
-            else RoutedExpertsReporter(bus, subjects, self.view, self.metrics, self.threads, most)
-        )
-        self.reserved = ExternalReservations(config.reservation_seconds)
         self._known_to_share: set[int] = set()
         """workers of engines without tenant isolation for which the warning was already logged"""
-        self.peers: PeerRouters | None = None
-        if bus is not None and self.feeds is not None:
-            peer_callbacks = self._booked_by_peer, self.end_reserved, self.waiting.wake, self.feeds.acquainted
-            self.peers = PeerRouters(
-                bus, subjects, config, reservations, self.metrics, clock, *peer_callbacks
-            )
-        self.tag = secrets.token_hex(4)
-        """prefix of this router's decision ids"""
-        self.warmup = Readiness(self.view, self.feeds, self.peers)
-        """time since which heartbeats can arrive over the bus"""
+        self.metrics = RouterMetrics()
+        self._use(RouterCredentials.read(config))
+        self.threads = ThreadPoolExecutor(2, thread_name_prefix="roost-router")
+        self.upstream = Upstream(config)
+        self.scheduler = Scheduler.create(config)
+        self.view = self.scheduler.view
+        self.retries = RetryBudget(config.retry_share, config.least_retries)
+        self.external_reservations = ExternalReservations(config.reservation_seconds)
+        self.tokenizers = TokenizerRegistry(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
+        self.body_budget = BodyBudget(config.bodies_bytes)
+        self.bodies = BodyReader(config, self.tokenizers)
         self.backends = StaticBackends(
             config, lambda url: self.credentials.backend_key_of(url), self.view, clock, self.forget_worker
+        )
+        context = RouterContext(subjects, self.scheduler, self.metrics, self.threads, clock)
+        self.feedback = DecisionFeedback(bus, context, self.backends.served)
+        self.wait_queue = WaitQueue(self)
+        self.fleet_subscriber: FleetSubscriber | None = None
+        self.peers: PeerRouters | None = None
+        self._reporters: _Reporters | None = None
+        if bus is not None:
+            self._connect(bus, context)
+        self.readiness = Readiness(self.view, self.fleet_subscriber, self.peers)
+        self._observers: tuple[BookingObserver, ...] = (
+            self.scheduler,
+            *(() if self.peers is None else (self.peers,)),
+            self.feedback,
+            self.wait_queue,
+        )
+        """observers of bookings, in the order in which they are called"""
+
+    def _connect(self, bus: Bus, context: RouterContext) -> None:
+        """Create what follows the fleet over the bus, and what reports to the tracker."""
+        config, subjects, metrics = self.config, self._subjects, self.metrics
+        self.fleet_subscriber = FleetSubscriber(
+            bus, context, self.tokenizers, self.forget_worker, self.feedback.reported, self.wait_queue.wake
+        )
+        self.peers = PeerRouters(
+            bus,
+            context,
+            config,
+            self._booked_by_peer,
+            self.end_reserved,
+            self.wait_queue.wake,
+            self.fleet_subscriber.acquainted,
+        )
+        self._reporters = _Reporters(
+            OutcomeReporter(
+                bus, subjects, metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting
+            ),
+            RoutedExpertsReporter(bus, context, WHOLE_EVENTS * config.max_event_bytes),
         )
 
     @property
     def ready(self) -> bool:
         """True once the initial state is complete and at least one live engine can be used."""
-        return not self.draining and self.warmup.over and bool(self.view.models(live=True))
+        return not self.draining and self.readiness.over and bool(self.view.models(live=True))
 
     @property
     def missing(self) -> list[str]:
         """Return the conditions that readiness still waits for."""
         if self.draining:
             return ["nothing: it is draining, and will stop"]
-        return [*self.warmup.missing(), *([] if self.view.models(live=True) else ["a live engine"])]
+        return [*self.readiness.missing(), *([] if self.view.models(live=True) else ["a live engine"])]
 
     @property
     def bus_silent(self) -> bool:
@@ -178,19 +181,19 @@ class RouterService:
         async with AsyncExitStack() as stack:
             stack.callback(self.threads.shutdown, wait=False, cancel_futures=True)
             await stack.enter_async_context(self.bodies)
-            stack.callback(self.waiting.close)
+            stack.callback(self.wait_queue.close)
             await stack.enter_async_context(self.upstream)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            if self.feeds is not None:
-                tasks.create_task(self.feeds.run(), name="listens to the bus")
+            if self.fleet_subscriber is not None:
+                tasks.create_task(self.fleet_subscriber.run(), name="listens to the bus")
             if self.peers is not None:
                 tasks.create_task(self.peers.run(), name="replicates bookings between routers")
-                tasks.create_task(self.warmup.run(), name="waits for the initial state")
-            if self._outcomes is not None:
-                tasks.create_task(self._outcomes.run(), name="reports finished requests to the tracker")
-            if self._foreign is not None:
+                tasks.create_task(self.readiness.run(), name="waits for the initial state")
+            if self._reporters is not None:
+                outcomes, routed_experts = self._reporters
+                tasks.create_task(outcomes.run(), name="reports finished requests to the tracker")
                 tasks.create_task(
-                    self._foreign.run(), name="reports routed experts of foreign engines to the tracker"
+                    routed_experts.run(), name="reports routed experts of foreign engines to the tracker"
                 )
             if self.config.backends or self.config.named_backends:
                 tasks.create_task(
@@ -199,7 +202,7 @@ class RouterService:
                     ),
                     name="probes static backends",
                 )
-            tasks.create_task(self.hindsight.run(), name="measures speeds and regret")
+            tasks.create_task(self.feedback.run(), name="measures speeds and regret")
             tasks.create_task(self._sweep(), name="declares silent engines dead")
 
     # Settings that change while it runs
@@ -221,7 +224,7 @@ class RouterService:
         self._use(credentials)
         if change.changed:
             self.config = new
-            self.picker.reconfigure(new)
+            self.scheduler.reconfigure(new)
             self.retries.reconfigure(new.retry_share, new.least_retries)
         return change
 
@@ -275,7 +278,9 @@ class RouterService:
         self, need: RoutingRequest, decision_id: str, attempt: Attempt = FIRST_TRY, lap: Lap | None = None
     ) -> Decision:
         """Decide without booking. ApiError: see `Scheduler.decide`."""
-        return self.picker.decide(need, decision_id, self._chance.getrandbits(32), self.clock(), attempt, lap)
+        return self.scheduler.decide(
+            need, decision_id, self._chance.getrandbits(32), self.clock(), attempt, lap
+        )
 
     def book(
         self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt
@@ -287,10 +292,10 @@ class RouterService:
         timed = (
             exchange.stream or decision.roster.dialect != "text"
         )  # an unstreamed response shows no time to first token
-        booking = self.picker.book(decision, need.prompt, now, external=need.external, timed=timed)
-        self.hindsight.booked(decision, booking, waited=exchange.queued_seconds > 0)
-        if self.peers is not None:
-            self.peers.booked(decision, booking, need.prompt)
+        booking = self.scheduler.book(decision, need.prompt, now, external=need.external, timed=timed)
+        booked = BookedRequest(decision, booking, need.prompt, exchange.queued_seconds > 0)
+        for observer in self._observers:
+            observer.booked(booked)
         if attempt.number == 1:
             self.retries.asked(now)
         if lap is not None:
@@ -299,8 +304,6 @@ class RouterService:
         self.metrics.decided(decision, seconds)
         if decision.shared_cache:
             self._warn_shared_cache(decision)
-        if decision.ignored:
-            self.metrics.in_panic.inc()
         if exchange.trace is not None:
             ended = time.time_ns()
             exchange.trace.decided(decision, ended - int(1e9 * seconds), ended)
@@ -318,23 +321,16 @@ class RouterService:
             )
 
     def first_token(self, booking: Booking) -> None:
-        self.picker.reservations.first_token(booking)
-        if self.peers is not None:
-            self.peers.first_token(booking)
         now = self.clock()
-        self._alive(booking)
-        self.picker.health.first_token(booking, now)
-        self.hindsight.first_token(booking, now)
-        self.waiting.wake()
+        for observer in self._observers:
+            observer.first_token(booking, now)
 
     def prompt_computed(self, booking: Booking) -> None:
         """Count a booking's prompt as computed. This is an expectation: it updates no speed, and it is no
         sign of life.
         """
-        self.picker.reservations.first_token(booking)
-        if self.peers is not None:
-            self.peers.first_token(booking)
-        self.waiting.wake()
+        for observer in self._observers:
+            observer.prompt_computed(booking)
 
     def expected_prefill_seconds(self, decision: Decision) -> float:
         """Return the expected seconds from a decision to the end of its prefill, for an unstreamed response
@@ -342,30 +338,18 @@ class RouterService:
 
         The stated or measured speed gives the estimate; a default before any is known.
         """
-        return self.hindsight.expected_first_token(decision)
+        return self.feedback.expected_first_token(decision)
 
     def emitted(self, booking: Booking, tokens: int) -> None:
         """Count tokens that arrived since the last call. Call it once per several tokens, not for each
         token."""
-        self.picker.reservations.emitted(booking, tokens)
-        if self.peers is not None:
-            self.peers.emitted(booking)
-        self._alive(booking)
-        self.hindsight.emitted(booking, tokens, self.clock())
-
-    def _alive(self, booking: Booking) -> None:
-        """Mark a static backend as alive: a served token counts for more than a failed probe."""
-        worker_id = self.hindsight.worker(booking)
-        if worker_id is not None:
-            self.backends.served(worker_id)
+        now = self.clock()
+        for observer in self._observers:
+            observer.emitted(booking, tokens, now)
 
     def release(self, booking: Booking) -> None:
-        self.picker.reservations.release(booking)
-        if self.peers is not None:
-            self.peers.ended(booking)
-        self.picker.health.ended(booking)
-        self.hindsight.released(booking)
-        self.waiting.wake()
+        for observer in self._observers:
+            observer.released(booking)
 
     # What is held for other data planes
 
@@ -373,8 +357,8 @@ class RouterService:
         """Hold a booking under its decision's id until its release, or until `reservation_seconds` after its
         last update.
         """
-        self.reserved.hold(decision.id, booking, self.clock(), decision.ask.owner.tenant)
-        self.picker.health.untimed(booking)  # the other data plane may never report the first token
+        self.external_reservations.hold(decision.id, booking, self.clock(), decision.ask.owner.tenant)
+        self.scheduler.health.untimed(booking)  # the other data plane may never report the first token
 
     def released(self, decision_id: str, *, first_token: bool, tenant: str | None = None) -> ReleaseRecord:
         """Release what this router or another one reserved for a tenant (None: for any tenant). Idempotent.
@@ -399,9 +383,9 @@ class RouterService:
         False when the reservation is unknown or over.
         """
         booking = (
-            self.reserved.heard(decision_id, self.clock(), tenant)
+            self.external_reservations.heard(decision_id, self.clock(), tenant)
             if first_token
-            else self.reserved.end(decision_id, tenant)
+            else self.external_reservations.end(decision_id, tenant)
         )
         if booking is None:
             return False
@@ -412,7 +396,7 @@ class RouterService:
         return True
 
     def _booked_by_peer(self, rank: RankKey, message: BookingMessage) -> None:
-        self.picker.went(rank, message.session, message.prefix, self.clock())
+        self.scheduler.went(rank, message.session, message.prefix, self.clock())
 
     def finished(
         self, decision: Decision, booking: Booking, prompt: Prompt, *, reported: bool = False
@@ -420,19 +404,19 @@ class RouterService:
         """Record that this decision's rank completed a choice. prompt: the one that was decided on. reported:
         the response contained its expert routing.
         """
-        self.picker.health.answered(booking, self.clock())
+        self.scheduler.health.answered(booking, self.clock())
         self.backends.served(decision.target.key[0])
-        if self._outcomes is not None:
-            self._outcomes.note(decision, prompt, reported=reported)
+        if self._reporters is not None:
+            self._reporters.outcomes.note(decision, prompt, reported=reported)
 
     def tap(self, decision: Decision) -> RoutedExpertsParser | None:
         """Return the parser of routed experts for the response of an engine that does not report them
         itself."""
-        return None if self._foreign is None else self._foreign.tap(decision)
+        return None if self._reporters is None else self._reporters.routed_experts.tap(decision)
 
     def routed(self, decision: Decision, tap: RoutedExpertsParser, usage: TokenUsage) -> bool:
         """Record the experts of a completed response. True when the response named its experts."""
-        return self._foreign is not None and self._foreign.note(decision, tap, usage)
+        return self._reporters is not None and self._reporters.routed_experts.note(decision, tap, usage)
 
     def attempt_failed(
         self, exchange: RequestLog, decision: Decision, booking: Booking, how: AttemptFailure, detail: str
@@ -444,8 +428,8 @@ class RouterService:
         self.metrics.failed(how)
         log.warning("request %s: %s failed: %s", exchange.request_id, decision.target.name, detail)
         if how is AttemptFailure.BUSY:
-            self.picker.said_busy(decision.target.key, self.clock())
-        elif self.picker.health.failed(booking, self.clock()):
+            self.scheduler.said_busy(decision.target.key, self.clock())
+        elif self.scheduler.health.failed(booking, self.clock()):
             self.metrics.breakers_opened.inc()
             log.warning("circuit breaker of %s opened: too many consecutive failures", decision.target.name)
         if (
@@ -462,7 +446,7 @@ class RouterService:
         if (
             begun
             or how is AttemptFailure.CONNECT
-            or self.retries.may_retry(self.clock(), self.picker.health.open_visits)
+            or self.retries.may_retry(self.clock(), self.scheduler.health.open_visits)
         ):
             return
         self.metrics.retries_refused.inc()
@@ -476,7 +460,7 @@ class RouterService:
         )
 
     def tokenizer(self, digest: str | None) -> ModelTokenizer | None:
-        return self.lexicon.get(digest)
+        return self.tokenizers.get(digest)
 
     async def decision(self, decision_id: str, tenant: str | None = None) -> bytes:
         """Return a recent decision as JSON, from this router or from the one that the id names.
@@ -512,20 +496,20 @@ class RouterService:
 
     def kept(self, decision_id: str, tenant: str | None = None) -> Decision | None:
         """Return a recent decision of this router; tenant: only if it is that tenant's (None: any)."""
-        kept = self.picker.kept(decision_id)
+        kept = self.scheduler.kept(decision_id)
         return kept if kept is None or tenant is None or kept.ask.owner.tenant == tenant else None
 
     def forget_worker(self, worker_id: int) -> None:
         """Drop all state of an incarnation that will not return."""
         self.view.forget(worker_id)
-        self.picker.forget_worker(worker_id)
+        self.scheduler.forget_worker(worker_id)
         self.metrics.forget_worker(worker_id)
         self._known_to_share.discard(worker_id)
-        self.hindsight.forget_worker(worker_id)
-        if self.feeds is not None:
-            self.feeds.kv.forget_worker(worker_id)
-            self.feeds.tracker.keep_only(self.view.keep_clusters())
-        self.lexicon.keep_only(
+        self.feedback.forget_worker(worker_id)
+        if self.fleet_subscriber is not None:
+            self.fleet_subscriber.kv.forget_worker(worker_id)
+            self.fleet_subscriber.tracker.keep_only(self.view.keep_clusters())
+        self.tokenizers.keep_only(
             {state.joined.tokenizer for state in self.view.engines() if state.joined.tokenizer is not None}
         )
 
@@ -546,12 +530,14 @@ class RouterService:
             was_silent = silent
             for worker_id in self.view.sweep(now, config.dead_after_seconds, config.forget_after_seconds):
                 self.forget_worker(worker_id)
-            self._judge(now)
+            self._eject_outliers(now)
             self._expire(now)
-            self.picker.kv.block_index.sweep(_SWEPT_BLOCKS)
+            self.scheduler.kv.block_index.sweep(_SWEPT_BLOCKS)
             self.upstream.prune()
-            if self.lexicon.seen is not None:
-                self.metrics.characters(self.lexicon.seen.known_characters, self.lexicon.seen.new_characters)
+            if self.tokenizers.seen is not None:
+                self.metrics.characters(
+                    self.tokenizers.seen.known_characters, self.tokenizers.seen.new_characters
+                )
             self.metrics.engines_live.set(sum(state.obstacle is None for state in self.view.engines()))
             due = time.perf_counter() + _SWEEP_SECONDS
             await asyncio.sleep(_SWEEP_SECONDS)
@@ -569,10 +555,14 @@ class RouterService:
 
     def _expire(self, now: float) -> None:
         """Release reservations whose time is over, of this router's clients and of other routers."""
-        for booking in self.reserved.due(now):
+        for booking in self.external_reservations.due(now):
             self.release(booking)
         self._count_bodies()
-        self.metrics.reservations(len(self.reserved), self.reserved.released, self.reserved.expired)
+        self.metrics.reservations(
+            len(self.external_reservations),
+            self.external_reservations.released,
+            self.external_reservations.expired,
+        )
         if self.peers is not None:
             self.peers.sweep()
             self.metrics.bus_silent.set(self.bus_silent)
@@ -581,18 +571,6 @@ class RouterService:
         budget, workers = self.body_budget, self.bodies.workers
         self.metrics.bodies(budget.held, budget.refused, workers.waiting, workers.started, workers.died)
 
-    def _judge(self, now: float) -> None:
-        """Update outlier ejection for every group of ranks, and the metric of excluded ranks."""
-        health = self.picker.health
-        rosters = [self.view.roster(model) for model in self.view.models(live=True)]
-        groups = dict.fromkeys(
-            tuple(target.key for target in roster.targets) for roster in rosters
-        )  # models served by the same ranks are one group
-        health.eject_outliers(list(groups), now)
-        self.metrics.left_alone(
-            {
-                (roster.model, *key): kind.value
-                for roster in rosters
-                for key, kind in health.exclusions(roster, now).kinds.items()
-            }
-        )
+    def _eject_outliers(self, now: float) -> None:
+        """Update outlier ejection, and the metric of excluded ranks."""
+        self.metrics.rank_excluded(self.scheduler.eject_outliers(now))

@@ -28,6 +28,7 @@ from router.admission.queue_policy import (
 from router.config import RouterConfig
 from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import TargetTable
+from router.scheduling.booking_observer import BookingObserver
 from router.scheduling.decision import Decision
 from router.scheduling.scheduler import FIRST_TRY, Attempt, RoutingRequest, Scheduler
 from router.telemetry.metrics import RouterMetrics
@@ -57,7 +58,7 @@ class QueueService(Protocol):
     """The part of the router's service that the queue uses."""
 
     config: RouterConfig
-    picker: Scheduler
+    scheduler: Scheduler
     metrics: RouterMetrics
     clock: Callable[[], float]
 
@@ -96,7 +97,7 @@ class _Waiting(Waiter):
         return 0 if self.need is None else self.need.context
 
 
-class WaitQueue:
+class WaitQueue(BookingObserver):
     """Queue of requests that await `admit` or `live_roster`; a caller that learns of capacity calls `wake`.
     Use it on one event loop.
 
@@ -157,7 +158,7 @@ class WaitQueue:
         """
         while True:
             try:
-                return self._service.picker.roster(model)
+                return self._service.scheduler.roster(model)
             except Saturated as error:
                 await self._wait(self._newcomer(exchange, model, exchange.urgency, 0), error)
 
@@ -168,6 +169,15 @@ class WaitQueue:
         if self._queue and not self._woken:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._look)
+
+    def first_token(self, booking: Booking, now: float) -> None:
+        self.wake()
+
+    def prompt_computed(self, booking: Booking) -> None:
+        self.wake()
+
+    def released(self, booking: Booking) -> None:
+        self.wake()
 
     def close(self) -> None:
         """Refuse all waiting requests, and all later ones: the router stops."""
@@ -273,7 +283,7 @@ class WaitQueue:
                 QueueRefusal.NO_ENGINE if waiting.model in self._dead_since else QueueRefusal.QUEUE_TIMEOUT,
             )
         for model in self._queue.models:
-            places = self._service.picker.places(model, now)
+            places = self._service.scheduler.places(model, now)
             if places is None:
                 self._without_engine(model, now)
                 continue
@@ -349,7 +359,7 @@ class WaitQueue:
             return turn
         order = [
             alone[at][0]
-            for at in self._service.picker.arranged(
+            for at in self._service.scheduler.arranged(
                 [decision for _, decision in alone], self._service.clock()
             )
         ]
@@ -407,7 +417,7 @@ class WaitQueue:
         )
         if why is QueueRefusal.NO_ENGINE:
             try:
-                self._service.picker.roster(waiting.model)
+                self._service.scheduler.roster(waiting.model)
             except ApiError as error:
                 return error
         return ApiError(why.status, self._message(waiting, why, now), code=why.value, retry_after=seconds)

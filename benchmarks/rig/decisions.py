@@ -176,12 +176,12 @@ class Roost:
         decision."""
         first = f"{self._decided + 1:016x}"
         self.decide(ids)
-        while self.router.picker.kept(first) is not None:
+        while self.router.scheduler.kept(first) is not None:
             self.decide(ids)
 
     def predict(self, *, on: bool) -> None:
         """Turn the tracker's tables on or off."""
-        foresight = self.router.picker.foresight
+        foresight = self.router.scheduler.foresight
         foresight.keep_only(set())
         if on:
             foresight.replace(MODEL, self._prediction)
@@ -193,24 +193,24 @@ class Roost:
             KvBlock(chained, own) for chained, own in zip(sequence_hashes(local), local, strict=True)
         )
         event = KvChange(stored=KvStored(blocks=blocks))
-        self.router.picker.kv.apply(
+        self.router.scheduler.kv.apply(
             RoutedKvEvent(worker_id=worker, event=KvEvent(event_id=1, dp_rank=rank, data=event))
             for worker, rank in held.ranks
         )
 
     def forget_runs(self) -> None:
         """Drop the hash cache, as if no prompt had been hashed yet."""
-        self.router.picker.kv.block_index.runs = HashRuns()
+        self.router.scheduler.kv.block_index.runs = HashRuns()
 
     def overlap(self, ids: list[int]) -> dict[Rank, int]:
         """Return the blocks of a prompt that each rank holds."""
-        return self.router.picker.kv.block_index.overlaps(TokenPrompt(ids).chained(BLOCK_SIZE))
+        return self.router.scheduler.kv.block_index.overlaps(TokenPrompt(ids).chained(BLOCK_SIZE))
 
     def decide(self, ids: list[int]) -> None:
         """Run one decision: from token ids to a booking, and the release of an older one."""
         need = RoutingRequest(MODEL, TokenPrompt(ids), len(ids) + OUTPUT, OUTPUT, DIGEST, keys=KEYS)
         self._decided += 1
         decision = self.router.decide(need, f"{self._decided:016x}")
-        self._open.append(self.router.picker.book(decision, need.prompt, self.router.clock()))
+        self._open.append(self.router.scheduler.book(decision, need.prompt, self.router.clock()))
         if len(self._open) > OPEN * RANKS * self.engines:
             self.router.release(self._open.popleft())

@@ -86,11 +86,11 @@ async def serve(
             )
         if private is not None:
             tasks.append(await _face(stack, app, private, service, tls))
-            await until_ready(service.warmup.done, *tasks)
+            await until_ready(service.readiness.done, *tasks)
         tasks.append(await _face(stack, app, door, service, tls))
         stack.push_async_callback(_begin_to_stop, service)
         log.info("the router listens on %s", url_of(door, tls=tls is not None))
-        await until_ready(service.warmup.done, *tasks)
+        await until_ready(service.readiness.done, *tasks)
         gc.collect()
         # objects created at start live as long as the process; a collection need not scan them again during a
         # request

@@ -162,7 +162,7 @@ def _add_model_routes(app: FastAPI, service: RouterService) -> None:
     async def model(request: Request, name: str) -> Response:
         """Return one model; 404 names those that exist."""
         _admit(request, service, INFER)
-        service.picker.roster(name)
+        service.scheduler.roster(name)
         return _json(_model(service, name))
 
 

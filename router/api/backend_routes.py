@@ -29,12 +29,12 @@ def drain_backend(service: RouterService, name: str, request: DrainRequest) -> B
         raise ApiError(
             409, f"backend {name} has not answered yet, so that it gets no requests anyway", code="not_ready"
         )
-    worker_id, health = about[2], service.picker.health
+    worker_id, health = about[2], service.scheduler.health
     if request.draining:
         health.drain(worker_id, None, request.reason)
     else:
         health.undrain(worker_id, None)
-        service.waiting.wake()
+        service.wait_queue.wake()
     return _status(service, *about)
 
 
@@ -58,9 +58,9 @@ def _status(
         )
     now, key = service.clock(), (worker_id, 0)
     table = service.view.roster(state.joined.model)
-    load = service.picker.reservations.load(table.rows, now)
+    load = service.scheduler.reservations.load(table.rows, now)
     at = table.index.get(key)
-    exclusion = None if at is None else service.picker.health.exclusions(table, now).every.get(key)
+    exclusion = None if at is None else service.scheduler.health.exclusions(table, now).every.get(key)
     return BackendStatus(
         name=name,
         url=url,
@@ -83,8 +83,8 @@ def _speed(service: RouterService, state: EngineState, at: int | None) -> Backen
         )
     else:
         table = service.view.roster(state.joined.model)
-        measured = service.picker.speeds.known(table).measured
-        speed, factors = table.targets[at].speed, service.picker.speeds.of(table, at)
+        measured = service.scheduler.speeds.known(table).measured
+        speed, factors = table.targets[at].speed, service.scheduler.speeds.of(table, at)
         known = (True, True) if measured is None else (bool(measured[0, at]), bool(measured[1, at]))
     return BackendSpeed(
         source="stated" if state.joined.speed is not None else "measured" if any(known) else "not measured",

@@ -42,7 +42,7 @@ class BusApi:
         subjects, service = self._subjects, self._decider.service
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._bus.serve(subjects.decision(service.tag), self._describe))
-            await service.warmup.done.wait()
+            await service.readiness.done.wait()
             await stack.enter_async_context(self._bus.serve(subjects.route, self._route))
             await stack.enter_async_context(self._bus.serve(subjects.release, self._release))
             self.listening.set()
@@ -69,7 +69,7 @@ class BusApi:
         return RouteDecided(
             record=msgspec.json.encode(decision.record()),
             url=decision.target.url,
-            expires_seconds=self._decider.service.reserved.seconds if message.reserve else None,
+            expires_seconds=self._decider.service.external_reservations.seconds if message.reserve else None,
             cache_salt=decision.cache_salt or None,
         )
 

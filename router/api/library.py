@@ -139,7 +139,10 @@ class Decider:
         """
         decision = await self.choose(body, reserve=True, wait=wait, **identity)
         return reserved(
-            decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt
+            decision.record(),
+            decision.target.url,
+            self.service.external_reservations.seconds,
+            decision.cache_salt,
         )
 
     def release(self, decision_id: str, *, first_token: bool = False) -> ReleaseRecord:

@@ -250,7 +250,7 @@ class HotRoutes:
 
     async def _speaks_text(self, exchange: RequestLog) -> bool:
         """Return true if the servers of the request's model speak text, once a live one is known."""
-        return (await self.service.waiting.live_roster(exchange, exchange.model)).dialect == "text"
+        return (await self.service.wait_queue.live_roster(exchange, exchange.model)).dialect == "text"
 
     async def _answer_other(
         self,
@@ -352,7 +352,7 @@ class HotRoutes:
         """Answer with ranks that speak token ids."""
         decoded = await self._decoded(kind, exchange, body)
         request = decoded.request
-        table = await self.service.waiting.live_roster(exchange, request.model)
+        table = await self.service.wait_queue.live_roster(exchange, request.model)
         settings, states = await self._completion_states(exchange, decoded, table)
         exchange.prompt_tokens = sum(len(state.prompt) for state in states[:: settings.n])
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
@@ -380,7 +380,10 @@ class HotRoutes:
         decision = await self.choose(exchange, body, reserve=True, wait=wait)
         answer = msgspec.json.encode(
             reserved(
-                decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt
+                decision.record(),
+                decision.target.url,
+                self.service.external_reservations.seconds,
+                decision.cache_salt,
             )
         )
         await reply.whole(200, [*headers, *_about(decision)], answer)
@@ -425,7 +428,7 @@ class HotRoutes:
             )
         need = msgspec.structs.replace(await self._need(exchange, body), supposed=supposed, external=reserve)
         if reserve:
-            exchange.decision, booking = await self.service.waiting.admit(
+            exchange.decision, booking = await self.service.wait_queue.admit(
                 exchange, need, "", FIRST_TRY, begun=False, wait=wait
             )
             self.service.hold(exchange.decision, booking)
@@ -438,7 +441,7 @@ class HotRoutes:
         lenient = await self._for_text_servers(exchange, body)
         # Nothing is forwarded here, so no server would refuse an unknown name.
         known = lenient is not None and lenient.model in (None, exchange.model)
-        if lenient is not None and known and self.service.picker.roster(exchange.model).dialect == "text":
+        if lenient is not None and known and self.service.scheduler.roster(exchange.model).dialect == "text":
             keys = exchange.keys(CHAT_PATH if lenient.is_chat else TEXT_PATH)
             text = TextPrompt(lenient.prompt, exchange.model, exchange.block_seed, lenient.prompt_bytes)
             return RoutingRequest(
@@ -453,7 +456,7 @@ class HotRoutes:
             )
         decoded = await self._decoded("either", exchange, body)
         request = decoded.request
-        table = self.service.picker.roster(request.model)
+        table = self.service.scheduler.roster(request.model)
         keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
         _, (state, *_) = await self._completion_states(exchange, decoded, table)
         exchange.prompt_tokens = len(state.prompt)

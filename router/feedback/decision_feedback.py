@@ -9,23 +9,22 @@ rate.
 import asyncio
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from bus import Bus
-from bus.protocol.subjects import Subjects
 from fleet.facts.activity import RequestProfile, RequestsProfiled
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineJoined
 from fleet.signatures import PACKED, unpack
+from router.context import RouterContext
 from router.evaluation.distinct_experts import MixShare
 from router.evaluation.expected_latency import ExpectedStepTime, first_token, step
 from router.evaluation.regret import Probe, Truth, WaitingProbes, regret_ms
 from router.feedback.active_cluster_mix import ActiveClusterMix
 from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import REFERENCE
+from router.scheduling.booking_observer import BookedRequest, BookingObserver
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import Scheduler
-from router.telemetry.metrics import RankNow, RouterMetrics
+from router.telemetry.metrics import RankNow
 
 TICK_SECONDS = 0.25
 PROBE_BYTES = 16 * 1024 * 1024
@@ -60,32 +59,26 @@ class _Watched:
         """time of the last tokens, seconds on the router's clock; None: none arrived yet"""
 
 
-class DecisionFeedback:
+class DecisionFeedback(BookingObserver):
     """State: open bookings, step times of engines, probes. bus None: no request profiles arrive."""
 
-    def __init__(
-        self,
-        picker: Scheduler,
-        metrics: RouterMetrics,
-        threads: ThreadPoolExecutor,
-        clock: Callable[[], float],
-        bus: Bus | None,
-        subjects: Subjects,
-    ) -> None:
-        self._picker = picker
-        self._view = picker.view
-        self._metrics = metrics
-        self._clock = clock
+    def __init__(self, bus: Bus | None, context: RouterContext, served: Callable[[int], None]) -> None:
+        """served: called with the worker_id of a rank that sent tokens."""
+        self._scheduler = context.scheduler
+        self._view = context.scheduler.view
+        self._metrics = context.metrics
+        self._clock = context.clock
         self._bus = bus
-        self._subjects = subjects
-        self._mixing = ActiveClusterMix(picker.view, picker.reservations, threads)
+        self._subjects = context.subjects
+        self._served = served
+        self._mixing = ActiveClusterMix(self._view, context.scheduler.reservations, context.threads)
         self._open: dict[Booking, _Watched] = {}
         self._paces: dict[int, ExpectedStepTime] = {}
         """for engines that report their step times"""
         self._waiting = WaitingProbes(PROBE_BYTES)
         self._probe: Probe | None = None
         """the decision whose load reports are being collected; None: the next decision is taken"""
-        metrics.ranks = self._ranks
+        context.metrics.ranks = self._ranks
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -98,13 +91,6 @@ class DecisionFeedback:
     def watched(self) -> int:
         """Number of open bookings of this router."""
         return len(self._open)
-
-    def worker(self, booking: Booking) -> int | None:
-        """Return the worker_id of an open booking of this router; None: the booking is over, or another
-        router's.
-        """
-        watched = self._open.get(booking)
-        return None if watched is None else watched.decision.target.key[0]
 
     def expected_first_token(self, decision: Decision) -> float:
         """Return the expected seconds from a decision to its first token at the chosen rank.
@@ -120,18 +106,19 @@ class DecisionFeedback:
 
     # Events of requests
 
-    def booked(self, decision: Decision, booking: Booking, *, waited: bool = False) -> None:
-        """Record a booking. waited: the request was queued; the rank's state then differs from the recorded
-        one.
-        """
-        self._open[booking] = _Watched(decision, self._mixing.booked(decision), waited=waited)
+    def booked(self, booked: BookedRequest) -> None:
+        decision, booking = booked.decision, booked.booking
+        self._open[booking] = _Watched(decision, self._mixing.booked(decision), waited=booked.waited)
         if self._probe is None:
             self._probe = self._look_at(decision, booking.booked_at)
 
     def first_token(self, booking: Booking, now: float) -> None:
         """Record the first token, and update the speed of prefill."""
         watched = self._open.get(booking)
-        if watched is None or watched.last_at is not None:
+        if watched is None:
+            return
+        self._served(watched.decision.target.key[0])
+        if watched.last_at is not None:
             return
         watched.last_at = now
         decision = watched.decision
@@ -143,7 +130,7 @@ class DecisionFeedback:
                 self._metrics.first_token(
                     decision.ask.model, prefill * expected.prefill + decode * expected.beside, observed
                 )
-            self._picker.speeds.prefilled(
+            self._scheduler.speeds.prefilled(
                 decision.target, self._row(decision), expected.prefill, decode * expected.beside, observed
             )
 
@@ -152,13 +139,17 @@ class DecisionFeedback:
         report it.
         """
         watched = self._open.get(booking)
-        if watched is None or watched.decision.target.key[0] in self._paces:
+        if watched is None:
+            return
+        worker_id = watched.decision.target.key[0]
+        self._served(worker_id)
+        if worker_id in self._paces:
             return
         if watched.last_at is not None and tokens > 0 and self._known(watched.decision):
             decision, seconds = watched.decision, (now - watched.last_at) / tokens
             expected = step(decision, self._mixing.surcharge(decision.target.key[0]))
             weight, engine = min(tokens / _A_FEW_TOKENS, 1.0), decision.target.engine
-            self._picker.speeds.stepped(
+            self._scheduler.speeds.stepped(
                 decision.target.key, self._row(decision), expected, seconds, weight, pool=_pool(engine)
             )
         watched.last_at = now
@@ -189,7 +180,7 @@ class DecisionFeedback:
         )
         if not load.running:
             return  # the step times belong to a load that has ended
-        self._picker.speeds.stepped(
+        self._scheduler.speeds.stepped(
             (load.worker_id, load.dp_rank),
             state.rows[load.dp_rank],
             predicted,
@@ -207,7 +198,7 @@ class DecisionFeedback:
     async def _tick(self) -> None:
         while True:
             now = self._clock()
-            self._picker.speeds.refresh(now)
+            self._scheduler.speeds.refresh(now)
             self._look_back(now)
             await self._mixing.refresh(now)
             await asyncio.sleep(TICK_SECONDS)
@@ -219,9 +210,9 @@ class DecisionFeedback:
         roster = decision.roster
         if self._view.roster(decision.ask.model) is not roster or decision.measured is not None:
             return None  # only costs in milliseconds have a regret
-        load = self._picker.reservations.load(roster.rows, now)
+        load = self._scheduler.reservations.load(roster.rows, now)
         load[:, decision.at] = decision.load
-        self._picker.reservations.watch()
+        self._scheduler.reservations.watch()
         return Probe(decision, self._view.prices(decision.ask.model), load, now)
 
     def _look_back(self, now: float) -> None:
@@ -232,9 +223,9 @@ class DecisionFeedback:
         if probe is not None and now - probe.made_at >= TICK_SECONDS:
             self._probe = None
             rows, engine = probe.decision.roster.rows, probe.decision.target.engine
-            load = (probe.load + self._picker.reservations.surprise(rows)).clip(0)
+            load = (probe.load + self._scheduler.reservations.surprise(rows)).clip(0)
             probe = probe._replace(
-                load=load, factors=self._picker.speeds.known(probe.decision.roster).factors
+                load=load, factors=self._scheduler.speeds.known(probe.decision.roster).factors
             )
             if self._bus is not None and engine.shape is not None and engine.capabilities.experts:
                 self._waiting.add(probe)
@@ -275,7 +266,7 @@ class DecisionFeedback:
 
     def _profiled(self, message: RequestsProfiled) -> None:
         for profile in message.requests:
-            decision = self._picker.kept(profile.decision)
+            decision = self._scheduler.kept(profile.decision)
             if decision is None or decision.target.key[0] != message.worker_id:
                 self._metrics.profiled("unknown")
                 continue
@@ -301,7 +292,7 @@ class DecisionFeedback:
         """Return the present factors of the chosen rank's predicted prefill and decode seconds."""
         roster, key = self._view.roster(decision.ask.model), decision.target.key
         if key in roster.index:
-            return self._picker.speeds.of(roster, roster.index[key])
+            return self._scheduler.speeds.of(roster, roster.index[key])
         return 1.0, 1.0
 
     def _row(self, decision: Decision) -> int:
@@ -313,13 +304,13 @@ class DecisionFeedback:
         now = self._clock()
         for model in self._view.models(live=True):
             roster = self._view.roster(model)
-            loads = self._picker.reservations.load(roster.rows, now).T.tolist()
+            loads = self._scheduler.reservations.load(roster.rows, now).T.tolist()
             for at, (target, load) in enumerate(zip(roster.targets, loads, strict=True)):
                 if target.engine.model == model:
                     yield RankNow(
                         model,
                         *target.key,
                         tuple(load),
-                        *self._picker.speeds.of(roster, at),
+                        *self._scheduler.speeds.of(roster, at),
                         stated=target.engine.speed is not None,
                     )

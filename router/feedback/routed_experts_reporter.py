@@ -4,21 +4,18 @@ thread and published to the tracker.
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from bus import Bus, BusError
-from bus.protocol.subjects import Subjects
 from fleet.experts import ModelShape
 from fleet.facts.activity import CountsImported, RequestProfile, RequestsProfiled, SampledProfile
 from fleet.popularity import ExpertCounts
 from fleet.signatures import ClusterModel, pack
-from router.fleet_state.view import FleetView
+from router.context import RouterContext
 from router.foreign_api.routed_experts_parser import RoutedCounts, RoutedExpertsParser, TokenUsage, counted
 from router.scheduling.decision import Decision
-from router.telemetry.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +40,12 @@ class RoutedExpertsReporter:
     publishes. The queue is bounded; what does not fit is dropped and counted.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        subjects: Subjects,
-        view: FleetView,
-        metrics: RouterMetrics,
-        threads: ThreadPoolExecutor,
-        most_event_bytes: int,
-    ) -> None:
-        self._imports = bus.publisher(subjects.imports)
-        self._profiles = bus.publisher(subjects.requests_read)
-        self._view = view
-        self._metrics = metrics
-        self._threads = threads
+    def __init__(self, bus: Bus, context: RouterContext, most_event_bytes: int) -> None:
+        self._imports = bus.publisher(context.subjects.imports)
+        self._profiles = bus.publisher(context.subjects.requests_read)
+        self._view = context.scheduler.view
+        self._metrics = context.metrics
+        self._threads = context.threads
         self._most_event_bytes = most_event_bytes
         self._waiting: asyncio.Queue[_Passed] = asyncio.Queue(MOST_WAITING)
         self._bytes = 0

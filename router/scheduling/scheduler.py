@@ -23,9 +23,11 @@ from router.health.circuit_breakers import CircuitBreakers, Exclusions
 from router.openai_api.completion_state import AttemptFailure, BegunAnswer, other_weights, to_avoid
 from router.prediction.predictor import NO_KEYS, PredictionKeys, Predictor
 from router.prefix_index.approximate_index import ApproximateIndex
+from router.prefix_index.block_index import BlockIndex
 from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import Prompt
 from router.scheduling.batch_assignment import order_of
+from router.scheduling.booking_observer import BookingObserver
 from router.scheduling.cost import TERMS
 from router.scheduling.decision import (
     NOTHING,
@@ -91,7 +93,7 @@ Lap = Callable[[str], None]
 """Called with the name of each part of a decision when that part is done."""
 
 
-class Scheduler:
+class Scheduler(BookingObserver):
     """`kv` indexes the blocks held by ranks with KV events; `prefixes` estimates them for the other ranks, in
     the same `block_index`. `foresight` predicts which experts a request activates.
     """
@@ -123,6 +125,16 @@ class Scheduler:
         """number of booked decisions by model"""
         self._kept: OrderedDict[str, Decision] = OrderedDict()
         self._kept_bytes = 0
+
+    @classmethod
+    def create(cls, config: RouterConfig) -> "Scheduler":
+        """Return a scheduler of an empty fleet."""
+        reservations = Reservations(
+            settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds
+        )
+        block_index = BlockIndex()
+        prefixes = ApproximateIndex(config.prefix_blocks_per_rank, block_index)
+        return cls(FleetView(reservations), reservations, KvEventIndex(block_index), prefixes, config)
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Apply these settings from now on."""
@@ -237,12 +249,12 @@ class Scheduler:
         roster = self.view.roster(model)
         if not roster.targets:
             return None
-        load, bars = self.reservations.load(roster.rows, now), self.health.exclusions(roster, now)
+        load, exclusions = self.reservations.load(roster.rows, now), self.health.exclusions(roster, now)
         full = saturated(
             roster, load, self._limits, self._reported_busy(now), self.speeds.known(roster).queue
         )
         free = np.where(full, 0, self._limits.most_requests(roster) - load[SEQUENCES])
-        for barred in (bars.every, bars.hard):
+        for barred in (exclusions.every, exclusions.hard):
             allowed = np.ones(len(free), np.bool_)
             allowed[[roster.index[key] for key in barred if key in roster.index]] = False
             if allowed.any():
@@ -283,6 +295,35 @@ class Scheduler:
         booking = self.reservations.book(target.key, amounts, now, external=external)
         self.health.began(booking, target.key, _first_token_seconds(decision) if timed else None, now)
         return booking
+
+    def first_token(self, booking: Booking, now: float) -> None:
+        self.reservations.first_token(booking)
+        self.health.first_token(booking, now)
+
+    def prompt_computed(self, booking: Booking) -> None:
+        self.reservations.first_token(booking)
+
+    def emitted(self, booking: Booking, tokens: int, now: float) -> None:
+        self.reservations.emitted(booking, tokens)
+
+    def released(self, booking: Booking) -> None:
+        self.reservations.release(booking)
+        self.health.ended(booking)
+
+    def eject_outliers(self, now: float) -> dict[tuple[str, int, int], str]:
+        """Update outlier ejection for every group of ranks. Return the excluded ranks, as (model, worker_id,
+        rank), with the kind of exclusion.
+        """
+        rosters = [self.view.roster(model) for model in self.view.models(live=True)]
+        groups = dict.fromkeys(
+            tuple(target.key for target in roster.targets) for roster in rosters
+        )  # models served by the same ranks are one group
+        self.health.eject_outliers(list(groups), now)
+        return {
+            (roster.model, *key): kind.value
+            for roster in rosters
+            for key, kind in self.health.exclusions(roster, now).kinds.items()
+        }
 
     def went(self, rank: RankKey, session: int, prefix: Sequence[int], now: float) -> None:
         """Record a request that another router sent to a rank. session: 0 for none. prefix: the first blocks
@@ -340,12 +381,12 @@ class Scheduler:
         """Return the candidates. Breakers and ejections are ignored if no other rank is left; drains never
         are.
         """
-        bars = self.health.exclusions(roster, now)
+        exclusions = self.health.exclusions(roster, now)
         if need.supposed.gone:
-            bars = bars.beside(supposed_gone(need.supposed.gone, roster))
+            exclusions = exclusions.beside(supposed_gone(need.supposed.gone, roster))
         others: dict[RankKey, str] = {}
         if need.begun is not None and (others := other_weights(need.begun, roster)):
-            bars = bars.beside(others)
+            exclusions = exclusions.beside(others)
         if need.only is not None:
             if need.only not in roster.index:
                 raise ApiError(
@@ -354,12 +395,12 @@ class Scheduler:
                     code="no_engine",
                     retry_after=2.0,
                 )
-            bars = bars.beside(
+            exclusions = exclusions.beside(
                 {target.key: _ELSEWHERE for target in roster.targets if target.key != need.only}
             )
         if need.passes_fields:
             plain = [target.key for target in roster.targets if not target.engine.capabilities.passes_fields]
-            bars = bars.beside(dict.fromkeys(plain, READS_ONLY))
+            exclusions = exclusions.beside(dict.fromkeys(plain, READS_ONLY))
         said_busy, prices = self._reported_busy(now), self.speeds.known(roster).queue
         avoided = (
             to_avoid(
@@ -369,14 +410,18 @@ class Scheduler:
             else _NOBODY_TO_AVOID
         )
         busy: Candidates | None = None
-        for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.every,):
+        for barred in (
+            (exclusions.every, exclusions.hard)
+            if len(exclusions.every) > len(exclusions.hard)
+            else (exclusions.every,)
+        ):
             for avoid in avoided:
                 found = candidates(roster, load, need.context, self._limits, avoid, barred, said_busy, prices)
                 if len(found.at):
                     return (
                         found
-                        if barred is bars.every
-                        else msgspec.structs.replace(found, ignored=_ignored(roster, bars))
+                        if barred is exclusions.every
+                        else msgspec.structs.replace(found, ignored=_ignored(roster, exclusions))
                     )
                 busy = found if found.busy else busy
             if busy is not None:
@@ -402,7 +447,7 @@ class Scheduler:
                 f" {attempt.failures[-1][1].value}"
             )
             raise ApiError(503, message, code="upstream_failed", retry_after=2.0)
-        if len(bars.hard) == len(roster.targets):
+        if len(exclusions.hard) == len(roster.targets):
             message = (
                 f"every rank that serves the model {need.model!r} is draining; undo it with: roost drain"
                 " ENGINE --undo"
@@ -448,10 +493,14 @@ def _block_size(roster: TargetTable) -> int:
     return roster.block_sizes[0]
 
 
-def _ignored(roster: TargetTable, bars: Exclusions) -> tuple[Excluded, ...]:
+def _ignored(roster: TargetTable, exclusions: Exclusions) -> tuple[Excluded, ...]:
     """Return the ranks that would have been excluded if others were left."""
-    soft = [target for target in roster.targets if target.key in bars.every and target.key not in bars.hard]
-    return tuple(Excluded(target.engine.engine, target.rank, bars.every[target.key]) for target in soft)
+    soft = [
+        target
+        for target in roster.targets
+        if target.key in exclusions.every and target.key not in exclusions.hard
+    ]
+    return tuple(Excluded(target.engine.engine, target.rank, exclusions.every[target.key]) for target in soft)
 
 
 _FIRST_TOKEN_TERMS = ("prefill", "queue")

@@ -3,13 +3,11 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, Message, Received, Subscription
 from bus.joins import holds_its_name, vouched
 from bus.keyed_queue import KeyedQueue
-from bus.protocol.subjects import Subjects
 from fleet.dispatch import numbered
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
@@ -17,13 +15,12 @@ from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.placement import Placement
 from fleet.requests.engines import DescribeEngine
 from fleet.signatures import ClusterModel
+from router.context import RouterContext
 from router.fleet_state.cluster_homes import homes_of
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchInputs, locality
 from router.fleet_state.engine_state import EngineStatus
-from router.scheduling.scheduler import Scheduler
 from router.sync.kv_event_subscriber import KvEventSubscriber
 from router.sync.table_subscriber import TableSubscriber
-from router.telemetry.metrics import RouterMetrics
 from router.tokenization.tokenizer_registry import TokenizerRegistry
 
 log = logging.getLogger(__name__)
@@ -41,24 +38,20 @@ class FleetSubscriber:
     def __init__(
         self,
         bus: Bus,
-        subjects: Subjects,
-        picker: Scheduler,
-        lexicon: TokenizerRegistry,
-        metrics: RouterMetrics,
-        threads: ThreadPoolExecutor,
-        clock: Callable[[], float],
+        context: RouterContext,
+        tokenizers: TokenizerRegistry,
         forget: Callable[[int], None],
         reported: Callable[[KvMetrics], None],
         changed: Callable[[], None],
     ) -> None:
         self._bus = bus
-        self._subjects = subjects
-        self._picker = picker
-        self._view = picker.view
-        self._lexicon = lexicon
-        self._metrics = metrics
-        self._threads = threads
-        self._clock = clock
+        self._subjects = subjects = context.subjects
+        self._scheduler = context.scheduler
+        self._view = context.scheduler.view
+        self._tokenizers = tokenizers
+        self._metrics = context.metrics
+        self._threads = context.threads
+        self._clock = context.clock
         self._forget = forget
         self._reported = reported
         self._changed = changed
@@ -72,8 +65,16 @@ class FleetSubscriber:
         """set once the stored joins have been read"""
         self.listening = asyncio.Event()
         """set once all subscriptions are active"""
-        self.kv = KvEventSubscriber(picker.kv, bus, subjects, metrics)
-        self.tracker = TableSubscriber(picker.foresight, bus, subjects, metrics, threads, clock, self._learnt)
+        self.kv = KvEventSubscriber(context.scheduler.kv, bus, subjects, context.metrics)
+        self.tracker = TableSubscriber(
+            context.scheduler.foresight,
+            bus,
+            subjects,
+            context.metrics,
+            context.threads,
+            context.clock,
+            self.learn_clusters,
+        )
         self._unknown: KeyedQueue[tuple[str, int]] = KeyedQueue(256)
         self._unpriced: KeyedQueue[int] = KeyedQueue(65_536)
 
@@ -102,7 +103,7 @@ class FleetSubscriber:
             tasks.create_task(self._price(), name="prices placements")
             tasks.create_task(self.tracker.listen(tables), name="applies the tracker's tables and clusters")
             tasks.create_task(self.tracker.run(), name="requests missed tables and clusters")
-            tasks.create_task(self._lexicon.run(self._bus), name="fetches tokenizers")
+            tasks.create_task(self._tokenizers.run(self._bus), name="fetches tokenizers")
             tasks.create_task(self.kv.run(), name="repairs KV feeds")
 
     async def _follow(self, subject: str) -> None:
@@ -197,7 +198,7 @@ class FleetSubscriber:
             )
             self._forget(superseded)
         if joined.tokenizer is not None and joined.capabilities.token_ids:
-            self._view.block(joined.worker_id, self._lexicon.request(joined.tokenizer))
+            self._view.block(joined.worker_id, self._tokenizers.request(joined.tokenizer))
         if joined.capabilities.kv_events:
             for rank in range(len(joined.urls)):
                 self.kv.add((joined.worker_id, rank), joined.engine)
@@ -214,14 +215,15 @@ class FleetSubscriber:
 
     def _load(self, load: KvMetrics) -> None:
         sequences = (load.running or 0) + (load.waiting or 0)
-        steps = sequences * self._picker.expected_steps_left
+        steps = sequences * self._scheduler.expected_steps_left
         amounts = (load.active_prefill_tokens or 0, sequences, load.active_decode_blocks or 0, steps)
         if max(amounts) >= 2**62:
             raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports an absurd load {amounts}")
-        self._picker.reservations.report((load.worker_id, load.dp_rank), amounts, self._clock())
+        self._scheduler.reservations.report((load.worker_id, load.dp_rank), amounts, self._clock())
         self._reported(load)
 
-    def _learnt(self, model: str, clusters: ClusterModel) -> None:
+    def learn_clusters(self, model: str, clusters: ClusterModel) -> None:
+        """Apply a model's clusters, and price its placements anew if they are newer than the known ones."""
         if self._view.learn(model, clusters):
             for state in self._view.engines():
                 if state.joined.model == model:
@@ -249,7 +251,7 @@ class FleetSubscriber:
         """Apply an operator's drain. It may arrive before the engine's join, or name an incarnation that has
         left.
         """
-        health = self._picker.health
+        health = self._scheduler.health
         if drained.draining:
             health.drain(drained.worker_id, drained.rank, drained.reason)
         else:

@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, BusTimeout, Message, Subscription
 from bus.keyed_queue import RetryQueue
-from bus.protocol.subjects import Subjects
 from fleet.facts.bookings import ReservationsChanged
 from fleet.requests.routing import (
     DecisionDescribed,
@@ -22,6 +21,7 @@ from fleet.requests.routing import (
     ReservationsDescribed,
 )
 from router.config import RouterConfig
+from router.context import RouterContext
 from router.fleet_state.booking_replication import (
     MOST_PREFIX_BLOCKS,
     MOST_ROUTERS,
@@ -30,10 +30,8 @@ from router.fleet_state.booking_replication import (
     OwnBookings,
     RemoteBookings,
 )
-from router.fleet_state.reservations import Booking, Reservations
-from router.prefix_index.prompt import Prompt
-from router.scheduling.decision import Decision
-from router.telemetry.metrics import RouterMetrics
+from router.fleet_state.reservations import Booking
+from router.scheduling.booking_observer import BookedRequest, BookingObserver
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ any).
 """
 
 
-class PeerRouters:
+class PeerRouters(BookingObserver):
     """Replication between routers. `run` publishes and listens until cancelled; the other methods are
     synchronous and fast.
 
@@ -64,11 +62,8 @@ class PeerRouters:
     def __init__(
         self,
         bus: Bus,
-        subjects: Subjects,
+        context: RouterContext,
         config: RouterConfig,
-        reservations: Reservations,
-        metrics: RouterMetrics,
-        clock: Callable[[], float],
         learnt: Learnt,
         passed: Passed,
         freed: Callable[[], None],
@@ -80,17 +75,17 @@ class PeerRouters:
         self.router = secrets.randbits(64)
         """identity of this process among routers"""
         self._bus = bus
-        self._subjects = subjects
+        self._subjects = context.subjects
         self._replicas = config.replicas
         self._coalesce = config.coalesce_seconds
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics = context.metrics
+        self._clock = context.clock
         self._passed = passed
         self._freed = freed
         self._acquainted = acquainted
         self._diary = OwnBookings(self.router, config.reservation_seconds / 2)
-        self._ledger = RemoteBookings(reservations, config.reservation_seconds, learnt)
-        self._publisher = bus.publisher(subjects.reservations)
+        self._ledger = RemoteBookings(context.scheduler.reservations, config.reservation_seconds, learnt)
+        self._publisher = bus.publisher(self._subjects.reservations)
         self._due: RetryQueue[int] = RetryQueue(self._ask, MOST_ROUTERS, _PAUSE_SECONDS, _PAUSE_SECONDS)
         self._news = asyncio.Event()
         self._news.set()  # the first message announces this router
@@ -101,26 +96,28 @@ class PeerRouters:
 
     # Local events
 
-    def booked(self, decision: Decision, booking: Booking, prompt: Prompt) -> None:
+    def booked(self, booked: BookedRequest) -> None:
         if not self._replicas:
             return
-        target = decision.target
+        decision, target = booked.decision, booked.decision.target
         send_prefix = bool(self._ledger.routers) and not target.engine.capabilities.kv_events
-        prefix = prompt.chained(target.engine.block_size)[:MOST_PREFIX_BLOCKS] if send_prefix else ()
-        self._diary.booked(
-            decision.id, target.key, booking, BookingMessage(decision.ask.keys.session, prefix)
-        )
+        prefix = booked.prompt.chained(target.engine.block_size)[:MOST_PREFIX_BLOCKS] if send_prefix else ()
+        message = BookingMessage(decision.ask.keys.session, prefix)
+        self._diary.booked(decision.id, target.key, booked.booking, message)
         self._changed()
 
-    def first_token(self, booking: Booking) -> None:
+    def first_token(self, booking: Booking, now: float) -> None:
+        self.prompt_computed(booking)
+
+    def prompt_computed(self, booking: Booking) -> None:
         self._diary.first_token(booking)
         self._changed()
 
-    def emitted(self, booking: Booking) -> None:
+    def emitted(self, booking: Booking, tokens: int, now: float) -> None:
         self._diary.emitted(booking)
         self._changed()
 
-    def ended(self, booking: Booking) -> None:
+    def released(self, booking: Booking) -> None:
         self._diary.ended(booking)
         self._changed()
 

@@ -24,13 +24,15 @@ class Readiness:
     true from then on. Without a bus it is true at once.
     """
 
-    def __init__(self, view: FleetView, feeds: FleetSubscriber | None, peers: PeerRouters | None) -> None:
+    def __init__(
+        self, view: FleetView, fleet_subscriber: FleetSubscriber | None, peers: PeerRouters | None
+    ) -> None:
         self.done = asyncio.Event()
         """set when the wait is over"""
-        if feeds is None or peers is None:
+        if fleet_subscriber is None or peers is None:
             self.done.set()
         self._view = view
-        self._feeds = feeds
+        self._fleet_subscriber = fleet_subscriber
         self._peers = peers
         self._late_engines = False
         """engines without a heartbeat are not waited for any longer"""
@@ -41,7 +43,7 @@ class Readiness:
 
     def missing(self) -> list[str]:
         """Return descriptions of the missing state; empty once the wait is over."""
-        if self.over or self._feeds is None or self._peers is None:
+        if self.over or self._fleet_subscriber is None or self._peers is None:
             return []
         live = {
             state.joined.worker_id: state.joined
@@ -53,10 +55,12 @@ class Readiness:
             for state in self._view.engines()
             if state.standing is EngineStatus.UNHEARD and not self._late_engines
         ]
-        snapshots = sum(rank[0] in live for rank in self._feeds.kv.out_of_step())
-        tables = sorted(self._feeds.tracker.unanswered() & {joined.model for joined in live.values()})
+        snapshots = sum(rank[0] in live for rank in self._fleet_subscriber.kv.out_of_step())
+        tables = sorted(
+            self._fleet_subscriber.tracker.unanswered() & {joined.model for joined in live.values()}
+        )
         return [
-            *(f"the stored {what}" for what in sorted(self._feeds.behind.values())),
+            *(f"the stored {what}" for what in sorted(self._fleet_subscriber.behind.values())),
             *(f"a heartbeat of engine {engine}" for engine in sorted(unheard)),
             *([f"the KV snapshots of {snapshots} ranks"] if snapshots else []),
             *(f"the prediction tables of model {model}" for model in tables),

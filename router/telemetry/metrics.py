@@ -105,7 +105,7 @@ class RouterMetrics:
         self._replicas: set[str] = set()
         self._about_requests()
         self._about_decisions()
-        self._about_hindsight()
+        self._about_feedback()
         self._about_waiting()
         self._about_bodies()
         self._about_failures()
@@ -184,7 +184,7 @@ class RouterMetrics:
         self._stages = {stage: self._overhead.labels(stage) for stage in STAGES}
         self._laps = 0
 
-    def _about_hindsight(self) -> None:
+    def _about_feedback(self) -> None:
         """Define the metrics that compare predictions with observations."""
         regret = self._histogram(
             "regret_seconds",
@@ -192,7 +192,7 @@ class RouterMetrics:
             _REGRET,
             "model",
         )
-        self.in_hindsight = (
+        self.compared = (
             regret,
             self._histogram(
                 "predicted_first_token_seconds",
@@ -220,7 +220,7 @@ class RouterMetrics:
             ),
         )
         self._profiles = self._counter(
-            "profiles_heard", "Request profiles received from ranks, by outcome", "outcome"
+            "profiles_received", "Request profiles received from ranks, by outcome", "outcome"
         )
 
     def _about_waiting(self) -> None:
@@ -253,7 +253,7 @@ class RouterMetrics:
         self.retries_refused = self._counter(
             "retries_refused", "Failures passed on to clients because the retry budget was exhausted"
         )
-        self.in_panic = self._counter(
+        self._in_panic = self._counter(
             "decisions_in_panic",
             "Decisions that ignored circuit breakers and outlier ejection because no other rank remained",
         )
@@ -264,8 +264,8 @@ class RouterMetrics:
         self._connections_cut = self._tally(
             "connections_cut", "Client connections closed because they exceeded a limit, by cause", "cause"
         )
-        self._left_alone = self._tally(
-            "rank_left_alone",
+        self._rank_excluded = self._tally(
+            "rank_excluded",
             "1 while a rank is excluded from new requests, by cause",
             *_RANK,
             "cause",
@@ -325,9 +325,9 @@ class RouterMetrics:
         self.tables_asked = self._counter(
             "tables_gaps", "Prediction tables requested again because a delta was missed"
         )
-        self._gain = self._gauge("prediction_gain", "Calibration factor of the expert term", "model")
+        self._gain = self._gauge("prediction_calibration", "Calibration factor of the expert term", "model")
         self._cluster_gain = self._tally(
-            "prediction_cluster_gain",
+            "prediction_cluster_calibration",
             "Calibration factor of the expert term, per cluster",
             *_CLUSTER,
             goes_down=True,
@@ -378,6 +378,8 @@ class RouterMetrics:
         self._homes.values[label, decision.homecoming] += 1
         if decision.shared_cache:
             self._shared_cache.labels(label).inc()
+        if decision.ignored:
+            self._in_panic.inc()
         if decision.is_measured(chosen):
             self._terms.add(label, decision.scores.terms[:, chosen])
         self.deciding.observe(seconds)
@@ -488,10 +490,12 @@ class RouterMetrics:
         for kind, tokens in (("prompt", prompt_tokens), ("cached", cached_tokens), ("output", output_tokens)):
             self._tenant_tokens.values[name, kind] += tokens
 
-    def left_alone(self, ranks: Mapping[RankLabels, str]) -> None:
+    def rank_excluded(self, ranks: Mapping[RankLabels, str]) -> None:
         """Set the ranks that are excluded from new requests, and the cause of each; all others are
         cleared."""
-        self._left_alone.values = defaultdict(float, {(*labels, cause): 1 for labels, cause in ranks.items()})
+        self._rank_excluded.values = defaultdict(
+            float, {(*labels, cause): 1 for labels, cause in ranks.items()}
+        )
 
     def peers(self, routers: int, bookings: int, expired: int, refused: int) -> None:
         """Set the numbers of other routers and of their bookings; the last two count from the start."""
@@ -593,7 +597,7 @@ class _ModelSeries:
         families.output.values[label,] += 0
         self.cached_reported = families.cached_reported.labels(label)
         self.regret, self.predicted_first, self.observed_first, self.predicted_local, self.observed_local = (
-            family.labels(label) for family in families.in_hindsight
+            family.labels(label) for family in families.compared
         )
 
 

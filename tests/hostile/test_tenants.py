@@ -191,11 +191,13 @@ async def test_another_tenants_reservation_cannot_be_released_here_or_through_an
     marker = (await one.post("/v1/route/reserve", chat(), headers=bearer("rival"))).json["id"]
     await until(lambda: other.service.peers is not None and other.service.peers.booked_elsewhere(marker))
     await other.post("/v1/route/release", {"id": marker}, headers=bearer("rival"))
-    await until(lambda: len(one.service.reserved) == 1)  # what was passed on before it has arrived, too
+    await until(
+        lambda: len(one.service.external_reservations) == 1
+    )  # what was passed on before it has arrived, too
     assert (await other.post("/v1/route/release", {"id": held}, headers=bearer("acme"))).json[
         "outcome"
     ] == "passed_on"
-    await until(lambda: len(one.service.reserved) == 0)
+    await until(lambda: len(one.service.external_reservations) == 0)
 
 
 async def test_metrics_name_tenants_with_a_key_and_no_others(two_routers: tuple[House, House]) -> None:

@@ -368,8 +368,8 @@ def engine_joined(
 async def running(service: RouterService) -> AsyncIterator[RouterService]:
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(service.run(), name="runs the router's service")
-        if service.feeds is not None:
-            await service.feeds.listening.wait()
+        if service.fleet_subscriber is not None:
+            await service.fleet_subscriber.listening.wait()
         try:
             yield service
         finally:

@@ -100,7 +100,7 @@ async def test_settings_of_every_part_take_effect(house: House) -> None:
     await service.reload(reading(new))
     assert service.config is new
     assert (service.retries.share, service.retries.least) == (0.5, 3)
-    health = service.picker.health
+    health = service.scheduler.health
     for visit in range(2):
         health.began(visit, (1, 0), None, 0.0)
         opened = health.failed(visit, 0.0)
@@ -151,7 +151,7 @@ async def test_limits_queue_and_classes_are_those_of_the_new_settings(
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("alone", [rank.url], byte_archive)
     target = house.service.view.roster("demo").targets[0]
-    taken = house.service.picker.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
+    taken = house.service.scheduler.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
     assert (await house.post("/v1/chat/completions", chat())).status == 429
     await house.service.reload(
         reading(replace(house.service.config, queue_requests=4, classes=("gold", "tin"), default_class="tin"))
@@ -160,10 +160,10 @@ async def test_limits_queue_and_classes_are_those_of_the_new_settings(
         asyncio.create_task(house.post("/v1/chat/completions", chat(), {"x-priority": name}))
         for name in ("tin", "gold")
     ]
-    await until(lambda: len(house.service.waiting) == 2)
+    await until(lambda: len(house.service.wait_queue) == 2)
     house.service.release(taken)
     assert [answer.status for answer in await asyncio.gather(*waiting)] == [200, 200]
-    taken = house.service.picker.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
+    taken = house.service.scheduler.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
     await house.service.reload(reading(replace(house.service.config, max_requests_per_rank=2)))
     assert (await house.post("/v1/chat/completions", chat())).status == 200
     house.service.release(taken)

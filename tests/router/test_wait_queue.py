@@ -66,7 +66,7 @@ class Front:
         """Get a slot, and hold it until `release`."""
         exchange = self.exchange(name, priority, timeout)
         need = RoutingRequest("demo", TextPrompt(name.encode() * 8, "demo"), context, 10, None, name)
-        decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=begun)
+        decision, booking = await self.service.wait_queue.admit(exchange, need, "", FIRST_TRY, begun=begun)
         self.order.append(name)
         assert name not in self.targets
         self.targets[name], self.open[name] = decision.target.name, booking
@@ -194,7 +194,7 @@ async def test_a_new_request_does_not_pass_its_own_class_but_passes_lower_ones(o
     await front.admit("running")
     first = front.begin("normal-1")
     await settled()
-    front.service.picker.reservations.release(front.open["running"])  # frees capacity without an event
+    front.service.scheduler.reservations.release(front.open["running"])  # frees capacity without an event
     second = front.begin("normal-2")
     high = front.begin("high", "high")
     await settled()
@@ -213,7 +213,7 @@ async def test_capacity_that_no_event_reports_is_found_within_a_tenth_of_a_secon
     await front.admit("running")
     waiting = front.begin("b")
     await settled()
-    front.service.picker.reservations.release(front.open["running"])
+    front.service.scheduler.reservations.release(front.open["running"])
     await waiting
     assert front.now <= 0.1 + NOTHING
 
@@ -286,11 +286,11 @@ async def test_a_client_may_name_an_earlier_deadline_but_no_later_one(opened: Op
 async def test_an_engine_that_returns_in_time_serves_the_requests_that_waited_for_it(opened: Opened) -> None:
     front = opened(ranks=2, engine=False)
     waiting = [front.begin(f"r{number}") for number in range(2)]
-    asking = asyncio.create_task(front.service.waiting.live_roster(front.exchange("asks"), "demo"))
+    asking = asyncio.create_task(front.service.wait_queue.live_roster(front.exchange("asks"), "demo"))
     await asyncio.sleep(1.5)
-    assert len(front.service.waiting) == 3
+    assert len(front.service.wait_queue) == 3
     front.service.view.heard(1, front.now)
-    front.service.waiting.wake()
+    front.service.wait_queue.wake()
     await settled()
     assert all(task.done() for task in waiting)
     assert len((await asking).targets) == 2
@@ -329,7 +329,7 @@ async def test_queued_requests_wait_two_seconds_when_all_engines_die(opened: Ope
 async def test_an_unknown_model_is_refused_at_once(opened: Opened) -> None:
     front = opened()
     with pytest.raises(ApiError) as refused:
-        await front.service.waiting.live_roster(front.exchange("x"), "nobody's")
+        await front.service.wait_queue.live_roster(front.exchange("x"), "nobody's")
     assert (refused.value.status, front.now) == (404, 0.0)
 
 
@@ -338,7 +338,7 @@ async def test_a_stopping_router_refuses_waiting_and_new_requests(opened: Opened
     await front.admit("running")
     waiting = front.begin("b")
     await settled()
-    front.service.waiting.close()
+    front.service.wait_queue.close()
     assert await refusal(waiting) == ("not_ready", 503)
     assert await refusal(front.admit("c")) == ("not_ready", 503)
 
@@ -348,7 +348,7 @@ async def test_an_error_of_deciding_is_raised_in_its_own_request(opened: Opened)
     await front.admit("running")
     wrong = RoutingRequest("demo", TextPrompt(b"x", "demo"), 0, 10, "another tokenizer")
     exchange = front.exchange("wrong")
-    task = asyncio.create_task(front.service.waiting.admit(exchange, wrong, "", FIRST_TRY, begun=True))
+    task = asyncio.create_task(front.service.wait_queue.admit(exchange, wrong, "", FIRST_TRY, begun=True))
     await settled()
     if not task.done():
         front.release("running")
@@ -380,7 +380,7 @@ async def test_a_prompt_that_fits_nowhere_yet_blocks_no_other_request(opened: Op
 
 async def test_a_load_report_that_shows_free_capacity_wakes(opened: Opened) -> None:
     front = opened()
-    feeds = front.service.feeds
+    feeds = front.service.fleet_subscriber
     assert feeds is not None
     full = KvMetrics(worker_id=1, running=1)
     feeds._handle(full)
@@ -426,8 +426,8 @@ async def test_cancelled_at_any_moment_nothing_stays_behind(opened: Opened, turn
         front.release("b")  # it was admitted before its cancellation
     await later
     front.release("c")
-    assert front.service.picker.reservations.open_bookings == 0
-    assert len(front.service.waiting) == 0
+    assert front.service.scheduler.reservations.open_bookings == 0
+    assert len(front.service.wait_queue) == 0
 
 
 async def test_a_request_that_leaves_the_queue_makes_room_in_it(opened: Opened) -> None:
@@ -439,7 +439,7 @@ async def test_a_request_that_leaves_the_queue_makes_room_in_it(opened: Opened) 
     await settled()
     second = front.begin("c")
     await settled()
-    assert len(front.service.waiting) == 1
+    assert len(front.service.wait_queue) == 1
     front.release("running")
     await second
     assert front.order == ["running", "c"]
@@ -468,7 +468,7 @@ async def test_urgent_newcomers_do_not_keep_an_aged_request_from_its_place(opene
     await asyncio.sleep(5.15)
     tasks = []
     for number in range(2 * AGED_EVERY):  # each arrives while a slot is free and no event has reported it yet
-        front.service.picker.reservations.release(front.open.pop(front.order[-1]))
+        front.service.scheduler.reservations.release(front.open.pop(front.order[-1]))
         tasks.append(front.begin(f"high-{number}", "high"))
         await settled()
     assert front.order.index("old") == AGED_EVERY
@@ -488,10 +488,10 @@ async def test_a_burst_of_a_thousand_is_answered_in_class_order_and_each_once(op
                 name=f"request {name}",
             )
         await settled()
-        assert len(front.service.waiting) == 1000 - 16
+        assert len(front.service.wait_queue) == 1000 - 16
         assert max(count for count in counts(front).values()) == 4
     assert sorted(front.order) == sorted(names)
-    assert front.service.picker.reservations.open_bookings == 0
+    assert front.service.scheduler.reservations.open_bookings == 0
     waited = front.order[16:]
     classes = [name.split("-")[0] for name in waited]
     assert classes == sorted(classes, key=("high", "normal", "low").index)
@@ -558,8 +558,8 @@ def test_whatever_arrives_leaves_or_breaks_no_request_is_lost_and_nothing_stays_
         await asyncio.wait(tasks)
         assert len(answers) + sum(task.cancelled() for task in tasks) == 60
         assert set(answers.values()) <= {"served", "left", "saturated", "shed", "queue_timeout", "no_engine"}
-        assert front.service.picker.reservations.open_bookings == 0
-        assert len(front.service.waiting) == 0
+        assert front.service.scheduler.reservations.open_bookings == 0
+        assert len(front.service.wait_queue) == 0
 
     loop = looptime.patch_event_loop(asyncio.new_event_loop())
     try:
@@ -573,14 +573,14 @@ async def test_a_request_that_does_not_wait_passes_none_that_does(opened: Opened
     await front.admit("running")
     waiting = front.begin("b")
     await settled()
-    front.service.picker.reservations.release(front.open["running"])  # frees capacity without an event
+    front.service.scheduler.reservations.release(front.open["running"])  # frees capacity without an event
     need = RoutingRequest("demo", TextPrompt(b"x", "demo"), 0, 10, None)
     for priority, code in (("normal", "saturated"), ("low", "saturated")):
-        asked = front.service.waiting.admit(
+        asked = front.service.wait_queue.admit(
             front.exchange("now", priority), need, "", FIRST_TRY, begun=False, wait=False
         )
         assert await refusal(asked) == (code, 429)
-    await front.service.waiting.admit(
+    await front.service.wait_queue.admit(
         front.exchange("now", "high"), need, "", FIRST_TRY, begun=False, wait=False
     )
     waiting.cancel()
@@ -596,26 +596,26 @@ async def test_a_clients_deadline_is_for_the_beginning_of_its_answer(opened: Ope
 
 async def test_excluded_ranks_have_no_slots_unless_no_other_rank_remains(opened: Opened) -> None:
     front = opened(ranks=3, max_requests_per_rank=5)
-    picker = front.service.picker
-    assert picker.places("demo", 0.0) == 15
-    picker.health.drain(1, 0, "maintenance")
-    assert picker.places("demo", 0.0) == 10
+    scheduler = front.service.scheduler
+    assert scheduler.places("demo", 0.0) == 15
+    scheduler.health.drain(1, 0, "maintenance")
+    assert scheduler.places("demo", 0.0) == 10
     for rank in range(3):
-        picker.reservations.book((1, rank), (0, 5 if rank == 1 else 1, 0, 0), 0.0)
-    assert picker.places("demo", 0.0) == 4
-    picker.health.drain(1, None, "all of it")
-    assert picker.places("demo", 0.0) == 0
+        scheduler.reservations.book((1, rank), (0, 5 if rank == 1 else 1, 0, 0), 0.0)
+    assert scheduler.places("demo", 0.0) == 4
+    scheduler.health.drain(1, None, "all of it")
+    assert scheduler.places("demo", 0.0) == 0
     front.service.view.leave(1)
-    assert picker.places("demo", 0.0) is None
+    assert scheduler.places("demo", 0.0) is None
 
 
 async def test_a_drain_that_is_undone_wakes(opened: Opened) -> None:
     front = opened(ranks=2)
-    front.service.picker.health.drain(1, 1, "maintenance")
+    front.service.scheduler.health.drain(1, 1, "maintenance")
     await front.admit("running")
     waiting = front.begin("b")
     await settled()
-    front.service.picker.health.undrain(1, 1)
+    front.service.scheduler.health.undrain(1, 1)
     await waiting
     assert front.now <= 0.1 + NOTHING
 
@@ -642,12 +642,12 @@ async def test_retry_after_follows_the_rate_at_which_places_become_free(opened: 
 
 async def test_many_slots_are_given_in_short_turns_for_any_wake_up(opened: Opened) -> None:
     front = opened(ranks=2, max_requests_per_rank=60)
-    running = [front.service.picker.reservations.book((1, rank), (0, 60, 0, 0), 0.0) for rank in range(2)]
+    running = [front.service.scheduler.reservations.book((1, rank), (0, 60, 0, 0), 0.0) for rank in range(2)]
     tasks = [front.begin(f"r{number}") for number in range(120)]
     await settled()
     for booking in running:
-        front.service.picker.reservations.release(booking)
-    room, most = front.service.waiting, 0
+        front.service.scheduler.reservations.release(booking)
+    room, most = front.service.wait_queue, 0
     room.wake()
     while len(room):
         before = len(room)

@@ -146,7 +146,7 @@ class Loop:
 
     @property
     def gain(self) -> float:
-        replica = self.router.picker.foresight.replica("demo")
+        replica = self.router.scheduler.foresight.replica("demo")
         return 0.0 if replica is None or replica.tables is None else replica.tables.gain
 
     @property

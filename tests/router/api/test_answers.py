@@ -215,7 +215,7 @@ async def test_the_decision_of_an_answer_can_be_read_back(house: House, rank: Mo
 async def test_an_explained_decision_equals_the_one_that_is_made(house: House, rank: MockRank) -> None:
     explained = (await house.post("/v1/route", chat())).json
     assert not rank.requests
-    assert house.service.picker.reservations.open_bookings == 0
+    assert house.service.scheduler.reservations.open_bookings == 0
     served = await house.post("/v1/chat/completions", chat())
     record = (await house.get(f"/v1/decisions/{served.headers['x-roost-decision-id']}")).json
     for field in (
@@ -238,7 +238,7 @@ async def test_models_health_ready_and_metrics_can_be_read(house: House, rank: M
     assert [model["id"] for model in (await house.get("/v1/models")).json["data"]] == ["demo"]
     assert (await house.get("/v1/models/demo")).json["max_model_len"] == 4096
     assert (await house.get("/health")).status == 200
-    await until(lambda: house.service.warmup.over)
+    await until(lambda: house.service.readiness.over)
     assert (await house.get("/ready")).json == {"ready": True, "models": ["demo"], "missing": []}
     await house.post("/v1/chat/completions", chat())
     text = (await house.get("/metrics")).body.decode()

@@ -193,7 +193,7 @@ async def test_bad_input_is_answered_with_the_fields_name(house: House, rank: Mo
         assert (error["param"], error["code"]) == (param, code), case
         assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error"), case
         assert not rank.requests, case
-    assert house.service.picker.reservations.open_bookings == 0
+    assert house.service.scheduler.reservations.open_bookings == 0
 
 
 async def test_the_error_of_an_unknown_model_lists_the_known_ones(house: House, rank: MockRank) -> None:

@@ -39,7 +39,7 @@ async def two_engines(house: House, serve_rank: Serve, packed: bytes) -> tuple[M
         await house.join(f"engine{number}", [rank.url], packed, worker_id=number + 1)
     chosen = (await house.post("/v1/route", chat())).json["chosen"]
     busy = house.service.view.roster("demo").targets[0 if chosen == "engine1/0" else 1]
-    house.service.picker.reservations.book(
+    house.service.scheduler.reservations.book(
         busy.key, (100_000, 1, 100, 0), 0.0
     )  # a load that makes the other engine the first choice
     return (ranks[0], ranks[1]) if busy.key[0] == 2 else (ranks[1], ranks[0])
@@ -93,7 +93,7 @@ async def test_a_stream_of_old_weights_is_not_continued_on_new_ones(
     await house.join("old", [ranks[0].url], packed, worker_id=1, weights_digest="a" * 32)
     await house.join("new", [ranks[1].url], packed, worker_id=2, weights_digest=weights)
     busy = house.service.view.roster("demo").targets[1]
-    house.service.picker.reservations.book(busy.key, (100_000, 1, 100, 0), 0.0)
+    house.service.scheduler.reservations.book(busy.key, (100_000, 1, 100, 0), 0.0)
     answer = await house.post(CHAT, chat(max_tokens=40, stream=True))
     error = answer.events[-1]["error"]
     assert error["code"] == "weights_changed"
@@ -112,12 +112,12 @@ async def test_a_stream_is_continued_by_the_one_engine_with_its_weights_and_the_
     for number, (rank, weights) in enumerate(zip(ranks, ("a" * 32, "b" * 32, "a" * 32), strict=True)):
         await house.join(f"engine{number}", [rank.url], packed, worker_id=number + 1, weights_digest=weights)
     for target, load in zip(house.service.view.roster("demo").targets, (0, 1_000, 100_000), strict=True):
-        house.service.picker.reservations.book(target.key, (load, 1, 100, 0), 0.0)
+        house.service.scheduler.reservations.book(target.key, (load, 1, 100, 0), 0.0)
     answer = await house.post(CHAT, chat(max_tokens=40, stream=True))
     prompt = ranks[0].tokenizer.encode_rendered(rendered("hello there"))
     assert text_of(answer) == ranks[0].text(prompt, 5, 40)
     assert [len(rank.requests) for rank in ranks] == [1, 0, 1]
-    continued = house.service.picker.kept(f"{answer.headers['x-roost-decision-id']}-a2")
+    continued = house.service.scheduler.kept(f"{answer.headers['x-roost-decision-id']}-a2")
     assert continued is not None
     reasons = {one.engine: one.reason for one in continued.record().excluded}
     assert (
@@ -134,7 +134,7 @@ async def test_a_request_without_a_token_is_tried_on_other_weights(
     await house.join("old", [ranks[0].url], packed, worker_id=1, weights_digest="a" * 32)
     await house.join("new", [ranks[1].url], packed, worker_id=2, weights_digest="b" * 32)
     busy = house.service.view.roster("demo").targets[1]
-    house.service.picker.reservations.book(busy.key, (100_000, 1, 100, 0), 0.0)
+    house.service.scheduler.reservations.book(busy.key, (100_000, 1, 100, 0), 0.0)
     answer = await house.post(CHAT, chat(max_tokens=40, stream=True))
     assert text_of(answer) == ranks[1].text(
         ranks[1].tokenizer.encode_rendered(rendered("hello there")), 5, 40
@@ -215,7 +215,7 @@ async def test_an_unreachable_engine_is_excluded_until_its_next_heartbeat(
     rank = await serve_rank(MockRank(bpe_archive))
     gone = await house.join("gone", ["http://127.0.0.1:9"], bpe_archive, worker_id=1)
     await house.join("there", [rank.url], bpe_archive, worker_id=2)
-    house.service.picker.reservations.book(
+    house.service.scheduler.reservations.book(
         (2, 0), (100_000, 1, 100, 0), 0.0
     )  # the other engine is tried first
     assert (await house.post(CHAT, chat())).status == 200
@@ -230,11 +230,11 @@ async def test_when_every_rank_fails_the_answer_is_503_and_nothing_stays_booked(
 ) -> None:
     for rank in await two_engines(house, serve_rank, bpe_archive):
         rank.answer_status = 500
-    open_before = house.service.picker.reservations.open_bookings
+    open_before = house.service.scheduler.reservations.open_bookings
     answer = await house.post(CHAT, chat())
     assert answer.status == 503
     assert "retry-after" in answer.headers
-    assert house.service.picker.reservations.open_bookings == open_before
+    assert house.service.scheduler.reservations.open_bookings == open_before
 
 
 async def test_a_stream_that_no_rank_can_continue_ends_in_an_error_event(
@@ -333,7 +333,7 @@ async def test_a_client_that_vanishes_cancels_the_rank_at_once(
     request.cancel()
     async with asyncio.timeout(2):
         await rank.left.wait()
-    await until(lambda: house.service.picker.reservations.open_bookings == 0)
+    await until(lambda: house.service.scheduler.reservations.open_bookings == 0)
     await until(lambda: outcomes())
     assert outcomes()[0]["outcome"] == "client_gone"
     rank.hold_after = None
@@ -349,7 +349,7 @@ async def test_a_client_that_vanishes_cancels_all_of_its_choices(
     request = asyncio.ensure_future(house.post(CHAT, chat(n=4, stream=True)))
     await until(lambda: len(rank.requests) == 4)
     request.cancel()
-    await until(lambda: house.service.picker.reservations.open_bookings == 0)
+    await until(lambda: house.service.scheduler.reservations.open_bookings == 0)
     await until(lambda: rank.leavers == 4)
 
 

@@ -58,7 +58,7 @@ class RouterEndpoint:
     @property
     def load(self) -> list[list[int]]:
         table = self.service.view.roster("demo")
-        return self.service.picker.reservations.load(table.rows, self.service.clock()).tolist()  # type: ignore[no-any-return]
+        return self.service.scheduler.reservations.load(table.rows, self.service.clock()).tolist()  # type: ignore[no-any-return]
 
     def column(self, rank: str) -> list[int]:
         """Return the load of one rank, "a/0" or "a/1"."""
@@ -310,7 +310,7 @@ async def test_a_release_that_reaches_another_router_is_passed_on(
     ] == "passed_on"
     await until(lambda: max(one.load[0]) == 0 and max(other.load[0]) == 0)
     await until(lambda: (one.load == other.load == NOTHING) != first_token)
-    assert len(one.service.reserved) == first_token
+    assert len(one.service.external_reservations) == first_token
 
 
 async def test_a_decision_is_read_back_from_whichever_router_made_it(group: RouterGroup) -> None:
@@ -371,7 +371,7 @@ async def test_a_reservation_may_wait_its_turn_on_request(group: RouterGroup) ->
     held = [(await endpoint.post("/v1/route/reserve", chat())).json["id"] for _ in range(2)]
     over_http = asyncio.create_task(endpoint.post("/v1/route/reserve?wait=true", chat()))
     as_library = asyncio.create_task(Decider(endpoint.service).reserve(chat(), wait=True, priority="high"))
-    await until(lambda: len(endpoint.service.waiting) == 2)
+    await until(lambda: len(endpoint.service.wait_queue) == 2)
     await endpoint.post("/v1/route/release", {"id": held[0]})
     assert (await asyncio.wait_for(as_library, 5)).expires_seconds == 120.0
     assert not over_http.done()
@@ -383,9 +383,9 @@ async def test_a_cancelled_wait_makes_no_reservation(group: RouterGroup) -> None
     endpoint = await group.router(max_requests_per_rank=1, queue_wait_seconds=60.0)
     held = [(await endpoint.post("/v1/route/reserve", chat())).json["id"] for _ in range(2)]
     leaver = asyncio.create_task(endpoint.post("/v1/route/reserve?wait=true", chat()))
-    await until(lambda: len(endpoint.service.waiting) == 1)
+    await until(lambda: len(endpoint.service.wait_queue) == 1)
     leaver.cancel()
-    await until(lambda: len(endpoint.service.waiting) == 0)
+    await until(lambda: len(endpoint.service.wait_queue) == 0)
     for decision_id in held:
         await endpoint.post("/v1/route/release", {"id": decision_id})
     assert endpoint.load == NOTHING

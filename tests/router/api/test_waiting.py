@@ -40,7 +40,7 @@ async def alone(house: House, serve_rank: Serve, packed: bytes, **rank: Any) -> 
 def fill(house: House) -> Booking:
     """Occupy the only slot of the only rank."""
     target = house.service.view.roster("demo").targets[0]
-    return house.service.picker.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
+    return house.service.scheduler.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
 
 
 def begin(house: House, headers: dict[str, str] | None = None, **more: Any) -> "asyncio.Task[Answered]":
@@ -63,7 +63,7 @@ async def test_a_request_waits_for_a_place_and_says_so_in_its_log_line(
     await alone(house, serve_rank, byte_archive)
     taken = fill(house)
     waiting = begin(house, stream=stream)
-    await until(lambda: len(house.service.waiting) == 1)
+    await until(lambda: len(house.service.wait_queue) == 1)
     house.service.release(taken)
     assert (await waiting).status == 200
     assert (await house.post(CHAT, chat())).status == 200
@@ -72,7 +72,7 @@ async def test_a_request_waits_for_a_place_and_says_so_in_its_log_line(
     assert waited["queued_ms"] > 0.0
     assert direct["queued_ms"] == 0.0
     assert waited["priority"] == direct["priority"] == "normal"
-    assert house.service.picker.reservations.open_bookings == 0
+    assert house.service.scheduler.reservations.open_bookings == 0
 
 
 async def test_a_wait_is_a_span_of_its_own(
@@ -85,7 +85,7 @@ async def test_a_wait_is_a_span_of_its_own(
     assert not traces.named("roost.queue")
     taken = fill(house)
     waiting = begin(house, headers={"x-priority": "high"})
-    await until(lambda: len(house.service.waiting) == 1)
+    await until(lambda: len(house.service.wait_queue) == 1)
     house.service.release(taken)
     await waiting
     await until(lambda: len(traces.named("chat demo")) == 2)
@@ -179,11 +179,11 @@ async def test_choices_that_wait_leave_with_their_client(
     house = await open_house(max_requests_per_rank=1)
     rank = await alone(house, serve_rank, byte_archive, hold_after=1)
     asking = begin(house, n=5, stream=True)
-    await until(lambda: len(house.service.waiting) == 4 and rank.requests)
+    await until(lambda: len(house.service.wait_queue) == 4 and rank.requests)
     await asyncio.sleep(0.03)
     asking.cancel()
     await until(
-        lambda: len(house.service.waiting) == 0 and house.service.picker.reservations.open_bookings == 0
+        lambda: len(house.service.wait_queue) == 0 and house.service.scheduler.reservations.open_bookings == 0
     )
 
 
@@ -194,10 +194,10 @@ async def test_a_client_that_leaves_while_no_engine_lives_is_forgotten(
     await alone(house, serve_rank, byte_archive)
     house.service.view.leave(house.service.view.roster("demo").targets[0].key[0])
     asking = begin(house)
-    await until(lambda: len(house.service.waiting) == 1)
+    await until(lambda: len(house.service.wait_queue) == 1)
     await asyncio.sleep(0.03)
     asking.cancel()
-    await until(lambda: len(house.service.waiting) == 0)
+    await until(lambda: len(house.service.wait_queue) == 0)
     await until(lambda: lines())
     assert lines()[0]["outcome"] == "client_gone"
 
@@ -209,14 +209,14 @@ async def test_a_client_that_leaves_while_it_waits_leaves_the_queue(
     rank = await alone(house, serve_rank, byte_archive)
     taken = fill(house)
     waiting = begin(house)
-    await until(lambda: len(house.service.waiting) == 1)
+    await until(lambda: len(house.service.wait_queue) == 1)
     await asyncio.sleep(0.03)  # the watch of its client starts after 20 ms
     waiting.cancel()
-    await until(lambda: len(house.service.waiting) == 0)
+    await until(lambda: len(house.service.wait_queue) == 0)
     house.service.release(taken)
     await until(lambda: lines())
     assert lines()[0]["outcome"] == "client_gone"
-    assert house.service.picker.reservations.open_bookings == 0
+    assert house.service.scheduler.reservations.open_bookings == 0
     assert not rank.requests
 
 
@@ -228,11 +228,13 @@ async def test_a_stream_whose_rank_died_waits_for_a_place_instead_of_failing(
     first.die_after = 3
     await house.join("first", [first.url], byte_archive, worker_id=1)
     await house.join("second", [second.url], byte_archive, worker_id=2)
-    taken = house.service.picker.reservations.book((2, 0), (0, 1, 0, 0), house.service.clock())
+    taken = house.service.scheduler.reservations.book((2, 0), (0, 1, 0, 0), house.service.clock())
     broken = begin(house, stream=True)
-    await until(lambda: len(house.service.waiting) == 1)
+    await until(lambda: len(house.service.wait_queue) == 1)
     others = [begin(house, headers={"x-priority": "high"}, max_tokens=1) for _ in range(2)]
-    await until(lambda: sum(len(rank.requests) for rank in (first, second)) + len(house.service.waiting) >= 4)
+    await until(
+        lambda: sum(len(rank.requests) for rank in (first, second)) + len(house.service.wait_queue) >= 4
+    )
     house.service.release(taken)
     answer = await broken
     assert answer.status == 200
@@ -252,7 +254,7 @@ async def test_choices_are_admitted_each_on_its_own(
         "length"
     ) == 4
     assert len(rank.requests) == 4
-    assert house.service.picker.reservations.open_bookings == 0
+    assert house.service.scheduler.reservations.open_bookings == 0
 
 
 async def test_a_request_whose_answer_has_not_begun_is_refused_completely(
@@ -262,8 +264,8 @@ async def test_a_request_whose_answer_has_not_begun_is_refused_completely(
     rank = await alone(house, serve_rank, byte_archive, hold_after=1)
     answer = await house.post(CHAT, chat(n=4))
     assert (answer.status, answer.json["error"]["code"]) == (429, "saturated")
-    await until(lambda: house.service.picker.reservations.open_bookings == 0)
-    assert len(house.service.waiting) == 0
+    await until(lambda: house.service.scheduler.reservations.open_bookings == 0)
+    assert len(house.service.wait_queue) == 0
     assert len(rank.requests) <= 2
 
 
@@ -276,7 +278,7 @@ async def test_a_request_waits_for_an_engine_that_restarts(
     assert joined is not None
     house.service.view.leave(joined.joined.worker_id)
     waiting = begin(house)
-    await until(lambda: len(house.service.waiting) == 1)
+    await until(lambda: len(house.service.wait_queue) == 1)
     await house.join("alone", [rank.url], byte_archive, worker_id=77)
     assert (await waiting).status == 200
     assert house.service.view.roster("demo").targets[0].key == (77, 0)
@@ -288,7 +290,7 @@ async def test_an_unknown_model_and_a_router_without_engines_are_reported_at_onc
     assert (await house.post(CHAT, chat())).json["error"]["code"] == "no_engine"
     await alone(house, serve_rank, byte_archive)
     assert (await house.post(CHAT, chat(model="other"))).status == 404
-    assert len(house.service.waiting) == 0
+    assert len(house.service.wait_queue) == 0
 
 
 async def test_plain_servers_are_waited_for_as_well(
@@ -318,7 +320,7 @@ async def test_a_burst_over_http_is_answered_completely_and_once(
     assert Counter(answer.status for answer in answers) == {200: 160}
     prompts = [tuple(request.prompt) for rank in ranks for request in rank.requests]
     assert len(prompts) == len(set(prompts)) == 160
-    assert house.service.picker.reservations.open_bookings == 0
+    assert house.service.scheduler.reservations.open_bookings == 0
     assert "roost_router_queue_requests" in (await house.get("/metrics")).body.decode()
 
 
@@ -328,14 +330,14 @@ async def test_a_rank_whose_kv_blocks_are_held_is_saturated(
     house = await open_house(max_kv_share=0.5, queue_requests=0)
     await alone(house, serve_rank, byte_archive)  # 1,000 blocks
     worker_id = house.service.view.roster("demo").targets[0].key[0]
-    house.service.picker.reservations.report((worker_id, 0), (0, 1, 500, 1), house.service.clock())
+    house.service.scheduler.reservations.report((worker_id, 0), (0, 1, 500, 1), house.service.clock())
     assert (await house.post(CHAT, chat())).status == 200
-    house.service.picker.reservations.report((worker_id, 0), (0, 1, 501, 1), house.service.clock())
+    house.service.scheduler.reservations.report((worker_id, 0), (0, 1, 501, 1), house.service.clock())
     assert (await house.post(CHAT, chat())).status == 429
     await house.bus.publisher(house.subjects.kv_metrics).publish(
         KvMetrics(worker_id=worker_id, running=1, active_decode_blocks=20)
     )
-    await until(lambda: house.service.picker.places("demo", house.service.clock()))
+    await until(lambda: house.service.scheduler.places("demo", house.service.clock()))
     assert (await house.post(CHAT, chat())).status == 200
 
 
@@ -354,14 +356,14 @@ async def test_a_broken_decision_does_not_stop_the_waiting_of_others(
     digest = service.view.roster("demo").tokenizer
     exchange = RequestLog("broken", "broken", CHAT, service.clock())
     bad = asyncio.create_task(
-        service.waiting.admit(
+        service.wait_queue.admit(
             exchange, RoutingRequest("demo", Broken(b"x", "demo"), 0, 1, digest), "", FIRST_TRY, begun=True
         ),
         name="is broken",
     )
-    await until(lambda: len(service.waiting) == 1)
+    await until(lambda: len(service.wait_queue) == 1)
     good = begin(house)
-    await until(lambda: len(service.waiting) == 2)
+    await until(lambda: len(service.wait_queue) == 2)
     service.release(taken)
     assert (await good).status == 200
     with pytest.raises(RuntimeError, match="a fault of the router"):
@@ -386,11 +388,11 @@ async def test_a_request_waits_for_a_rank_that_says_it_is_busy(
 ) -> None:
     rank = await alone(house, serve_rank, byte_archive, answer_status=429)
     waiting = begin(house)
-    await until(lambda: len(house.service.waiting) == 1)
+    await until(lambda: len(house.service.wait_queue) == 1)
     rank.answer_status = 200
     assert (await waiting).status == 200
     assert len(rank.requests) == 2
-    assert house.service.picker.reservations.open_bookings == 0
+    assert house.service.scheduler.reservations.open_bookings == 0
 
 
 async def test_a_stream_whose_rank_died_waits_for_one_that_says_it_is_busy(
@@ -400,11 +402,11 @@ async def test_a_stream_whose_rank_died_waits_for_one_that_says_it_is_busy(
     first.die_after, second.answer_status = 3, 429
     await house.join("first", [first.url], byte_archive, worker_id=1)
     await house.join("second", [second.url], byte_archive, worker_id=2)
-    taken = house.service.picker.reservations.book(
+    taken = house.service.scheduler.reservations.book(
         (2, 0), (100_000, 1, 0, 0), house.service.clock()
     )  # the other engine is tried first
     broken = begin(house, stream=True)
-    await until(lambda: len(house.service.waiting) == 1)
+    await until(lambda: len(house.service.wait_queue) == 1)
     second.answer_status = 200
     answer = await broken
     assert "error" not in answer.events[-1]

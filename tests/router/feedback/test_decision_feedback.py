@@ -80,7 +80,7 @@ async def serve(
     service: RouterService, slowness: float, tokens: int, joined: EngineJoined, *, reports: bool
 ) -> None:
     """Serve one request on an engine whose times are `slowness` times those that it states."""
-    bus = service.feeds
+    bus = service.fleet_subscriber
     assert bus is not None
     decision, booking = book(service, need(tokens, 64))
     mine = decision.target.key[0] == joined.worker_id
@@ -146,7 +146,7 @@ async def test_a_restarted_engine_is_believed_anew(network: RouterNetwork) -> No
     again = await network.engine("liar", speed=SPEED, capabilities=PLAIN, worker_id=77)
     await asyncio.sleep(1.0)
     assert service.view.engine(liar.worker_id) is None
-    assert service.picker.speeds.of(service.view.roster("demo"), 0) == (1.0, 1.0)
+    assert service.scheduler.speeds.of(service.view.roster("demo"), 0) == (1.0, 1.0)
     assert series(service, "speed_factor", worker_id=str(liar.worker_id)) == 0.0
     assert series(service, "speed_factor", worker_id=str(again.worker_id), of="prefill") == 1.0
 
@@ -187,7 +187,7 @@ async def test_disturbed_requests_say_nothing_of_speed(
         service.first_token(booking)
         service.release(booking)
     await asyncio.sleep(TICK_SECONDS)
-    assert service.picker.speeds.of(service.view.roster("demo"), 0) == (1.0, 1.0)
+    assert service.scheduler.speeds.of(service.view.roster("demo"), 0) == (1.0, 1.0)
     assert terms(service, liar, "prefill", need(100)) == pytest.approx(100.0)
 
 
@@ -278,9 +278,9 @@ async def foretold(network: RouterNetwork) -> tuple[EngineJoined, RouterService]
     placement = linear(layers=SHAPE.layers, experts=SHAPE.experts, ranks=2).record()
     joined = await network.engine("e", ranks=2, speed=FAR, shape=SHAPE, placement=placement)
     service = await network.ready_router()
-    assert service.feeds is not None
-    service.feeds._learnt("demo", halves(skew=50.0))
-    service.feeds.tracker.add("demo")
+    assert service.fleet_subscriber is not None
+    service.fleet_subscriber.learn_clusters("demo", halves(skew=50.0))
+    service.fleet_subscriber.tracker.add("demo")
     await network.bus.publisher(network.subjects.clusters).publish(published_clusters(halves(skew=50.0)))
     await network.bus.publisher(network.subjects.tables).publish(tables(shares=(0.9, 0.1)))
     for _ in range(100):
@@ -331,7 +331,7 @@ async def test_locality_is_measured_as_predicted_and_as_observed_and_counts_as_r
         float(decision.outlook.local[0])
     )
     assert series(service, "locality_observed_sum", model="demo") == pytest.approx(0.02)
-    assert series(service, "profiles_heard_total", outcome="ours") == 1
+    assert series(service, "profiles_received_total", outcome="ours") == 1
     assert series(service, "regret_seconds_count") == 1
     assert series(service, "regret_seconds_sum") > 0.1  # the other rank would have served all of it locally
 
@@ -357,7 +357,7 @@ async def test_profiles_of_others_are_ignored_and_a_request_without_a_profile_is
     ):
         await voice.publish(message)
     await asyncio.sleep(0.2)
-    assert series(service, "profiles_heard_total", outcome="unknown") == 2
+    assert series(service, "profiles_received_total", outcome="unknown") == 2
     assert series(service, "locality_observed_count") == 0
     await asyncio.sleep(PROBE_SECONDS + 1)
     assert series(service, "regret_seconds_count") == 1
@@ -398,7 +398,7 @@ async def test_many_profiles_are_dropped_unread(network: RouterNetwork) -> None:
         await voice.publish(profiled(joined, decision, [1.0, 0.0], 0.9))
     await asyncio.sleep(5.0)
     read, unread = (
-        series(service, "profiles_heard_total", outcome=outcome) for outcome in ("ours", "unread")
+        series(service, "profiles_received_total", outcome=outcome) for outcome in ("ours", "unread")
     )
     assert read < 100
     assert read + unread == 500
@@ -433,4 +433,4 @@ async def test_ranks_stages_and_terms_are_exported_and_lost_workers_are_not(netw
     assert series(service, "rank_sequences", worker_id=str(one.worker_id)) == 0
     for _, booking in decisions:
         service.release(booking)
-    assert service.hindsight.watched == 0
+    assert service.feedback.watched == 0

@@ -352,11 +352,11 @@ TestBookkeeping.settings = settings(max_examples=60, stateful_step_count=30, dea
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([2, 4, 8]))
 def test_a_burst_of_a_thousand_spreads_evenly_over_equal_ranks(seed: int, ranks: int) -> None:
-    picker, need = burst(ranks)
+    scheduler, need = burst(ranks)
     counts = dict.fromkeys(range(ranks), 0)
     for number in range(1000):
-        decision = picker.decide(need, f"d{number}", seed + 7919 * number, 0.0)
-        picker.book(decision, need.prompt, 0.0)
+        decision = scheduler.decide(need, f"d{number}", seed + 7919 * number, 0.0)
+        scheduler.book(decision, need.prompt, 0.0)
         counts[decision.target.rank] += 1
     assert max(counts.values()) - min(counts.values()) <= 1
 
@@ -377,22 +377,28 @@ def burst(ranks: int, **settings: Any) -> tuple[Scheduler, RoutingRequest]:
     view.heard(1, 0.0)
     config = RouterConfig(**{"max_requests_per_rank": 10_000, "max_queue_seconds": 1e9} | settings)
     holders = BlockIndex()
-    picker = Scheduler(view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), config)
-    return picker, RoutingRequest("demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64)
+    scheduler = Scheduler(view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), config)
+    return scheduler, RoutingRequest("demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64)
 
 
 def test_only_the_last_decisions_are_kept() -> None:
-    picker, need = burst(2, kept_decisions=3)
+    scheduler, need = burst(2, kept_decisions=3)
     for number in range(5):
-        picker.book(picker.decide(need, f"d{number}", 0, 0.0), need.prompt, 0.0)
-    assert [picker.kept(f"d{number}") is not None for number in range(5)] == [False, False, True, True, True]
+        scheduler.book(scheduler.decide(need, f"d{number}", 0, 0.0), need.prompt, 0.0)
+    assert [scheduler.kept(f"d{number}") is not None for number in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_explaining_books_and_keeps_nothing() -> None:
-    picker, need = burst(2)
-    decision = picker.decide(need, "d", 0, 0.0)
-    assert picker.kept("d") is None
-    assert picker.reservations.open_bookings == 0
+    scheduler, need = burst(2)
+    decision = scheduler.decide(need, "d", 0, 0.0)
+    assert scheduler.kept("d") is None
+    assert scheduler.reservations.open_bookings == 0
     assert decision.record().chosen == decision.target.name
 
 

@@ -250,7 +250,7 @@ async def test_streams_of_a_server_that_dies_are_finished_by_another_one(open_ho
                     found = await asyncio.gather(*(asked(house, path, **more) for _ in range(4)))
                     assert found == [whole] * 4
         assert any(isinstance(body.get("prompt"), list) for body in living.bodies)
-        assert house.service.picker.reservations.open_bookings == 0
+        assert house.service.scheduler.reservations.open_bookings == 0
 
 
 async def test_a_continuation_is_another_attempt_of_the_same_decision_and_its_usage_is_summed(

@@ -136,7 +136,7 @@ async def send_all(house: House, urls: list[str], rank: MockRank, count: int, at
 
 def idle(service: RouterService) -> bool:
     """Return True if no trace of any request is left."""
-    return service.picker.reservations.open_bookings == 0 and service.picker.health.open_visits == 0
+    return service.scheduler.reservations.open_bookings == 0 and service.scheduler.health.open_visits == 0
 
 
 def in_all(mocks: list[FaultyRank]) -> Counter[str]:
@@ -247,7 +247,7 @@ async def test_a_breaker_opens_is_reported_and_closes_again(
     bad.answer_status = 200
     await until(
         lambda: (
-            not house.service.picker.health.exclusions(
+            not house.service.scheduler.health.exclusions(
                 house.service.view.roster("demo"), house.service.clock()
             ).every
         )
@@ -291,7 +291,7 @@ async def test_a_clients_own_error_and_a_busy_rank_open_no_breaker(
     for status, answered in ((400, (400,)), (429, (429, 503))):
         rank.answer_status = status
         assert (await house.post(CHAT, chat())).status in answered
-    assert not house.service.picker.health.exclusions(
+    assert not house.service.scheduler.health.exclusions(
         house.service.view.roster("demo"), house.service.clock()
     ).every
 
@@ -309,7 +309,7 @@ async def test_a_client_that_leaves_frees_the_probe_of_a_half_open_breaker(
     rank.asked.clear()
     probe = asyncio.ensure_future(house.post(CHAT, chat(stream=True)))
     await rank.asked.wait()
-    health, table = house.service.picker.health, house.service.view.roster("demo")
+    health, table = house.service.scheduler.health, house.service.view.roster("demo")
     assert "half open" in next(iter(health.exclusions(table, house.service.clock()).every.values()))
     probe.cancel()
     await until(lambda: not health.exclusions(table, house.service.clock()).every)
@@ -329,7 +329,7 @@ async def drain(house: House, worker_id: int, rank: int | None, *, draining: boo
 
 
 def draining(service: RouterService) -> int:
-    return len(service.picker.health.exclusions(service.view.roster("demo"), service.clock()).hard)
+    return len(service.scheduler.health.exclusions(service.view.roster("demo"), service.clock()).hard)
 
 
 async def test_a_draining_rank_finishes_its_streams_and_gets_no_new_ones(
@@ -411,9 +411,9 @@ async def test_a_client_that_leaves_while_it_waits_for_a_place_is_never_forwarde
     first = asyncio.ensure_future(house.post(CHAT, chat()))
     await rank.asked.wait()
     second = asyncio.ensure_future(house.post(CHAT, chat("second", stream=stream)))
-    await until(lambda: len(house.service.waiting) == 1)
+    await until(lambda: len(house.service.wait_queue) == 1)
     second.cancel()
-    await until(lambda: len(house.service.waiting) == 0)
+    await until(lambda: len(house.service.wait_queue) == 0)
     first.cancel()
     await until(lambda: idle(house.service))
     rank.hold_after = None

@@ -461,4 +461,4 @@ async def test_many_streams_cut_by_the_server_leave_nothing_booked(open_house: O
         )
         house = await in_front_of(open_house, server, breaker_failures=100)
         await asyncio.gather(*(house.post(CHAT, chat(f"{number}", stream=True)) for number in range(20)))
-        assert house.service.picker.reservations.open_bookings == 0
+        assert house.service.scheduler.reservations.open_bookings == 0

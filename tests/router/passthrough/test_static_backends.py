@@ -372,7 +372,7 @@ async def test_a_client_that_vanishes_cancels_the_server_at_once(
         await response.content.readany()
     async with asyncio.timeout(2):
         await servers[0].left.wait()
-    await until(lambda: house.service.picker.reservations.open_bookings == 0)
+    await until(lambda: house.service.scheduler.reservations.open_bookings == 0)
 
 
 async def test_an_engine_without_ids_that_joins_over_the_bus_is_served_the_same_way(
@@ -609,7 +609,9 @@ async def test_streams_tell_the_speed_of_all_servers_of_their_model(
         await house.post(
             CHAT, chat(f"{number} A long story that both of us know by heart. " * 400, stream=True)
         )
-    await until(lambda: house.service.picker.speeds.known(house.service.view.roster("demo")).measured is None)
+    await until(
+        lambda: house.service.scheduler.speeds.known(house.service.view.roster("demo")).measured is None
+    )
     record = (await house.post("/v1/route", chat())).json
     assert record["unit"] == "1"  # of the policy round_robin
     one, two = record["candidates"]

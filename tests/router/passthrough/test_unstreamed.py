@@ -82,7 +82,7 @@ async def test_an_answer_is_requested_elsewhere_when_probes_show_that_its_server
         hung.listing.clear()  # its event loop hangs: requests stay open, probes go unanswered
         answer = await pending
         assert answer.status == 503
-        assert house.service.picker.reservations.open_bookings == 0
+        assert house.service.scheduler.reservations.open_bookings == 0
 
 
 async def test_an_answer_of_a_server_that_refuses_new_connections_is_awaited(
@@ -119,7 +119,7 @@ async def test_a_server_that_dies_while_its_answer_is_awaited_is_replaced(open_h
 def promised(house: House) -> tuple[int, int]:
     """Return outstanding prefill tokens and requests, as the next decision would see them."""
     table = house.service.view.roster("demo")
-    load = house.service.picker.reservations.load(table.rows, house.service.clock())
+    load = house.service.scheduler.reservations.load(table.rows, house.service.clock())
     return int(load[0].sum()), int(load[1].sum())
 
 

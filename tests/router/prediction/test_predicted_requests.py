@@ -95,7 +95,7 @@ async def teach(house: House, **fields: Any) -> None:
     await house.bus.publisher(house.subjects.tables).publish(tables(version, clusters=version, **fields))
 
     def come() -> bool:
-        replica = house.service.picker.foresight.replica("demo")
+        replica = house.service.scheduler.foresight.replica("demo")
         priced = house.service.view.prices("demo").priced
         return (
             replica is not None
@@ -321,7 +321,7 @@ async def test_the_headers_names_are_settings(
     answer = await house.post(
         CHAT, chat(), headers={"x-conversation": "s", "x-org": "t", "x-session-id": "no", "x-tenant-id": "no"}
     )
-    decision = house.service.picker.kept(answer.headers[DECISION_HEADER])
+    decision = house.service.scheduler.kept(answer.headers[DECISION_HEADER])
     assert decision is not None
     assert decision.ask.keys == keys_of("s", "t", "demo", CHAT)
 
@@ -489,7 +489,7 @@ async def test_a_router_without_a_bus_predicts_and_publishes_nothing() -> None:
     service.view.join(joined, 0.0)
     service.view.heard(7, 0.0)
     decision = service.decide(RoutingRequest("demo", TokenPrompt([1, 2, 3]), 3, 10, None), "d")
-    booking = service.picker.book(decision, TokenPrompt([1, 2, 3]), 0.0)
+    booking = service.scheduler.book(decision, TokenPrompt([1, 2, 3]), 0.0)
     service.finished(decision, booking, TokenPrompt([1, 2, 3]))
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
     assert record.prediction is None
@@ -504,9 +504,9 @@ async def test_an_engine_that_left_takes_its_models_tables_with_it(
 
     async with house.bus.serve(house.subjects.describe_profile, describe):
         await engine(house, serve_rank, byte_archive)
-        await until(lambda: house.service.picker.foresight.replica("demo") is not None)
+        await until(lambda: house.service.scheduler.foresight.replica("demo") is not None)
         house.service.forget_worker(2**64 - 9)
-        assert house.service.picker.foresight.replica("demo") is None
+        assert house.service.scheduler.foresight.replica("demo") is None
         with pytest.raises(ApiError):
             house.service.decide(RoutingRequest("demo", TokenPrompt([1]), 1, 1, None), "d")
 

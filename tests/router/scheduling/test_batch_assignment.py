@@ -368,7 +368,7 @@ def test_deciding_one_after_another_in_the_order_found_gives_the_same_ranks_at_t
         view.join(engine_joined(f"e{number}", urls, "f" * 64, worker_id=number + 1, **about), 0.0)
         view.heard(number + 1, 0.0)
     holders = BlockIndex()
-    picker = Scheduler(view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), config)
+    scheduler = Scheduler(view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), config)
     roster = view.roster("demo")
     for target in roster.targets:
         running = int(chance.integers(8, 13))
@@ -388,19 +388,19 @@ def test_deciding_one_after_another_in_the_order_found_gives_the_same_ranks_at_t
         for at in range(9)
     ]
     try:
-        alone = [picker.decide(need, "d", at, 0.0) for at, need in enumerate(needs)]
+        alone = [scheduler.decide(need, "d", at, 0.0) for at, need in enumerate(needs)]
     except Saturated:
         return
     load = reservations.load(roster.rows, 0.0)
     places = route_batch(*gathered(alone, load, SaturationLimits(12, 3.0, 0.9)))
     for place in places:
-        decision = picker.decide(needs[place.request], "d", place.request, 0.0)
+        decision = scheduler.decide(needs[place.request], "d", place.request, 0.0)
         assert np.isclose(decision.scores.total[decision.chosen], place.price, rtol=1e-9)
         if roster.index[decision.target.key] != place.target:  # a tie: a decision looks at the load as well
             tied = decision.scores.total[decision.at.tolist().index(place.target)]
             assert np.isclose(tied, place.price, rtol=1e-9)
             return
-        picker.book(decision, needs[place.request].prompt, 0.0)
+        scheduler.book(decision, needs[place.request].prompt, 0.0)
     for request in set(range(9)) - {place.request for place in places}:
         with pytest.raises(Saturated):
-            picker.decide(needs[request], "d", request, 0.0)
+            scheduler.decide(needs[request], "d", request, 0.0)

@@ -268,45 +268,51 @@ def picker_of(ranks: int, **config: Any) -> tuple[Scheduler, RoutingRequest]:
     )
     view.heard(1, 0.0)
     holders = BlockIndex()
-    picker = Scheduler(
+    scheduler = Scheduler(
         view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), RouterConfig(**config)
     )
-    return picker, RoutingRequest(
+    return scheduler, RoutingRequest(
         "demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64, keys=PredictionKeys(session=9)
     )
 
 
 def test_the_picker_takes_turns_by_what_it_booked_and_not_by_what_it_explained() -> None:
-    picker, need = picker_of(3, policy="round_robin")
+    scheduler, need = picker_of(3, policy="round_robin")
     picked = []
     for number in range(6):
-        assert picker.decide(need, "asked", 0, 0.0).chosen == number % 3
-        decision = picker.decide(need, f"d{number}", 0, 0.0)
-        picker.book(decision, need.prompt, 0.0)
+        assert scheduler.decide(need, "asked", 0, 0.0).chosen == number % 3
+        decision = scheduler.decide(need, f"d{number}", 0, 0.0)
+        scheduler.book(decision, need.prompt, 0.0)
         picked.append(decision.chosen)
     assert picked == [0, 1, 2, 0, 1, 2]
 
 
 def test_the_picker_remembers_where_a_conversation_went() -> None:
-    picker, need = picker_of(3, session_affinity_seconds=10.0)
-    first = picker.decide(need, "a", 1, 0.0)
-    picker.book(first, need.prompt, 0.0)
-    again = picker.decide(need, "b", 0, 5.0)
+    scheduler, need = picker_of(3, session_affinity_seconds=10.0)
+    first = scheduler.decide(need, "a", 1, 0.0)
+    scheduler.book(first, need.prompt, 0.0)
+    again = scheduler.decide(need, "b", 0, 5.0)
     assert again.target is first.target
     assert again.choice.why == "session"
-    assert picker.decide(need, "c", 0, 10.5).choice.why != "session"
-    assert picker.decide(msgspec.structs.replace(need, keys=PredictionKeys()), "d", 0, 5.0).held is None
-    picker.reconfigure(RouterConfig())
-    assert picker.decide(need, "e", 0, 5.0).held is None
+    assert scheduler.decide(need, "c", 0, 10.5).choice.why != "session"
+    assert scheduler.decide(msgspec.structs.replace(need, keys=PredictionKeys()), "d", 0, 5.0).held is None
+    scheduler.reconfigure(RouterConfig())
+    assert scheduler.decide(need, "e", 0, 5.0).held is None
 
 
 def test_kept_decisions_are_bounded_by_their_memory_too() -> None:
-    picker, need = picker_of(8)
-    size = picker.decide(need, "x", 0, 0.0).nbytes
-    picker, need = picker_of(8, kept_bytes=3 * size)
+    scheduler, need = picker_of(8)
+    size = scheduler.decide(need, "x", 0, 0.0).nbytes
+    scheduler, need = picker_of(8, kept_bytes=3 * size)
     for number in range(5):
-        picker.book(picker.decide(need, f"d{number}", 0, 0.0), need.prompt, 0.0)
-    assert [picker.kept(f"d{number}") is not None for number in range(5)] == [False, False, True, True, True]
+        scheduler.book(scheduler.decide(need, f"d{number}", 0, 0.0), need.prompt, 0.0)
+    assert [scheduler.kept(f"d{number}") is not None for number in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_rules_are_what_the_configuration_says() -> None:

@@ -181,7 +181,7 @@ async def test_load_reports_enter_the_next_decision(fleet: Fleet) -> None:
     )
     await fleet.bus.publisher(fleet.subjects.kv_metrics).publish(report)
     roster = fleet.service.view.roster("demo")
-    reservations = fleet.service.picker.reservations
+    reservations = fleet.service.scheduler.reservations
     await until(
         lambda: (
             reservations.load(roster.rows, fleet.clock()).tolist() == [[0, 200], [0, 3], [0, 30], [0, 3 * 64]]
@@ -368,15 +368,15 @@ async def test_the_cached_prefix_of_a_rank_wins_the_decision(fleet: Fleet) -> No
             await stack.enter_async_context(
                 fleet.bus.serve(fleet.subjects.kv_snapshot(joined.engine, joined.worker_id, rank), snapshot)
             )
-        assert fleet.service.feeds is not None
-        feeds = fleet.service.feeds
+        assert fleet.service.fleet_subscriber is not None
+        feeds = fleet.service.fleet_subscriber
         await until(lambda: feeds.kv.in_step((joined.worker_id, 1)))
     decision = fleet.service.decide(RoutingRequest("demo", TokenPrompt(tokens), 120, 10, None), "d")
     assert decision.target.name == "a/1"
     assert decision.record().candidates[0].overlap_blocks == 20
     assert decision.cached_tokens == 80
     fleet.service.forget_worker(joined.worker_id)
-    assert fleet.service.picker.kv.block_index.overlaps(TokenPrompt(tokens).chained(4)) == {}
+    assert fleet.service.scheduler.kv.block_index.overlaps(TokenPrompt(tokens).chained(4)) == {}
 
 
 async def test_the_service_leaves_nothing_running(byte_archive: bytes) -> None:

@@ -124,7 +124,7 @@ def book(service: RouterService, routing: RoutingRequest) -> tuple[Decision, Boo
 def load(service: RouterService, joined: EngineJoined) -> list[int]:
     roster = service.view.roster("demo")
     at = roster.index[joined.worker_id, 0]
-    return service.picker.reservations.load(roster.rows, service.clock())[:, at].tolist()  # type: ignore[no-any-return]
+    return service.scheduler.reservations.load(roster.rows, service.clock())[:, at].tolist()  # type: ignore[no-any-return]
 
 
 async def burst(*, replicas: bool) -> float:

@@ -291,7 +291,7 @@ async def test_only_what_is_new_of_a_long_conversation_leaves_the_event_loop(
         ).status == 200
         assert left == leaves
         assert rank.requests[-1].prompt == whole(known("bytes"), rank.tokenizer.render(talk(turns)))
-    seen = house.service.lexicon.seen
+    seen = house.service.tokenizers.seen
     assert seen is not None
     assert seen.new_characters < seen.known_characters
     counted_characters = f'roost_router_conversation_characters_total{{ids="known"}} {seen.known_characters}'
@@ -326,7 +326,7 @@ async def test_a_request_reuses_the_texts_of_its_own_salt_alone(
             "cache_salt": salt,
         }
         assert (await house.post("/v1/route", body)).status == 200
-        assert house.service.lexicon.seen is not None
-        kept.append(len(house.service.lexicon.seen))
+        assert house.service.tokenizers.seen is not None
+        kept.append(len(house.service.tokenizers.seen))
     assert kept[0] == kept[1] > 0
     assert kept[2] == 2 * kept[0]
