@@ -502,7 +502,7 @@ class MigrationService:
             case KvMetrics() as load:
                 self.watch.load(load, self._clock())
             case DispatchMeasured() as sent:
-                self.measured.hear(sent, self._clock())
+                self.measured.add(sent, self._clock())
             case PopularityShifted() as shift if self.controller is not None:
                 self.controller.shifted(shift)
             case TablesPublished() as tables if tables.model in self.watch.models:

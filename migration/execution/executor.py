@@ -26,7 +26,7 @@ from fleet.requests.handovers import HandoverDescribed
 from fleet.requests.plans import MigrationAccepted
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
-from migration.execution.handover_driver import HandoverDriver, Unfit, sane, stray
+from migration.execution.handover_driver import HandoverDriver, Unfit, plausible, stray
 from migration.execution.leader_lease import LeaderLease
 from migration.execution.migration_log import MigrationLog, OpenPlans, Superseded, Withdrawn
 from migration.handover.coordinator import HandoverSpec, HandoverTimes, begun, taken_over
@@ -35,10 +35,10 @@ from migration.handover.handover_messages import (
     accepted,
     announced,
     dropped,
+    found_on_ranks,
     left_open,
     next_of,
     received,
-    unheard_of,
 )
 from migration.handover.rank_progress import ENGINE_GONE, HandoverFailure
 from migration.model.plan import Handover, Inapplicable, Plan, applied
@@ -230,9 +230,9 @@ class PlanExecutor:
                 continue  # one engine sends reports in the name of another
             if isinstance(report, EngineHeartbeat):
                 self._heartbeats.beat(report.worker_id, self._clock())
-            elif sane(report):
+            elif plausible(report):
                 self._note(report, entry)
-                self._driver.hear(report)
+                self._driver.receive(report)
 
     def _note(self, status: HandoverDescribed, entry: EngineEntry | None) -> None:
         if entry is not None and 0 <= status.rank < entry.placement.ranks:
@@ -361,7 +361,7 @@ class PlanExecutor:
         what = left_open(engine, left, staged, self._ledger.entry(left.worker_id), self._config)
         plan_trace = None if run is None or run.plan != left.plan else self._trace(engine, run)
         await self._lead.standing()
-        proceeding = taken_over(
+        handover = taken_over(
             what,
             left,
             self._lead.token,
@@ -370,7 +370,7 @@ class PlanExecutor:
             0.0 if staged is None else staged.seconds,
         )
         await self._driver.carry(
-            proceeding, found.revision, None if plan_trace is None else plan_trace.handover(what)
+            handover, found.revision, None if plan_trace is None else plan_trace.handover(what)
         )
         return await self.log.look(engine)
 
@@ -461,11 +461,11 @@ class PlanExecutor:
         if trace is not None:
             what = trace.carried_by(what)
         await self._lead.standing()
-        proceeding = begun(what, self._lead.token, self._times, self._clock())
+        handover = begun(what, self._lead.token, self._times, self._clock())
         revision = await self.log.keep(
-            what.engine, proceeding.durable(State.PROPOSING, self._clock()), found.revision
+            what.engine, handover.durable(State.PROPOSING, self._clock()), found.revision
         )
-        await self._driver.carry(proceeding, revision, trace)
+        await self._driver.carry(handover, revision, trace)
 
     async def _clear_strays(self, engine: str, found: OpenPlans) -> OpenPlans:
         """Finish a handover that ranks have open but that is not in durable storage.
@@ -488,7 +488,7 @@ class PlanExecutor:
             engine,
             *open_,
         )
-        left = unheard_of(entry, *open_, self._lead.token, found.open)
+        left = found_on_ranks(entry, *open_, self._lead.token, found.open)
         revision = await self.log.keep(engine, left, found.revision)
         what = left_open(engine, left, None, None, self._config)
         await self._driver.carry(

@@ -31,14 +31,14 @@ ANSWER_SECONDS = 2.0
 """Time limit for one answer of a rank. It exceeds the resend interval, so that slow answers are still
 received."""
 _PAUSE_SECONDS = 0.25
-LEAST_SECONDS = 0.001
+MIN_WAIT_SECONDS = 0.001
 """Shortest wait: clocks are not exact, and a wait of zero never ends."""
-MOST_NUMBER = 1 << 53
+MAX_NUMBER = 1 << 53
 """Upper bound on any number that a rank reports; larger ones are invalid."""
 
 Gone = Callable[[str, int], str]
 """(engine, worker_id) -> reason why that incarnation has ended; empty: there is no proof that it has"""
-MOST_WORDS = 4096
+MAX_REPORTS = 4096
 """Limit on queued rank reports; a rank is asked again if a report is lost."""
 
 
@@ -49,7 +49,7 @@ class CommandsRefused(NamedTuple):
     reason: str
 
 
-Word = HandoverDescribed | CommandsRefused
+RankReport = HandoverDescribed | CommandsRefused
 
 
 class Unfit(Exception):
@@ -70,7 +70,7 @@ class HandoverDriver:
         self,
         bus: Bus,
         subjects: Subjects,
-        journal: MigrationLog,
+        log: MigrationLog,
         lead: LeaderLease,
         metrics: MigrationMetrics,
         gone: Gone,
@@ -79,19 +79,19 @@ class HandoverDriver:
     ) -> None:
         self._bus = bus
         self._subjects = subjects
-        self._migration_log = journal
+        self._log = log
         self._lead = lead
         self._metrics = metrics
         self._gone = gone
         self._silent = silent
         self._clock = clock
-        self._inboxes: dict[int, asyncio.Queue[Word]] = {}
+        self._inboxes: dict[int, asyncio.Queue[RankReport]] = {}
         """by worker_id"""
 
-    def hear(self, said: HandoverDescribed) -> None:
+    def receive(self, report: HandoverDescribed) -> None:
         """Receive an unsolicited status report of a rank."""
-        if (inbox := self._inboxes.get(said.worker_id)) is not None and not inbox.full():
-            inbox.put_nowait(said)
+        if (inbox := self._inboxes.get(report.worker_id)) is not None and not inbox.full():
+            inbox.put_nowait(report)
 
     async def survey(
         self, engine: str, worker_id: int, ranks: int, patience: float, token: int
@@ -108,73 +108,71 @@ class HandoverDriver:
         return tuple(answer for answer in answers if isinstance(answer, HandoverDescribed))
 
     async def carry(
-        self, proceeding: HandoverState, revision: int | None, trace: HandoverTrace | None = None
+        self, handover: HandoverState, revision: int | None, trace: HandoverTrace | None = None
     ) -> HandoverState:
         """Drive a handover until it ends.
 
         Raises Superseded if another service changed its durable state, and LeaseTaken if another service is
         the leader.
         """
-        with self._inbox(proceeding.what.worker_id) as inbox:
+        with self._inbox(handover.what.worker_id) as inbox:
             overdue = False
-            async with _asking() as ask:
-                while proceeding.state is not CoordinatorState.IDLE:
+            async with _requests() as start:
+                while handover.state is not CoordinatorState.IDLE:
                     await self._lead.standing()
-                    proceeding, now = await self._observe(proceeding), self._clock()
-                    overdue = self._check_overdue(proceeding, now, before=overdue)
-                    move = proceeding.move(now)
+                    handover, now = await self._observe(handover), self._clock()
+                    overdue = self._check_overdue(handover, now, before=overdue)
+                    move = handover.move(now)
                     if move is not None:
-                        proceeding, revision = await self._make(proceeding, move, revision, now)
+                        handover, revision = await self._make(handover, move, revision, now)
                         if trace is not None:
-                            trace.moved(proceeding, move)
+                            trace.moved(handover, move)
                         continue
-                    for rank, command in proceeding.due(now):
-                        ask(
-                            self._send(inbox, proceeding.what.engine, rank, command),
-                            f"send a command to rank {rank} of engine {proceeding.what.engine}",
+                    for rank, command in handover.due(now):
+                        start(
+                            self._send(inbox, handover.what.engine, rank, command),
+                            f"send a command to rank {rank} of engine {handover.what.engine}",
                         )
-                        proceeding = proceeding.asked((rank,), now)
-                    proceeding = await self._listen(inbox, proceeding)
-        return proceeding
+                        handover = handover.commanded((rank,), now)
+                    handover = await self._listen(inbox, handover)
+        return handover
 
-    async def _observe(self, proceeding: HandoverState) -> HandoverState:
+    async def _observe(self, handover: HandoverState) -> HandoverState:
         """Apply the presence of the engine, and outbid a higher fencing token that a rank reported."""
-        what = proceeding.what
+        what = handover.what
         if why := self._gone(what.engine, what.worker_id):
-            proceeding = proceeding.gone(why)
+            handover = handover.gone(why)
         else:
-            proceeding = proceeding.listened(silent=self._silent(what.worker_id))
-        if proceeding.heard_token > proceeding.token:
+            handover = handover.checked(silent=self._silent(what.worker_id))
+        if handover.highest_token > handover.token:
             try:
-                proceeding = proceeding.with_token(await self._lead.outbid(proceeding.heard_token))
+                handover = handover.with_token(await self._lead.outbid(handover.highest_token))
             except BusError as error:
                 logger.warning(
-                    "a rank of engine %s has seen token %d: %s", what.engine, proceeding.heard_token, error
+                    "a rank of engine %s has seen token %d: %s", what.engine, handover.highest_token, error
                 )
-        return proceeding
+        return handover
 
     async def _make(
-        self, proceeding: HandoverState, move: Move, revision: int | None, now: float
+        self, handover: HandoverState, move: Move, revision: int | None, now: float
     ) -> tuple[HandoverState, int]:
         """Write the records of a move, then persist the new state."""
         for entry in move.records:
-            await self._migration_log.record(entry)
-        kept = await self._migration_log.keep(
-            proceeding.what.engine, proceeding.durable(move.after, now), revision
-        )
-        after = proceeding.moved(move, now)
+            await self._log.record(entry)
+        kept = await self._log.keep(handover.what.engine, handover.durable(move.after, now), revision)
+        after = handover.moved(move, now)
         logger.info(
             "handover %d of engine %s: %s, %s", after.what.handover, after.what.engine, move.cue, after.state
         )
         self._metrics.moved(after, move, now)
         return after, kept
 
-    def _check_overdue(self, proceeding: HandoverState, now: float, *, before: bool) -> bool:
+    def _check_overdue(self, handover: HandoverState, now: float, *, before: bool) -> bool:
         """Return True if a decided handover is overdue. A warning is logged once."""
-        overdue, what = proceeding.overdue(now), proceeding.what
+        overdue, what = handover.overdue(now), handover.what
         self._metrics.overdue(what.engine, overdue)
         if overdue and not before:
-            waiting = listed(proceeding.waiting_for)
+            waiting = listed(handover.waiting_for)
             logger.warning(
                 "handover %d of engine %s is decided, but ranks %s do not serve it yet; resending the commit",
                 what.handover,
@@ -183,29 +181,29 @@ class HandoverDriver:
             )
         return overdue
 
-    async def _listen(self, inbox: asyncio.Queue[Word], proceeding: HandoverState) -> HandoverState:
+    async def _listen(self, inbox: asyncio.Queue[RankReport], handover: HandoverState) -> HandoverState:
         """Wait for reports until the next action is due, and apply them."""
         now = self._clock()
         try:
             async with asyncio.timeout(
-                min(max(proceeding.next_look(now) - now, LEAST_SECONDS), LOOK_SECONDS)
+                min(max(handover.next_look(now) - now, MIN_WAIT_SECONDS), LOOK_SECONDS)
             ):
                 reports = [await inbox.get()]
         except TimeoutError:
-            return proceeding
+            return handover
         while not inbox.empty():
             reports.append(inbox.get_nowait())
         for report in reports:
-            proceeding = (
-                proceeding.declined(report.rank, report.reason)
+            handover = (
+                handover.declined(report.rank, report.reason)
                 if isinstance(report, CommandsRefused)
-                else proceeding.heard(report)
+                else handover.reported(report)
             )
-        return proceeding
+        return handover
 
-    async def _send(self, inbox: asyncio.Queue[Word], engine: str, rank: int, command: Command) -> None:
+    async def _send(self, inbox: asyncio.Queue[RankReport], engine: str, rank: int, command: Command) -> None:
         try:
-            answer = await self._ask(engine, command, rank)
+            answer = await self._request(engine, command, rank)
         except Declined as refusal:
             await inbox.put(CommandsRefused(rank, str(refusal)))
         except BusError as error:
@@ -213,7 +211,7 @@ class HandoverDriver:
         else:
             await inbox.put(answer)
 
-    async def _ask(self, engine: str, command: Command, rank: int) -> HandoverDescribed:
+    async def _request(self, engine: str, command: Command, rank: int) -> HandoverDescribed:
         answer = await self._bus.request(
             self._subjects.handover(engine, command.worker_id, rank), command, ANSWER_SECONDS
         )
@@ -224,7 +222,7 @@ class HandoverDriver:
             raise Declined(
                 f"its answer is an unexpected {type(answer).__name__}; do both sides run the same version?"
             )
-        if not sane(answer):
+        if not plausible(answer):
             raise Declined(
                 f"it reports the invalid handover {answer.handover} or token {answer.token}; restart its"
                 " engine"
@@ -236,7 +234,7 @@ class HandoverDriver:
     ) -> HandoverDescribed | HandoverFailure:
         while True:
             try:
-                return await self._ask(
+                return await self._request(
                     engine, DescribeHandover(worker_id=worker_id, rank=rank, token=token), rank
                 )
             except Declined as refusal:
@@ -253,9 +251,9 @@ class HandoverDriver:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     @contextmanager
-    def _inbox(self, worker_id: int) -> Iterator[asyncio.Queue[Word]]:
+    def _inbox(self, worker_id: int) -> Iterator[asyncio.Queue[RankReport]]:
         """Collect the reports of one engine meanwhile."""
-        inbox: asyncio.Queue[Word] = asyncio.Queue(MOST_WORDS)
+        inbox: asyncio.Queue[RankReport] = asyncio.Queue(MAX_REPORTS)
         self._inboxes[worker_id] = inbox
         try:
             yield inbox
@@ -264,42 +262,41 @@ class HandoverDriver:
 
 
 @asynccontextmanager
-async def _asking() -> AsyncIterator[Callable[[Coroutine[Any, Any, None], str], None]]:
+async def _requests() -> AsyncIterator[Callable[[Coroutine[Any, Any, None], str], None]]:
     """Start requests as named tasks. Requests still unanswered at the end are cancelled."""
     running = set[asyncio.Task[None]]()
 
-    def ask(question: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(question, name=name)
+    def start(request: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(request, name=name)
         running.add(task)
         task.add_done_callback(running.discard)
 
     try:
-        yield ask
+        yield start
     finally:
         for task in tuple(running):
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def sane(said: HandoverDescribed) -> bool:
+def plausible(report: HandoverDescribed) -> bool:
     """Return True if the numbers in a report are plausible, because tokens and handover numbers are derived
     from them."""
-    return all(
-        0 <= number <= MOST_NUMBER
-        for number in (said.handover, said.concluded, said.flipped, said.token, said.served, said.rank)
-    )
+    numbers = (report.handover, report.concluded, report.flipped, report.token, report.served, report.rank)
+    return all(0 <= number <= MAX_NUMBER for number in numbers)
 
 
-def stray(told: Sequence[HandoverDescribed]) -> tuple[int, CoordinatorState] | None:
+def stray(statuses: Sequence[HandoverDescribed]) -> tuple[int, CoordinatorState] | None:
     """Return the handover that ranks have open but that is not in durable storage, and how to finish it;
     None: none.
 
     It was decided if any rank is ready or has flipped; otherwise it is aborted.
     """
-    handover = max((said.handover for said in told), default=0)
+    handover = max((status.handover for status in statuses), default=0)
     if not handover:
         return None
     decided = any(
-        said.flipped == handover or (said.handover == handover and said.state == "ready") for said in told
+        status.flipped == handover or (status.handover == handover and status.state == "ready")
+        for status in statuses
     )
     return handover, CoordinatorState.COMMITTING if decided else CoordinatorState.ABORTING

@@ -1,6 +1,6 @@
 """State machine of one engine's handover on the coordinator side, using the tables of `fleet.handover`. Pure.
 
-`HandoverState` is a value; the time is an argument. Reports from ranks (`heard`, `declined`), the time and
+`HandoverState` is a value; the time is an argument. Reports from ranks (`reported`, `declined`), the time and
 the loss of the engine (`gone`) each produce a new state. The caller reads from it the commands to send
 (`due`) and the next move (`move`): the records to write, in order, and the state to persist after them. The
 caller must write them in exactly that order. A successor that sees only the durable state can then resume
@@ -142,11 +142,11 @@ class HandoverState:
     """Handover in progress."""
 
     what: HandoverSpec
-    pace: HandoverTimes
+    times: HandoverTimes
     state: CoordinatorState
     token: int
     begun: float
-    told: tuple[RankStatus, ...]
+    statuses: tuple[RankStatus, ...]
     """status of each rank"""
     decided: float | None = None
     failure: HandoverFailure | None = None
@@ -155,36 +155,32 @@ class HandoverState:
     silent: bool = False
     """True if heartbeats are missing. The engine may come back; it then receives the abort before any other
     proposal"""
-    heard_token: int = 0
+    highest_token: int = 0
     """highest fencing token reported by any rank"""
 
     # Inputs
 
-    def heard(self, said: HandoverDescribed) -> "HandoverState":
+    def reported(self, report: HandoverDescribed) -> "HandoverState":
         """Apply a report or answer from a rank. Ignore reports about other incarnations, ranks or handovers,
         and invalid ones."""
-        if said.worker_id != self.what.worker_id or not 0 <= said.rank < self.what.ranks:
+        if report.worker_id != self.what.worker_id or not 0 <= report.rank < self.what.ranks:
             return self
-        before = self.told[said.rank]
-        progress = max(before.progress, reached(said, self.what.handover))
-        pulls = said.pulls if said.handover == self.what.handover and said.pulls else before.pulls
+        before = self.statuses[report.rank]
+        progress = max(before.progress, reached(report, self.what.handover))
+        pulls = report.pulls if report.handover == self.what.handover and report.pulls else before.pulls
         status = before._replace(
-            progress=progress, pulls=pulls, declined=before.declined and progress is RankProgress.UNHEARD
+            progress=progress, pulls=pulls, declined=before.declined and progress is RankProgress.UNKNOWN
         )
-        after = replace(
-            self, told=_put(self.told, said.rank, status), heard_token=max(self.heard_token, said.token)
-        )
+        token = max(self.highest_token, report.token)
+        after = replace(self._with_status(report.rank, status), highest_token=token)
         if self.state is not CoordinatorState.PROPOSING or self.failure is not None:
             return after
-        return replace(after, failure=hopeless(said, self.what.handover, self.what.epoch))
+        return replace(after, failure=hopeless(report, self.what.handover, self.what.epoch))
 
     def declined(self, rank: int, reason: str) -> "HandoverState":
         """Apply the refusal of a rank to accept any commands."""
-        before = self.told[rank]
-        after = replace(
-            self,
-            told=_put(self.told, rank, before._replace(declined=before.progress is RankProgress.UNHEARD)),
-        )
+        before = self.statuses[rank]
+        after = self._with_status(rank, before._replace(declined=before.progress is RankProgress.UNKNOWN))
         if self.state is not CoordinatorState.PROPOSING or self.failure is not None:
             return after
         return replace(
@@ -195,7 +191,7 @@ class HandoverState:
         """Apply that the engine left, died or came back as another incarnation. why: a clause."""
         return self if self.left else replace(self, left=why)
 
-    def listened(self, *, silent: bool) -> "HandoverState":
+    def checked(self, *, silent: bool) -> "HandoverState":
         """Apply the result of a heartbeat check.
 
         Silence proves nothing, so it ends only an abort. A decided handover must reach every rank, and an
@@ -203,38 +199,44 @@ class HandoverState:
         """
         return self if silent is self.silent else replace(self, silent=silent)
 
-    def asked(self, ranks: Sequence[int], now: float) -> "HandoverState":
+    def commanded(self, ranks: Sequence[int], now: float) -> "HandoverState":
         """Note that commands were sent to these ranks."""
-        statuses = list(self.told)
-        for rank in ranks:
-            statuses[rank] = statuses[rank]._replace(asked_at=now)
-        return replace(self, told=tuple(statuses))
+        statuses = tuple(
+            status._replace(sent_at=now) if rank in ranks else status
+            for rank, status in enumerate(self.statuses)
+        )
+        return replace(self, statuses=statuses)
 
     def with_token(self, token: int) -> "HandoverState":
         """Use a higher fencing token. Every rank becomes due at once."""
-        return replace(
-            self, token=token, told=tuple(status._replace(asked_at=float("-inf")) for status in self.told)
-        )
+        return replace(self._all_due(), token=token)
 
     def moved(self, move: Move, now: float) -> "HandoverState":
         """Apply a move after it was carried out. Raises IllegalMove if the tables do not allow it."""
         state = moved(CONDUCTING, self.state, move.cue)
-        told = tuple(told._replace(asked_at=float("-inf")) for told in self.told)
         decided = now if state is CoordinatorState.COMMITTING else self.decided
         failure = self._failed(now) if move.cue is CoordinatorEvent.FAILED else self.failure
-        return replace(self, state=state, told=told, decided=decided, failure=failure)
+        return replace(self._all_due(), state=state, decided=decided, failure=failure)
+
+    def _with_status(self, rank: int, status: RankStatus) -> "HandoverState":
+        return replace(self, statuses=(*self.statuses[:rank], status, *self.statuses[rank + 1 :]))
+
+    def _all_due(self) -> "HandoverState":
+        return replace(
+            self, statuses=tuple(status._replace(sent_at=float("-inf")) for status in self.statuses)
+        )
 
     # Outputs
 
     @property
     def deadline(self) -> float:
         """Time by which all ranks must have staged."""
-        return self.begun + self.what.stage_seconds + self.pace.grace
+        return self.begun + self.what.stage_seconds + self.times.grace
 
     @property
     def waiting_for(self) -> tuple[int, ...]:
         """Ranks that have not yet done what the current state waits for."""
-        return tuple(rank for rank, status in enumerate(self.told) if not self._done(status))
+        return tuple(rank for rank, status in enumerate(self.statuses) if not self._done(status))
 
     def overdue(self, now: float) -> bool:
         """Return True if the commit takes too long. This only causes a warning; a decided handover is never
@@ -242,7 +244,7 @@ class HandoverState:
         return (
             self.state is CoordinatorState.COMMITTING
             and self.decided is not None
-            and now - self.decided > self.pace.commit
+            and now - self.decided > self.times.commit
         )
 
     def due(self, now: float) -> tuple[tuple[int, Command], ...]:
@@ -252,15 +254,15 @@ class HandoverState:
         return tuple(
             (rank, self._command(rank))
             for rank in self.waiting_for
-            if now >= self.told[rank].asked_at + self.pace.repeat
+            if now >= self.statuses[rank].sent_at + self.times.repeat
         )
 
     def next_look(self, now: float) -> float:
         """Return the latest time of the next check; `now` or later."""
-        times = [status.asked_at + self.pace.repeat for status in self.told if not self._done(status)]
+        moments = [status.sent_at + self.times.repeat for status in self.statuses if not self._done(status)]
         if self.state is CoordinatorState.PROPOSING:
-            times.append(self.deadline)
-        return max(now, min(times, default=now))
+            moments.append(self.deadline)
+        return max(now, min(moments, default=now))
 
     def move(self, now: float) -> Move | None:
         """Return the next move; None: keep sending the due commands."""
@@ -326,7 +328,7 @@ class HandoverState:
                     handover=what.handover,
                     reason=reason,
                 )
-        if self.told[rank].progress is not RankProgress.UNHEARD or what.placement is None:
+        if self.statuses[rank].progress is not RankProgress.UNKNOWN or what.placement is None:
             return DescribeHandover(worker_id=what.worker_id, rank=rank, token=self.token)
         return ProposeHandover(
             engine=what.engine,
@@ -356,7 +358,7 @@ class HandoverState:
         return None
 
     def _too_late(self) -> HandoverFailure:
-        silent = [rank for rank in self.waiting_for if self.told[rank].progress is RankProgress.UNHEARD]
+        silent = [rank for rank in self.waiting_for if self.statuses[rank].progress is RankProgress.UNKNOWN]
         who, did = (silent, "did not answer") if silent else (self.waiting_for, "did not stage")
         named = f"rank {who[0]}" if len(who) == 1 else f"ranks {listed(who)}"
         return HandoverFailure(
@@ -397,7 +399,7 @@ class HandoverState:
             copies=what.copied,
             bytes=what.bytes,
             seconds=now - self.begun,
-            pulls=tuple(pull for status in self.told for pull in status.pulls),
+            pulls=tuple(pull for status in self.statuses for pull in status.pulls),
             arrivals=what.arrivals,
         )
         return (staged,)
@@ -447,15 +449,15 @@ class HandoverState:
         )
 
 
-def begun(what: HandoverSpec, token: int, pace: HandoverTimes, now: float) -> HandoverState:
+def begun(what: HandoverSpec, token: int, times: HandoverTimes, now: float) -> HandoverState:
     """Start a handover whose first state has just been persisted."""
     return HandoverState(
         what=what,
-        pace=pace,
+        times=times,
         state=moved(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN),
         token=token,
         begun=now,
-        told=(RankStatus(),) * what.ranks,
+        statuses=(RankStatus(),) * what.ranks,
     )
 
 
@@ -463,7 +465,7 @@ def taken_over(
     what: HandoverSpec,
     found: OpenHandover,
     token: int,
-    pace: HandoverTimes,
+    times: HandoverTimes,
     now: float,
     staged_seconds: float = 0.0,
 ) -> HandoverState:
@@ -472,36 +474,32 @@ def taken_over(
     Abort it if undecided, commit it if decided, and finish the abort if it was already aborting.
     staged_seconds: duration of its staging, as far as known.
     """
-    proceeding = HandoverState(
+    resumed = HandoverState(
         what=what,
-        pace=pace,
+        times=times,
         state=found.state,
         token=token,
         begun=now - staged_seconds,
-        told=(RankStatus(),) * what.ranks,
+        statuses=(RankStatus(),) * what.ranks,
         decided=None,
         failure=None,
     )
     match found.state:
         case CoordinatorState.PROPOSING:
             return replace(
-                proceeding,
+                resumed,
                 failure=HandoverFailure(
                     "the migration service that coordinated it ended before the decision; request it again",
                     REPLACED,
                 ),
             )
         case CoordinatorState.COMMITTING:
-            return replace(proceeding, decided=now)
+            return replace(resumed, decided=now)
         case CoordinatorState.ABORTING:
             return replace(
-                proceeding,
+                resumed,
                 failure=HandoverFailure(
                     found.reason or "it was aborted", found.fault or REPLACED, found.rank
                 ),
             )
-    return proceeding
-
-
-def _put(statuses: tuple[RankStatus, ...], rank: int, status: RankStatus) -> tuple[RankStatus, ...]:
-    return (*statuses[:rank], status, *statuses[rank + 1 :])
+    return resumed

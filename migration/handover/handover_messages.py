@@ -15,9 +15,9 @@ from migration.model.plan import Handover, Plan
 from migration.model.plan_log import PlanRun
 from migration.planning.plan_report import steps
 
-MOST_WORDS = 16
+MAX_DESCRIBED_STEPS = 16
 """Limit on the plan steps described in words in an answer."""
-MOST_REASON = 1000
+MAX_REASON = 1000
 """characters"""
 
 
@@ -54,7 +54,7 @@ def next_of(
         copies=copies,
         copied=len(copies),
         bytes=what.bytes,
-        stage_seconds=config.stage_seconds + _most_bytes(what, placement) / config.stage_bytes_per_second,
+        stage_seconds=config.stage_seconds + _max_bytes(what, placement) / config.stage_bytes_per_second,
     )
 
 
@@ -87,7 +87,7 @@ def left_open(
     )
 
 
-def unheard_of(
+def found_on_ranks(
     entry: EngineEntry, handover: int, state: CoordinatorState, token: int, stored: OpenHandover | None
 ) -> OpenHandover:
     """Build the record for ending a handover that ranks have open but that is not in durable storage.
@@ -129,7 +129,7 @@ def received(handover: Handover, placement: Placement) -> list[int]:
     return counts
 
 
-def _most_bytes(handover: Handover, placement: Placement) -> int:
+def _max_bytes(handover: Handover, placement: Placement) -> int:
     """Return the most bytes that any rank receives."""
     taken = [0] * placement.ranks
     for step in handover.steps:
@@ -160,7 +160,7 @@ def announced(
         handovers=len(plan.handovers),
         copies=len(plan.copies),
         bytes=plan.bytes,
-        reason=plan.reason[:MOST_REASON],
+        reason=plan.reason[:MAX_REASON],
         blob=blob,
         traceparent=traceparent,
         before=before,
@@ -178,7 +178,7 @@ def accepted(entry: EngineEntry, plan: Plan) -> MigrationAccepted:
         handovers=len(plan.handovers),
         copies=len(plan.copies),
         bytes=plan.bytes,
-        what=tuple(f"layer {step.layer}: {step.what}" for step in steps(plan)[:MOST_WORDS]),
+        what=tuple(f"layer {step.layer}: {step.what}" for step in steps(plan)[:MAX_DESCRIBED_STEPS]),
     )
 
 

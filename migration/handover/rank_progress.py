@@ -21,7 +21,7 @@ REPLACED = "coordinator"
 class RankProgress(IntEnum):
     """Progress of one rank in one handover; it never decreases."""
 
-    UNHEARD = 0
+    UNKNOWN = 0
     STAGING = 1
     FAILED = 2
     STAGED = 3
@@ -43,8 +43,8 @@ class HandoverFailure(NamedTuple):
 class RankStatus(NamedTuple):
     """Last known status of one rank."""
 
-    progress: RankProgress = RankProgress.UNHEARD
-    asked_at: float = float("-inf")
+    progress: RankProgress = RankProgress.UNKNOWN
+    sent_at: float = float("-inf")
     declined: bool = False
     """the rank refuses to take part and has never reported that it does"""
     pulls: tuple[PullReport, ...] = ()
@@ -58,39 +58,41 @@ _STATES: dict[str, RankProgress] = {
 }
 
 
-def reached(said: HandoverDescribed, handover: int) -> RankProgress:
+def reached(report: HandoverDescribed, handover: int) -> RankProgress:
     """Return the progress that a rank reports for a handover.
 
     An open handover takes precedence over concluded ones, because aborting a later handover concludes only
     that one.
     """
-    if said.flipped == handover:
+    if report.flipped == handover:
         return RankProgress.SERVING
-    if said.handover == handover:
-        return _STATES.get(said.state, RankProgress.UNHEARD)
-    return RankProgress.OVER if said.concluded >= handover else RankProgress.UNHEARD
+    if report.handover == handover:
+        return _STATES.get(report.state, RankProgress.UNKNOWN)
+    return RankProgress.OVER if report.concluded >= handover else RankProgress.UNKNOWN
 
 
-def hopeless(said: HandoverDescribed, handover: int, epoch: int) -> HandoverFailure | None:
+def hopeless(report: HandoverDescribed, handover: int, epoch: int) -> HandoverFailure | None:
     """Return the failure if the report of a rank rules out the proposal; None: it does not."""
-    rank, progress = said.rank, reached(said, handover)
+    rank, progress = report.rank, reached(report, handover)
     if progress is RankProgress.FAILED:
         return HandoverFailure(
-            said.failure or f"rank {rank} failed to stage and gave no reason; see its log",
-            said.fault or "unknown",
+            report.failure or f"rank {rank} failed to stage and gave no reason; see its log",
+            report.fault or "unknown",
             rank,
         )
     if progress is RankProgress.OVER:
         return HandoverFailure(
             f"rank {rank} received an abort from another coordinator; request it again", REPLACED, rank
         )
-    if said.verdict == CommandVerdict.BUSY and progress is RankProgress.UNHEARD:
+    if report.verdict == CommandVerdict.BUSY and progress is RankProgress.UNKNOWN:
         return HandoverFailure(
-            f"rank {rank} is busy with handover {said.handover}; try again when that has ended", "busy", rank
+            f"rank {rank} is busy with handover {report.handover}; try again when that has ended",
+            "busy",
+            rank,
         )
-    if said.verdict == CommandVerdict.PAST and progress is RankProgress.UNHEARD:
+    if report.verdict == CommandVerdict.PAST and progress is RankProgress.UNKNOWN:
         return HandoverFailure(
-            f"rank {rank} serves epoch {said.served}, but the handover creates epoch {epoch}; plan anew",
+            f"rank {rank} serves epoch {report.served}, but the handover creates epoch {epoch}; plan anew",
             "epoch",
             rank,
         )

@@ -26,9 +26,9 @@ SLICES = 128
 """Slices kept per engine, over all epochs."""
 BATCHES = 12
 """Batches of a window, whose spread gives its error."""
-LEAST_SLICES = 4
+MIN_SLICES = 4
 """Minimum number of slices of a window; fewer give no error estimate."""
-MOST_SECONDS = 3600.0
+MAX_SECONDS = 3600.0
 """Longest valid interval of a report; ranks report every second."""
 _TOLERANCE = 1e-3
 
@@ -81,22 +81,22 @@ class DispatchWindows:
             entry = present[worker_id]
             self._engines[worker_id] = _Engine(entry.engine, entry.placement.ranks, entry.placement.layers)
 
-    def hear(self, said: DispatchMeasured, now: float) -> None:
+    def add(self, report: DispatchMeasured, now: float) -> None:
         """Add one interval of one rank. Reports of engines without a recorded epoch are ignored.
 
         Raises InvalidPlacementEvent, without any change, if the report is invalid.
         """
-        engine = self._engines.get(said.worker_id)
+        engine = self._engines.get(report.worker_id)
         if engine is None:
             return
-        layers = _checked(said, engine)
+        layers = _checked(report, engine)
         # ranks report the last interval of an epoch at different times
-        last = next((one for one in reversed(engine.slices) if one.epoch == said.epoch), None)
+        last = next((one for one in reversed(engine.slices) if one.epoch == report.epoch), None)
         if last is None or now - last.began >= self._slice_seconds:
-            last = _Slice(said.epoch, now, layers=np.zeros((3, engine.layers)))
+            last = _Slice(report.epoch, now, layers=np.zeros((3, engine.layers)))
             engine.slices.append(last)
-        communication = np.nan if said.communication_seconds is None else said.communication_seconds
-        last.sums += (said.steps, said.step_seconds, said.tokens, said.pairs, communication)
+        communication = np.nan if report.communication_seconds is None else report.communication_seconds
+        last.sums += (report.steps, report.step_seconds, report.tokens, report.pairs, communication)
         last.layers += layers
 
     @property
@@ -127,26 +127,26 @@ class DispatchWindows:
         taken = [
             one for one in engine.slices if one.began >= oldest and (epoch is None or one.epoch == epoch)
         ]
-        if len(taken) < LEAST_SLICES or not any(one.sums[2] for one in taken):
+        if len(taken) < MIN_SLICES or not any(one.sums[2] for one in taken):
             return None
         return _window(taken, engine.ranks, first)
 
 
-def _checked(said: DispatchMeasured, engine: _Engine) -> FloatArray:
+def _checked(report: DispatchMeasured, engine: _Engine) -> FloatArray:
     """Return balance, remote ranks and local pairs of a report, float64 [3, layers].
 
     Raises InvalidPlacementEvent naming the invalid value.
     """
-    who = f"a measurement of {said.engine}/{said.rank}"
-    if said.engine != engine.engine:
+    who = f"a measurement of {report.engine}/{report.rank}"
+    if report.engine != engine.engine:
         raise InvalidPlacementEvent(
-            PlacementFault.CONTRADICTION, f"{who}: worker {said.worker_id} is engine {engine.engine!r}"
+            PlacementFault.CONTRADICTION, f"{who}: worker {report.worker_id} is engine {engine.engine!r}"
         )
-    if not 0 <= said.rank < engine.ranks:
+    if not 0 <= report.rank < engine.ranks:
         raise InvalidPlacementEvent(
-            PlacementFault.SHAPE, f"{who}: rank {said.rank} of an engine of {engine.ranks}"
+            PlacementFault.SHAPE, f"{who}: rank {report.rank} of an engine of {engine.ranks}"
         )
-    parts = (said.balance, said.remote_ranks, said.local, said.served)
+    parts = (report.balance, report.remote_ranks, report.local, report.served)
     if any(len(part) != engine.layers for part in parts):
         raise InvalidPlacementEvent(
             PlacementFault.SHAPE,
@@ -154,36 +154,39 @@ def _checked(said: DispatchMeasured, engine: _Engine) -> FloatArray:
         )
     numbers = np.array(parts, np.float64)
     counts = np.array(
-        [said.steps, said.tokens, said.pairs, said.epoch, said.seconds, said.step_seconds], np.float64
+        [report.steps, report.tokens, report.pairs, report.epoch, report.seconds, report.step_seconds],
+        np.float64,
     )
     if (
         not (np.isfinite(numbers).all() and np.isfinite(counts).all())
         or (numbers < 0).any()
         or (counts < 0).any()
-        or said.steps < 1
+        or report.steps < 1
     ):
         raise InvalidPlacementEvent(
             PlacementFault.DEMAND,
             f"{who}: all numbers must be finite and not negative, and its steps at least 1",
         )
-    if not said.step_seconds <= said.seconds <= MOST_SECONDS:
+    if not report.step_seconds <= report.seconds <= MAX_SECONDS:
         raise InvalidPlacementEvent(
             PlacementFault.DEMAND,
-            f"{who}: steps of {said.step_seconds} s in {said.seconds} s; the steps must fit in the interval,"
-            f" which is at most {MOST_SECONDS:g} s",
+            f"{who}: steps of {report.step_seconds} s in {report.seconds} s; the steps must fit in the"
+            f" interval, which is at most {MAX_SECONDS:g} s",
         )
-    if said.communication_seconds is not None and not 0 <= said.communication_seconds <= said.step_seconds * (
-        1.0 + _TOLERANCE
+    if (
+        report.communication_seconds is not None
+        and not 0 <= report.communication_seconds <= report.step_seconds * (1.0 + _TOLERANCE)
     ):
         raise InvalidPlacementEvent(
             PlacementFault.DEMAND,
-            f"{who}: {said.communication_seconds} s of communication in steps of {said.step_seconds} s",
+            f"{who}: {report.communication_seconds} s of communication in steps of {report.step_seconds} s",
         )
-    most = np.array([said.steps, said.tokens * (engine.ranks - 1), said.pairs])[:, None]
-    if (numbers[:3] > most * (1.0 + _TOLERANCE) + _TOLERANCE).any():
+    upper = np.array([report.steps, report.tokens * (engine.ranks - 1), report.pairs])[:, None]
+    if (numbers[:3] > upper * (1.0 + _TOLERANCE) + _TOLERANCE).any():
         raise InvalidPlacementEvent(
             PlacementFault.DEMAND,
-            f"{who}: more than its {said.steps} steps, {said.tokens} tokens and {said.pairs} pairs allow",
+            f"{who}: more than its {report.steps} steps, {report.tokens} tokens and {report.pairs} pairs"
+            " allow",
         )
     return np.asarray(numbers[:3])
 

@@ -371,12 +371,12 @@ class MigrationMetrics:
         ):
             self._set(self._watchdog[name], engine, value)
 
-    def cells(self, engine: str, told: Sequence[HandoverDescribed]) -> None:
+    def cells(self, engine: str, statuses: Sequence[HandoverDescribed]) -> None:
         """Publish the cell counts that the ranks of an engine last reported."""
         if engine in self._engines:
             for state in _CELLS:
-                self._cells.labels(engine, state).set(sum(getattr(said, state) for said in told))
-            self._oldest.labels(engine).set(max((said.oldest_seconds for said in told), default=0.0))
+                self._cells.labels(engine, state).set(sum(getattr(status, state) for status in statuses))
+            self._oldest.labels(engine).set(max((status.oldest_seconds for status in statuses), default=0.0))
 
     def _set(self, gauge: Gauge, engine: str, value: float) -> None:
         """Set a gauge, but only for present engines, because the series of others are removed."""

@@ -28,7 +28,7 @@ from migration.model.plan import Plan
 Provider = TracerProvider
 """For callers that pass a provider without importing OpenTelemetry."""
 
-MOST_EXPERTS = 256
+MAX_EXPERTS = 256
 """Limit on the arrivals listed in a handover's span; its events list all."""
 Attributes = dict[str, str | int | float]
 _EVENTS = {
@@ -148,7 +148,7 @@ class PlanTrace:
                 "roost.experts",
                 [
                     f"{one.layer}/{one.expert}: {one.source} -> {one.rank}"
-                    for one in what.arrivals[:MOST_EXPERTS]
+                    for one in what.arrivals[:MAX_EXPERTS]
                 ],
             )
         span.add_event("proposed")
@@ -170,12 +170,12 @@ class HandoverTrace:
         """Return the handover description with this span as the parent of the ranks' spans."""
         return replace(what, traceparent=self._traceparent)
 
-    def moved(self, proceeding: HandoverState, move: Move) -> None:
+    def moved(self, handover: HandoverState, move: Move) -> None:
         """Record a move that was carried out."""
         if move.cue is CoordinatorEvent.ALL_STAGED:
             self._span.add_event("staged")
         self._span.add_event(_EVENTS.get(move.cue, str(move.cue)))
-        if (failure := proceeding.failure) is not None and move.cue is CoordinatorEvent.FAILED:
+        if (failure := handover.failure) is not None and move.cue is CoordinatorEvent.FAILED:
             self._span.set_attribute("roost.fault", failure.fault)
         ends = [entry for entry in move.records if isinstance(entry, MigrationCommitted | MigrationAborted)]
         if ends:

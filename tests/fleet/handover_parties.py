@@ -58,7 +58,7 @@ from migration.handover.coordinator import (
     begun,
     taken_over,
 )
-from migration.handover.handover_messages import left_open, unheard_of
+from migration.handover.handover_messages import found_on_ranks, left_open
 from tests.fleet.handover_fake_memory import (
     EXPERTS,
     FIRST,
@@ -158,8 +158,8 @@ class World(Store):
         proceeding = leader.proceeding
         if proceeding.what.worker_id != self.life:
             proceeding = proceeding.gone("it has begun a new life")
-        if proceeding.heard_token > proceeding.token and leader is self.leaders[-1]:
-            leader.token = proceeding.heard_token + 1
+        if proceeding.highest_token > proceeding.token and leader is self.leaders[-1]:
+            leader.token = proceeding.highest_token + 1
             proceeding = proceeding.with_token(leader.token)
         leader.proceeding = proceeding
         move = proceeding.move(self.now)
@@ -168,7 +168,7 @@ class World(Store):
             return
         for rank, command in proceeding.due(self.now):
             self.commands.append((leader, command))
-            leader.proceeding = leader.proceeding.asked((rank,), self.now)
+            leader.proceeding = leader.proceeding.commanded((rank,), self.now)
 
     def _make(self, leader: Leader, proceeding: HandoverState, move: Move) -> None:
         if leader.recorded < len(move.records):
@@ -231,7 +231,7 @@ class World(Store):
         """End handovers that are open on ranks although they are over."""
         found = stray(told)
         assert found is not None
-        left = unheard_of(self.entry, *found, leader.token, self.open)
+        left = found_on_ranks(self.entry, *found, leader.token, self.open)
         if self.claim(left, leader.revision):
             leader.revision = self.revision
             leader.proceeding = taken_over(
@@ -326,7 +326,7 @@ class World(Store):
         as a plain report.
         """
         if leader.proceeding is not None:
-            leader.proceeding = leader.proceeding.heard(answer)
+            leader.proceeding = leader.proceeding.reported(answer)
 
     def report(self, seat: Seat, report: Report) -> None:
         seat.conduct.take(report, self.now)

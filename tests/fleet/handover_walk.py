@@ -42,7 +42,7 @@ class Walk:
                 world.leaders = [*world.leaders[-2:], Leader(world.leaders[-1].token + 1)]
                 world.tell(f"coordinator {world.leaders[-1].token} takes over")
             elif chance < silences and world.leaders[-1].proceeding is not None:
-                world.leaders[-1].proceeding = world.leaders[-1].proceeding.listened(
+                world.leaders[-1].proceeding = world.leaders[-1].proceeding.checked(
                     silent=self._dice.random() < 0.5
                 )
             else:

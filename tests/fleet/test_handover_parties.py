@@ -13,7 +13,7 @@ from fleet.handover import CELL, Cell, CellEvent, CoordinatorState
 from fleet.requests.handovers import HandoverDescribed
 from migration.config import MigrationConfig
 from migration.handover.coordinator import HandoverState, OpenHandover, taken_over
-from migration.handover.handover_messages import left_open, unheard_of
+from migration.handover.handover_messages import found_on_ranks, left_open
 from tests.fleet.handover_fake_memory import Seat, Unsafe
 from tests.fleet.handover_parties import PACE, Leader, World
 from tests.fleet.handover_walk import Walk
@@ -45,12 +45,12 @@ def test_the_same_on_many_long_walks() -> None:
 
 def test_no_number_is_given_twice_though_ranks_were_found_with_an_earlier_handover_open() -> None:
     world = World(random.Random(0))
-    last = unheard_of(world.entry, 8, CoordinatorState.IDLE, 1, None)
-    found = unheard_of(world.entry, 7, CoordinatorState.ABORTING, 1, last)
+    last = found_on_ranks(world.entry, 8, CoordinatorState.IDLE, 1, None)
+    found = found_on_ranks(world.entry, 7, CoordinatorState.ABORTING, 1, last)
     proceeding = taken_over(left_open("a", found, None, None, MigrationConfig()), found, 1, PACE, 0.0)
     ended = proceeding.durable(CoordinatorState.IDLE, 1.0)
     assert (ended.handover, ended.highest) == (7, 8)
-    assert unheard_of(world.entry, 6, CoordinatorState.ABORTING, 1, ended).highest == 8
+    assert found_on_ranks(world.entry, 6, CoordinatorState.ABORTING, 1, ended).highest == 8
 
 
 class _LosesItsStore(World):

@@ -462,9 +462,9 @@ class Stoppable(MemoryBus):
         self.running = asyncio.Event()
         self.running.set()
 
-    async def _standing(self, seconds: float | None) -> None:
+    async def _wait_connected(self, seconds: float | None) -> None:
         await self.running.wait()
-        await super()._standing(seconds)
+        await super()._wait_connected(seconds)
 
 
 @pytest.mark.looptime

@@ -56,7 +56,7 @@ def proposing() -> HandoverState:
     return begun(undertaking(), 3, PACE, 10.0)
 
 
-def said(rank: int, state: RankState = RankState.SERVING, **other: Any) -> HandoverDescribed:
+def report(rank: int, state: RankState = RankState.SERVING, **other: Any) -> HandoverDescribed:
     open_ = 0 if state is RankState.SERVING else 7
     plain: dict[str, Any] = {"served": 3, "token": 3, "handover": open_, "concluded": 6, "flipped": 6}
     return HandoverDescribed(worker_id=1, rank=rank, state=state, **{**plain, **other})
@@ -64,7 +64,7 @@ def said(rank: int, state: RankState = RankState.SERVING, **other: Any) -> Hando
 
 def all_say(proceeding: HandoverState, state: RankState, **other: Any) -> HandoverState:
     for rank in range(RANKS):
-        proceeding = proceeding.heard(said(rank, state, **other))
+        proceeding = proceeding.reported(report(rank, state, **other))
     return proceeding
 
 
@@ -92,10 +92,10 @@ def sent(proceeding: HandoverState, now: float) -> dict[int, type[Command]]:
 def test_everybody_is_proposed_to_and_again_after_a_while_until_it_answers() -> None:
     proceeding = proposing()
     assert sent(proceeding, 10.0) == dict.fromkeys(range(3), ProposeHandover)
-    proceeding = proceeding.asked(range(3), 10.0)
+    proceeding = proceeding.commanded(range(3), 10.0)
     assert sent(proceeding, 10.4) == {}
     assert proceeding.next_look(10.1) == 10.5
-    proceeding = proceeding.heard(said(0, RankState.STAGING)).heard(said(1, RankState.STAGED))
+    proceeding = proceeding.reported(report(0, RankState.STAGING)).reported(report(1, RankState.STAGED))
     assert sent(proceeding, 10.5) == {
         0: DescribeHandover,
         2: ProposeHandover,
@@ -106,9 +106,9 @@ def test_commits_go_to_all_and_again_to_those_that_do_not_serve_yet() -> None:
     proceeding = committing()
     assert sent(proceeding, 11.0) == dict.fromkeys(range(3), CommitHandover), "at once"
     proceeding = (
-        proceeding.asked(range(3), 11.0)
-        .heard(said(0, RankState.READY))
-        .heard(said(1, flipped=7, concluded=7))
+        proceeding.commanded(range(3), 11.0)
+        .reported(report(0, RankState.READY))
+        .reported(report(1, flipped=7, concluded=7))
     )
     assert sent(proceeding, 11.5) == dict.fromkeys((0, 2), CommitHandover)
 
@@ -119,13 +119,15 @@ def test_an_abort_goes_to_all_with_its_reason_until_each_says_that_it_is_over() 
         isinstance(command, AbortHandover) and "did not answer" in command.reason
         for _, command in proceeding.due(13.5)
     )
-    proceeding = proceeding.heard(said(0, concluded=7)).heard(said(1, RankState.STAGED))
+    proceeding = proceeding.reported(report(0, concluded=7)).reported(report(1, RankState.STAGED))
     assert sent(proceeding, 13.5) == dict.fromkeys((1, 2), AbortHandover)
 
 
 def test_after_a_higher_token_all_are_asked_again_at_once() -> None:
-    proceeding = proposing().asked(range(3), 10.0).heard(said(1, token=9, verdict=CommandVerdict.FENCED))
-    assert (proceeding.heard_token, proceeding.token) == (9, 3)
+    proceeding = (
+        proposing().commanded(range(3), 10.0).reported(report(1, token=9, verdict=CommandVerdict.FENCED))
+    )
+    assert (proceeding.highest_token, proceeding.token) == (9, 3)
     after = proceeding.with_token(10)
     assert {command.token for _, command in after.due(10.1) if isinstance(command, ProposeHandover)} == {10}
     assert after.failure is None, "being fenced is no fault of the rank"
@@ -159,15 +161,15 @@ def test_all_serving_is_recorded_with_the_placement_first() -> None:
 @pytest.mark.parametrize(
     ("word", "fault"),
     [
-        (said(1, RankState.FAILED, failure="bad bytes", fault="checksum"), "checksum"),
-        (said(1, RankState.FAILED), "unknown"),
-        (said(1, RankState.STAGED, handover=6, verdict=CommandVerdict.BUSY), "busy"),
-        (said(1, served=5, verdict=CommandVerdict.PAST), "epoch"),
-        (said(1, concluded=7), "coordinator"),
+        (report(1, RankState.FAILED, failure="bad bytes", fault="checksum"), "checksum"),
+        (report(1, RankState.FAILED), "unknown"),
+        (report(1, RankState.STAGED, handover=6, verdict=CommandVerdict.BUSY), "busy"),
+        (report(1, served=5, verdict=CommandVerdict.PAST), "epoch"),
+        (report(1, concluded=7), "coordinator"),
     ],
 )
 def test_what_leaves_no_hope_aborts_with_whose_fault_it_is(word: HandoverDescribed, fault: str) -> None:
-    proceeding, cue = make(proposing().heard(said(0, RankState.STAGED)).heard(word), 10.5)
+    proceeding, cue = make(proposing().reported(report(0, RankState.STAGED)).reported(word), 10.5)
     assert cue is CoordinatorEvent.FAILED
     assert proceeding.failure is not None
     assert (proceeding.failure.fault, proceeding.failure.rank) == (fault, 1)
@@ -181,9 +183,9 @@ def test_what_leaves_no_hope_aborts_with_whose_fault_it_is(word: HandoverDescrib
 def test_the_deadline_names_who_is_late_and_a_commit_has_none() -> None:
     proceeding = (
         proposing()
-        .heard(said(0, RankState.STAGED))
-        .heard(said(1, RankState.STAGING))
-        .heard(said(2, RankState.STAGING))
+        .reported(report(0, RankState.STAGED))
+        .reported(report(1, RankState.STAGING))
+        .reported(report(2, RankState.STAGING))
     )
     assert proceeding.move(12.9) is None
     after, cue = make(proceeding, 13.0)
@@ -196,7 +198,7 @@ def test_the_deadline_names_who_is_late_and_a_commit_has_none() -> None:
 
 
 def test_a_rank_that_refuses_commands_ends_a_proposal_and_is_not_waited_for_with_the_abort() -> None:
-    proceeding = proposing().heard(said(0, RankState.STAGED)).declined(2, "no experts")
+    proceeding = proposing().reported(report(0, RankState.STAGED)).declined(2, "no experts")
     after, cue = make(proceeding, 10.5)
     assert cue is CoordinatorEvent.FAILED
     assert after.waiting_for == (0, 1)
@@ -222,9 +224,9 @@ def test_an_engine_that_is_gone_ends_it_with_what_was_decided(begin: Any, record
 
 
 def test_silence_ends_an_abort_only() -> None:
-    assert proposing().listened(silent=True).move(11.0) is None
-    assert committing().listened(silent=True).move(1e6) is None
-    move = aborting().listened(silent=True).move(14.0)
+    assert proposing().checked(silent=True).move(11.0) is None
+    assert committing().checked(silent=True).move(1e6) is None
+    move = aborting().checked(silent=True).move(14.0)
     assert move is not None
     assert move.cue is CoordinatorEvent.ALL_ABORTED
 
@@ -274,12 +276,12 @@ class _Rank:
 
     def __init__(self, rank: int, fails: bool) -> None:
         self.words = [
-            said(rank),
-            said(rank, RankState.STAGING),
-            said(rank, RankState.FAILED if fails else RankState.STAGED),
+            report(rank),
+            report(rank, RankState.STAGING),
+            report(rank, RankState.FAILED if fails else RankState.STAGED),
         ]
-        self.aborted = said(rank, concluded=7)
-        self.committed = [said(rank, RankState.READY), said(rank, flipped=7, concluded=7, served=4)]
+        self.aborted = report(rank, concluded=7)
+        self.committed = [report(rank, RankState.READY), report(rank, flipped=7, concluded=7, served=4)]
 
 
 @settings(max_examples=25, deadline=None)
@@ -307,7 +309,7 @@ def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol
         now += 0.25
         assert now < 200, "every run ends"
         for rank, command in proceeding.due(now):
-            proceeding = proceeding.asked((rank,), now)
+            proceeding = proceeding.commanded((rank,), now)
             if chance.random() < 0.3:
                 continue
             at = ranks[rank]
@@ -322,7 +324,7 @@ def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol
                     assert CoordinatorState.COMMITTING not in states, "what was decided is not given up"
                     said_so_far.append(at.aborted)
         for word in chance.sample(said_so_far, min(2, len(said_so_far))):
-            proceeding = proceeding.heard(word)
+            proceeding = proceeding.reported(word)
         if (move := proceeding.move(now)) is not None:
             recorded += [type(entry) for entry in move.records if type(entry) not in recorded]
             if heirs and chance.random() < 0.3:

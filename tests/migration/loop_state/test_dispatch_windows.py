@@ -12,6 +12,7 @@ from fleet.layout import EP
 from fleet.placement import linear
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
+from migration.loop_state import dispatch_windows
 from migration.loop_state.dispatch_windows import SLICES, DispatchWindows
 
 ENTRY = EngineEntry("a", 1, EP, linear(layers=3, experts=8, ranks=2))
@@ -24,7 +25,7 @@ def measured(config: MigrationConfig = CONFIG) -> DispatchWindows:
     return found
 
 
-def said(
+def report(
     rank: int = 0, epoch: int = 0, steps: int = 10, took: float = 0.02, tokens: int = 100, **fields: Any
 ) -> DispatchMeasured:
     plain: dict[str, Any] = {
@@ -51,8 +52,8 @@ def said(
 def test_means_are_over_all_that_was_said_and_leave_out_layers_that_are_sharded() -> None:
     kept = measured()
     for second in range(8):
-        kept.hear(said(0), float(second))
-        kept.hear(said(1, tokens=300), second + 0.5)
+        kept.add(report(0), float(second))
+        kept.add(report(1, tokens=300), second + 0.5)
     window = kept.window(1, 1, 8.0)
     assert window is not None
     figures = window.measured.figures
@@ -70,8 +71,8 @@ def test_the_share_of_communication_is_of_all_steps_and_unknown_where_a_rank_can
     known, unknown = measured(), measured()
     for second in range(8):
         for rank, seconds in ((0, 0.004), (1, 0.012)):
-            known.hear(said(rank, communication_seconds=seconds), float(second))
-            unknown.hear(said(rank, communication_seconds=seconds if rank else None), float(second))
+            known.add(report(rank, communication_seconds=seconds), float(second))
+            unknown.add(report(rank, communication_seconds=seconds if rank else None), float(second))
     window, without = known.window(1, 1, 8.0), unknown.window(1, 1, 8.0)
     assert window is not None
     assert without is not None
@@ -82,9 +83,9 @@ def test_the_share_of_communication_is_of_all_steps_and_unknown_where_a_rank_can
 def test_every_epoch_has_a_window_of_its_own_and_what_is_older_than_asked_for_is_left_out() -> None:
     kept = measured()
     for second in range(10):
-        kept.hear(said(epoch=0, balance=(0.0, 2.0, 2.0)), float(second))
+        kept.add(report(epoch=0, balance=(0.0, 2.0, 2.0)), float(second))
     for second in range(10, 20):
-        kept.hear(said(epoch=1), float(second))
+        kept.add(report(epoch=1), float(second))
     for epoch, balance in ((0, 0.2), (1, 0.7)):
         window = kept.window(1, 1, 20.0, epoch=epoch)
         assert window is not None
@@ -97,11 +98,17 @@ def test_every_epoch_has_a_window_of_its_own_and_what_is_older_than_asked_for_is
     assert kept.window(2, 1, 20.0) is None
 
 
-def test_ranks_that_tell_of_a_new_epoch_one_after_another_cost_no_slices() -> None:
-    kept = measured()
-    for turn in range(20):
-        kept.hear(said(turn % 2, epoch=turn % 2), 0.01 * turn)
-    assert [(one.epoch, one.sums[0]) for one in kept._engines[1].slices] == [(0, 100), (1, 100)]
+def test_ranks_that_report_a_new_epoch_one_after_another_cost_no_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch_windows, "MIN_SLICES", 1)
+    kept, turns = measured(), 4 * SLICES
+    for turn in range(turns):
+        kept.add(report(turn % 2, epoch=turn % 2), 0.8 * turn / turns)
+    for epoch in (0, 1):
+        window = kept.window(1, 1, 1.0, epoch=epoch)
+        assert window is not None
+        assert window.measured.figures.tokens == 100 * turns / 2, "none was dropped"
 
 
 def test_the_error_of_a_mean_is_about_what_its_spread_makes_it() -> None:
@@ -110,7 +117,7 @@ def test_the_error_of_a_mean_is_about_what_its_spread_makes_it() -> None:
         kept = measured()
         for second in range(24):
             step = 0.02 * max(1.0 + spread * float(chance.standard_normal()), 0.1)
-            kept.hear(said(took=step), float(second))
+            kept.add(report(took=step), float(second))
         window = kept.window(1, 1, 24.0)
         assert window is not None
         found.append((window.measured.figures.step_seconds, window.measured.errors.step_seconds))
@@ -118,15 +125,18 @@ def test_the_error_of_a_mean_is_about_what_its_spread_makes_it() -> None:
     assert 0.5 < errors.mean() / means.std() < 2.0
 
 
-@given(st.lists(st.tuples(st.floats(0, 40), st.integers(0, 3)), max_size=200))
-def test_what_is_kept_is_bounded_however_much_is_said(story: list[tuple[float, int]]) -> None:
+@given(st.lists(st.tuples(st.floats(1, 40), st.integers(0, 3)), max_size=2 * SLICES))
+def test_a_bounded_number_of_slices_is_kept(story: list[tuple[float, int]]) -> None:
     kept, now = measured(), 0.0
     for pause, epoch in story:
         now += pause
-        kept.hear(said(epoch=epoch), now)
-    assert len(kept._engines[1].slices) <= SLICES
+        kept.add(report(epoch=epoch), now)
+    window = kept.window(1, 1, now)
+    assert window is None or window.measured.figures.tokens == 100 * min(len(story), SLICES)
     kept.keep_only([])
-    assert kept._engines == {}
+    assert kept.window(1, 1, now) is None
+    kept.keep_only([ENTRY])
+    assert kept.window(1, 1, now) is None, "a present engine starts anew"
 
 
 @pytest.mark.parametrize(
@@ -149,20 +159,28 @@ def test_what_is_kept_is_bounded_however_much_is_said(story: list[tuple[float, i
         ({"served": (0.0, float("nan"), 0.0)}, PlacementFault.DEMAND),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(wrong: dict[str, Any], fault: PlacementFault) -> None:
+def test_what_cannot_be_is_refused_and_changes_nothing(
+    wrong: dict[str, Any], fault: PlacementFault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch_windows, "MIN_SLICES", 1)
     kept = measured()
     with pytest.raises(InvalidPlacementEvent) as refusal:
-        kept.hear(said(**wrong), 0.0)
+        kept.add(report(**wrong), 0.0)
     assert refusal.value.fault is fault
-    assert not kept._engines[1].slices
+    assert kept.window(1, 1, 0.0) is None
+    kept.add(report(), 0.0)
+    assert kept.window(1, 1, 0.0) is not None
 
 
-def test_of_engines_that_are_not_present_nothing_is_kept_and_what_contradicts_one_that_is_is_refused() -> (
-    None
-):
+def test_reports_of_absent_engines_are_ignored_and_contradictory_ones_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch_windows, "MIN_SLICES", 1)
     kept = DispatchWindows(CONFIG)
-    kept.hear(said(), 0.0)
-    assert kept._engines == {}
+    kept.add(report(), 0.0)
+    kept.keep_only([ENTRY])
+    assert kept.window(1, 1, 0.0) is None, "it was not present then"
+    kept.keep_only([])
     kept.keep_only([EngineEntry("b", 1, EP, ENTRY.placement)])
     with pytest.raises(InvalidPlacementEvent, match="worker 1 is engine 'b'"):
-        kept.hear(said(), 0.0)
+        kept.add(report(), 0.0)
