@@ -28,7 +28,7 @@ LIMIT = 1.5
 
 def batch(tokens: list[int]) -> list[SequenceWork]:
     """Return sequences that decode one token each, without context."""
-    return [SequenceWork([token], 0, [page], wants_logits=True) for page, token in enumerate(tokens)]
+    return [SequenceWork([token], 0, [page], needs_logits=True) for page, token in enumerate(tokens)]
 
 
 def distinct(forward: Forward) -> int:

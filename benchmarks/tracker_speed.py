@@ -361,7 +361,7 @@ def measure_profile(out: Report) -> None:
             3,
             np.zeros(32, np.intp),
             block_size=BLOCK,
-            most_blocks=1024,
+            max_blocks=1024,
             sampled=[True],
         )
         took.append(1e3 * (time.perf_counter() - began))

@@ -125,9 +125,9 @@ def _sum(one: float | None, other: float | None) -> float | None:
 def balance(served: NDArray[Any]) -> NDArray[np.float64]:
     """Return the balancedness, mean / highest load, as float64 [...]. served: [..., ranks] pairs that each
     rank serves. 1 where there is no load."""
-    most = served.max(axis=-1)
+    highest = served.max(axis=-1)
     return np.asarray(
-        np.where(most > 0, served.mean(axis=-1) / np.maximum(most, np.finfo(np.float64).tiny), 1.0),
+        np.where(highest > 0, served.mean(axis=-1) / np.maximum(highest, np.finfo(np.float64).tiny), 1.0),
         np.float64,
     )
 

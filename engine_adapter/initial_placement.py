@@ -14,7 +14,7 @@ from fleet.facts.migrations import MigrationStaged
 from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement, PlacementRecord, linear, with_slots
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Largest placement file that is read."""
 _LAST = "last-placement.json"
 
@@ -47,7 +47,7 @@ def read(file: Path) -> Placement:
     with the file."""
     try:
         with file.open("rb") as source:
-            content = source.read(MOST_BYTES)
+            content = source.read(MAX_BYTES)
         record = msgspec.json.decode(content, type=PlacementRecord)
         return Placement.from_record(msgspec.structs.replace(record, epoch=0))
     except (OSError, ValueError) as error:

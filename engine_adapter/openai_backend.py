@@ -21,7 +21,7 @@ from fleet.facts.engines import Capabilities
 from fleet.placement import Placement
 from fleet.redaction import without_secrets
 
-MOST_BYTES = 1024 * 1024
+MAX_BYTES = 1024 * 1024
 """Size limit of a list of models. A longer response is not a list of models."""
 IDLE = RankLoad(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
 """Placeholder for the unknown load. It is never published because the load capability is off."""
@@ -200,10 +200,8 @@ class BackendAgent:
                 body = b""
                 async for piece in answer.content.iter_chunked(65536):
                     body += piece
-                    if len(body) > MOST_BYTES:
-                        raise EngineFailed(
-                            f"{url} is no list of models: it is longer than {MOST_BYTES} bytes"
-                        )
+                    if len(body) > MAX_BYTES:
+                        raise EngineFailed(f"{url} is no list of models: it is longer than {MAX_BYTES} bytes")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineFailed(f"{url} does not answer: {error or 'timed out'}") from error
         if answer.status in (401, 403):

@@ -45,8 +45,8 @@ async def simulated_engine(
     """An engine that has joined, until the block ends. settings: of `SimulatedConfig`; replaces: worker_id of
     one of the same name that died."""
     config = SimulatedConfig(**{"shape": "demo", "time_scale": 0.1, "kv_blocks": 2048} | settings)
-    doors = [listen("127.0.0.1", 0) for _ in range(config.ranks)]
-    urls = tuple(map(url_of, doors))
+    listening = [listen("127.0.0.1", 0) for _ in range(config.ranks)]
+    urls = tuple(map(url_of, listening))
     who = AgentIdentity(
         engine=name,
         worker_id=next(_workers) << 32,
@@ -59,7 +59,7 @@ async def simulated_engine(
         bus,
         subjects,
         who,
-        doors,
+        listening,
         config,
         agent,
         drain_seconds=drain_seconds,

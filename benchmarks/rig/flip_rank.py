@@ -33,7 +33,7 @@ from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.model_runner import Forward, PreparedEpoch, SequenceWork
-from engine_adapter.embedded.setup import MovableExperts, RankSetup, build_machine
+from engine_adapter.embedded.setup import MovableExperts, RankSetup, build_setup
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.nixl_loader import agent_name
 from engine_adapter.transfer.selection import open_transfers
@@ -110,7 +110,7 @@ class WatchedSteps:
     def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         found = self.machine.runner.forward(work, tokens_by_rank)
         self.diary.step.append(time.monotonic())
-        self.diary.collectives.append(self.machine.lockstep.collectives)
+        self.diary.collectives.append(self.machine.step_sync.collectives)
         self.diary.epoch.append(len(self.diary.flip))
         return found
 
@@ -137,7 +137,7 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
     subjects, diary = Subjects(), Diary()
 
     def build(config: EmbeddedConfig, number: int, run_directory: Path | None) -> RankSetup:
-        machine = build_machine(config, number, run_directory)
+        machine = build_setup(config, number, run_directory)
         assert machine.experts is not None
         watched = WatchedSteps(machine, machine.experts, diary)
         return replace(machine, runner=watched, experts=watched)
@@ -162,12 +162,14 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
         engine = EmbeddedEngine(config, rank, folder, build=build)
         await engine.start()
         assert engine.experts is not None
-        ways = await open_transfers(
+        transfers = await open_transfers(
             transfer, engine.experts.memory, agent_name(job.engine, rank), one_machine=True
         )
-        for way in ways:
+        for way in transfers:
             stack.push_async_callback(way.close)
-        agent = Agent(bus, subjects, engine, who, AgentConfig(), Staging(ways=ways, config=transfer))
+        agent = Agent(
+            bus, subjects, engine, who, AgentConfig(), Staging(transfers=transfers, config=transfer)
+        )
         running = await stack.enter_async_context(alongside(engine.run(), f"steps of rank {rank}"))
         speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of rank {rank}"))
         await until_ready(agent.joined, running, speaking)

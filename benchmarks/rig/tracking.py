@@ -146,7 +146,7 @@ class Fleet:
             rank,
             np.zeros(self.placement.ranks, np.intp),
             block_size=BLOCK_SIZE,
-            most_blocks=4096,
+            max_blocks=4096,
             sampled=sampled,
         )[0]
 

@@ -98,12 +98,12 @@ async def _staging(
     """Return the rank's expert reader, which is closed after its agent has ended."""
     if engine.experts is None:
         return Staging(config=config)
-    ways = await open_transfers(
+    transfers = await open_transfers(
         config, engine.experts.memory, agent_name(who.engine, rank), one_machine=not who.nodes
     )
-    for way in ways:
+    for way in transfers:
         stack.push_async_callback(way.close)
-    return Staging(ways=ways, config=config, tracing=HandoverTracing(engine=who.engine, rank=rank))
+    return Staging(transfers=transfers, config=config, tracing=HandoverTracing(engine=who.engine, rank=rank))
 
 
 async def _run(engine: EmbeddedEngine, agent: Agent) -> None:

@@ -113,7 +113,7 @@ async def hosted(
                 rank,
                 who,
                 agent_config,
-                Staging(ways=(rank.transfer,), config=transfer, tracing=tracing, executor=threads),
+                Staging(transfers=(rank.transfer,), config=transfer, tracing=tracing, executor=threads),
             )
             for rank, tracing in zip(
                 engine.ranks,

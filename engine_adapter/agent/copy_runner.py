@@ -82,7 +82,7 @@ class CopyRunner:
         worker_id: int,
         rank: int,
         memory: ExpertMemory,
-        ways: Sequence[Transfer],
+        transfers: Sequence[Transfer],
         config: TransferConfig,
         tracing: CopyTracing | None,
         report: Callable[[Report], None],
@@ -98,7 +98,7 @@ class CopyRunner:
         self._worker_id = worker_id
         self._rank = rank
         self._memory = memory
-        self._ways = tuple(ways)
+        self._transfers = tuple(transfers)
         self._config = config
         self._tracing = tracing
         self._report = report
@@ -145,7 +145,7 @@ class CopyRunner:
 
     async def _lease(self, effect: RequestLease) -> None:
         try:
-            answer = await self._ask_to_read(effect, min(ANSWER_SECONDS, effect.until - _now()))
+            answer = await self._request_lease(effect, min(ANSWER_SECONDS, effect.until - _now()))
         except (BusError, TypeError) as error:
             self._report(
                 LeaseDenied(
@@ -158,7 +158,7 @@ class CopyRunner:
         )
         self._report(LeaseGranted(effect.batch, answer))
 
-    async def _ask_to_read(self, effect: RequestLease, seconds: float) -> ExpertsLeased:
+    async def _request_lease(self, effect: RequestLease, seconds: float) -> ExpertsLeased:
         request = LeaseExperts(
             worker_id=self._worker_id,
             rank=effect.source,
@@ -178,7 +178,7 @@ class CopyRunner:
         while True:
             await asyncio.sleep(self._config.lease_seconds / RENEWALS)
             try:
-                answer = await self._ask_to_read(
+                answer = await self._request_lease(
                     effect, min(ANSWER_SECONDS, self._config.lease_seconds / RENEWALS)
                 )
                 self._report(LeaseRenewed(effect.batch, answer.lease))
@@ -226,9 +226,9 @@ class CopyRunner:
     async def _read(self, effect: ReadCells) -> None:
         began, now = time.time_ns(), _now()
         traceparent = self._batches[effect.batch].traceparent
-        way = next((one for one in self._ways if one.reaches(effect.address)), None)
-        if way is None:
-            known = ", ".join(one.name for one in self._ways) or "none"
+        transfer = next((one for one in self._transfers if one.reaches(effect.address)), None)
+        if transfer is None:
+            known = ", ".join(one.name for one in self._transfers) or "none"
             self._report(
                 ReadBroken(
                     effect.batch,
@@ -238,20 +238,20 @@ class CopyRunner:
             )
             return
         size = len(effect.pulls) * self._memory.cell_bytes
-        seconds = min(self._deadlines.allowed(effect.source, way.name, size), effect.until - now)
+        seconds = min(self._deadlines.allowed(effect.source, transfer.name, size), effect.until - now)
         attributes: Attributes = {
             "roost.source": effect.source,
-            "roost.transfer": way.name,
+            "roost.transfer": transfer.name,
             "roost.experts": len(effect.pulls),
             "roost.bytes": size,
         }
         try:
-            pulled = await way.pull(
+            pulled = await transfer.pull(
                 effect.address, [Pull(*pull) for pull in effect.pulls], max(seconds, 1e-3)
             )
         except TransferError as error:
             if isinstance(error, PeerGone):
-                way.forget(effect.address)
+                transfer.forget(effect.address)
             self._trace(traceparent, "pull", began, attributes, str(error))
             self._report(
                 ReadBroken(
@@ -271,14 +271,14 @@ class CopyRunner:
             self._report(
                 ReadLate(
                     effect.batch,
-                    f"reading by {way.name} failed in a way it never should: {error or type(error).__name__};"
-                    " see the log",
+                    f"reading by {transfer.name} failed in a way it never should:"
+                    f" {error or type(error).__name__}; see the log",
                 )
             )
         else:
-            self._deadlines.learn(effect.source, way.name, pulled.bytes, pulled.seconds)
+            self._deadlines.learn(effect.source, transfer.name, pulled.bytes, pulled.seconds)
             self._trace(traceparent, "pull", began, attributes)
-            self._report(ReadLanded(effect.batch, way.name, pulled.bytes, pulled.seconds))
+            self._report(ReadLanded(effect.batch, transfer.name, pulled.bytes, pulled.seconds))
 
     async def _await_settled(self, effect: ReadCells, overdue: Overdue) -> None:
         """Keep the cells of a late read in quarantine until nothing can land in them."""
@@ -308,10 +308,10 @@ class CopyRunner:
     def _compare(self, effect: VerifyCells) -> tuple[str, ...]:
         """Return the mismatching tensors of each cell. Runs on a thread."""
         tensors = self._memory.tensors
-        pairs = zip(effect.cells, effect.promised, strict=True)
+        pairs = zip(effect.cells, effect.checksums, strict=True)
         return tuple(
-            ", ".join(compare(tensors, promised, checksums(self._memory.cell(cell), tensors)))
-            for cell, promised in pairs
+            ", ".join(compare(tensors, expected, checksums(self._memory.cell(cell), tensors)))
+            for cell, expected in pairs
         )
 
     def _trace(

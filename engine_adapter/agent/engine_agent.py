@@ -41,7 +41,7 @@ SNAPSHOT_SHARE = 20.0
 takes at most a twentieth of the time."""
 _LOOK_UP_SECONDS = 300.0
 """Interval between checks that the join record is still stored."""
-_NO_WAYS = Staging()
+_NO_TRANSFERS = Staging()
 """No transfer backends: other ranks cannot be read. Sufficient for engines of one rank."""
 
 
@@ -72,7 +72,7 @@ class Agent:
         engine: Engine,
         identity: AgentIdentity,
         config: AgentConfig,
-        staging: Staging = _NO_WAYS,
+        staging: Staging = _NO_TRANSFERS,
     ) -> None:
         """staging: means to copy experts, for engines that support handovers."""
         self.joined = asyncio.Event()
@@ -100,18 +100,18 @@ class Agent:
         self._kv = bus.publisher(subjects.kv_events)
         self._metrics = bus.publisher(subjects.kv_metrics)
         self._experts = bus.publisher(subjects.experts(identity.engine))
-        self._dispatching = DispatchReports(
+        self._dispatch_reports = DispatchReports(
             bus, subjects, self._about, identity.engine, identity.worker_id, config.experts_seconds
         )
-        self._profiling = self._make_profiling()
-        self.desk = (
+        self._profiler = self._make_profiler()
+        self.handovers = (
             None
             if engine.experts is None
             else HandoverAgent(bus, subjects, engine, identity.engine, identity.worker_id, staging)
         )
         """Handover agent. None: this engine cannot move its experts."""
 
-    def _make_profiling(self) -> RequestProfiler | None:
+    def _make_profiler(self) -> RequestProfiler | None:
         """Return None for an engine that reports no experts. Nothing is subscribed to or kept then."""
         about, who = self._about, self._identity
         if about.shape is None or not about.capabilities.experts:
@@ -133,22 +133,23 @@ class Agent:
                     self._identity.engine, self._identity.worker_id, self._about.rank
                 )
                 await stack.enter_async_context(self._bus.serve(subject, self._answer_snapshot))
-            if self.desk is None:
+            if self.handovers is None:
                 commands = self._subjects.handover(
                     self._identity.engine, self._identity.worker_id, self._about.rank
                 )
                 await stack.enter_async_context(self._bus.serve(commands, self._refuse_handover))
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            if self.desk is not None:
+            if self.handovers is not None:
                 tasks.create_task(
-                    self.desk.run(), name=f"handovers of rank {self._about.rank} of {self._identity.engine}"
+                    self.handovers.run(),
+                    name=f"handovers of rank {self._about.rank} of {self._identity.engine}",
                 )
             tasks.create_task(
                 self._report(), name=f"report events of rank {self._about.rank} of {self._identity.engine}"
             )
-            if self._profiling is not None:
+            if self._profiler is not None:
                 tasks.create_task(
-                    self._profiling.run(),
+                    self._profiler.run(),
                     name=f"profile requests of rank {self._about.rank} of {self._identity.engine}",
                 )
             if self._about.rank == 0:
@@ -161,7 +162,7 @@ class Agent:
     async def _report(self) -> None:
         clock = asyncio.get_running_loop().time
         self._experts_at = self._polled_at = clock()
-        self._dispatching.begin(self._polled_at)
+        self._dispatch_reports.begin(self._polled_at)
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(
@@ -176,9 +177,9 @@ class Agent:
             await self._publish_load(facts.load, now)
             await self._update_experts(facts.activations, 0 if placement is None else placement.epoch, now)
             if self._about.capabilities.experts:
-                await self._dispatching.hear(facts.sent, now)
-            if self._profiling is not None and (facts.ended or facts.ended_lost):
-                self._profiling.take(facts.ended, facts.ended_lost, placement)
+                await self._dispatch_reports.add(facts.sent, now)
+            if self._profiler is not None and (facts.ended or facts.ended_lost):
+                self._profiler.take(facts.ended, facts.ended_lost, placement)
             await asyncio.sleep(self._config.facts_seconds)
 
     async def _publish_kv(self, changes: tuple[KvChange | Literal["cleared"], ...]) -> None:

@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 class Staging:
     """Means by which a rank copies incoming experts."""
 
-    ways: tuple[Transfer, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
     """Transfer backends for reading other ranks' memory, the best first. They belong to the caller, who
     closes them after the rank's agent has ended."""
     config: TransferConfig = field(default_factory=TransferConfig)
@@ -88,19 +88,19 @@ class HandoverAgent:
         self._worker_id = worker_id
         self._rank = engine.description.rank
         self._ranks = engine.description.ranks
-        self._ways = staging.ways
+        self._transfers = staging.transfers
         self._config = staging.config
         self._tracing = staging.tracing
         self._executor = staging.executor
         self._memory = self._experts.memory
         self._own = own_address(self._memory)
         self._slots = engine.placement.slots_per_rank
-        residency = CellTable(engine.placement.on_rank(self._rank), self._experts.cells, self._memory.cells)
-        self.conduct = RankProtocol(
+        cell_table = CellTable(engine.placement.on_rank(self._rank), self._experts.cells, self._memory.cells)
+        self.protocol = RankProtocol(
             worker_id=worker_id,
             rank=self._rank,
             placement=engine.placement,
-            residency=residency,
+            cell_table=cell_table,
             tensors=len(self._memory.tensors),
             config=staging.config,
         )
@@ -116,7 +116,7 @@ class HandoverAgent:
             worker_id=worker_id,
             rank=self._rank,
             memory=self._memory,
-            ways=staging.ways,
+            transfers=staging.transfers,
             config=staging.config,
             tracing=staging.tracing,
             report=self._report,
@@ -160,37 +160,37 @@ class HandoverAgent:
     async def _seal(self) -> None:
         """Compute the checksums of all loaded experts. Until then, no lease is granted. Then audit the served
         experts until cancelled. EngineFailed when the audit finds a mismatch."""
-        residency, tensors = self.conduct.residency, self._memory.tensors
-        for resident in tuple(residency.residents()):
-            residency.seal(
+        cell_table, tensors = self.protocol.cell_table, self._memory.tensors
+        for resident in tuple(cell_table.residents()):
+            cell_table.seal(
                 resident, await self._off_loop(checksums, self._memory.cell(resident.cell), tensors)
             )
         self._sealed.set()
         if self._config.audit_seconds:
-            await MemoryAudit(residency, self._memory, self._config.audit_seconds, self._off_loop).run()
+            await MemoryAudit(cell_table, self._memory, self._config.audit_seconds, self._off_loop).run()
 
     async def _run_protocol(self) -> None:
         """Advance the protocol's time, and publish the status whenever it changes."""
         clock = asyncio.get_running_loop().time
         while True:
-            self.conduct.tick(clock())
+            self.protocol.tick(clock())
             self._carry_out()
             self._notify_backends()
             await self._publish_status(clock())
-            wakes = self.conduct.wakes
+            wakes = self.protocol.wakes
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(None if wakes == float("inf") else wakes + TICK_SECONDS):
                     await self._changed.wait()
             self._changed.clear()
 
     async def _publish_status(self, now: float) -> None:
-        described = self.conduct.describe(now)
+        described = self.protocol.describe(now)
         steady = msgspec.structs.replace(described, seconds=0.0, oldest_seconds=0.0)
         if steady == self._last_status:
             return
         self._last_status = steady
-        if self.conduct.at_rest:
-            self.conduct.residency.check_integrity()
+        if self.protocol.at_rest:
+            self.protocol.cell_table.check_integrity()
         await self._publisher.publish(described)
 
     # commands of the coordinator
@@ -202,18 +202,18 @@ class HandoverAgent:
                 verdict = await self._propose(request)
             case CommitHandover():
                 self._addressed(request.worker_id, request.rank)
-                verdict = self.conduct.commit(request)
+                verdict = self.protocol.commit(request)
                 self._on_event()
             case AbortHandover():
                 self._addressed(request.worker_id, request.rank)
                 verdict = await self._abort(request)
             case DescribeHandover():
                 self._addressed(request.worker_id, request.rank)
-                self.conduct.asked(request.token)
-                return self.conduct.describe(self._now())
+                self.protocol.status_requested(request.token)
+                return self.protocol.describe(self._now())
             case _:
                 raise TypeError(f"expected a command about handovers, got {type(request).__name__}")
-        return self.conduct.describe(self._now(), verdict)
+        return self.protocol.describe(self._now(), verdict)
 
     def _addressed(self, worker_id: int, rank: int) -> None:
         if (worker_id, rank) != (self._worker_id, self._rank):
@@ -224,9 +224,11 @@ class HandoverAgent:
 
     async def _propose(self, command: ProposeHandover) -> CommandVerdict:
         placement: Placement | str = ""
-        if self.conduct.heed(command) is CommandVerdict.TAKE:  # Validating a large table takes milliseconds.
+        if (
+            self.protocol.verdict_on_proposal(command) is CommandVerdict.TAKE
+        ):  # Validating a large table takes milliseconds.
             placement = await self._off_loop(_read_placement, command)
-        verdict = self.conduct.propose(command, placement, self._now())
+        verdict = self.protocol.propose(command, placement, self._now())
         if verdict is CommandVerdict.TAKE:
             self._copies.traceparent = command.traceparent
             log.info(
@@ -240,7 +242,7 @@ class HandoverAgent:
         return verdict
 
     async def _abort(self, command: AbortHandover) -> CommandVerdict:
-        verdict = self.conduct.abort(command, self._now())
+        verdict = self.protocol.abort(command, self._now())
         if verdict is CommandVerdict.TAKE:
             log.info("rank %d aborts handover %d: %s", self._rank, command.handover, command.reason)
         self._on_event()
@@ -253,7 +255,7 @@ class HandoverAgent:
     async def _answer_reader(self, request: Message) -> Message:
         if isinstance(request, EndLease):
             self._addressed(request.worker_id, request.rank)
-            self.conduct.residency.end(request.lease, self._now())
+            self.protocol.cell_table.end(request.lease, self._now())
             self._on_event()
             return LeaseEnded(worker_id=self._worker_id, rank=self._rank, lease=request.lease)
         if not isinstance(request, LeaseExperts):
@@ -273,7 +275,9 @@ class HandoverAgent:
         first = self._rank * self._slots
         experts = [(layer, slot - first, expert) for layer, slot, expert in request.experts]
         seconds = min(request.seconds, self._config.lease_seconds)
-        lease = self.conduct.residency.lease(request.reader, request.handover, experts, seconds, self._now())
+        lease = self.protocol.cell_table.lease(
+            request.reader, request.handover, experts, seconds, self._now()
+        )
         self._notify_backends()
         self._on_event()
         return ExpertsLeased(
@@ -287,17 +291,17 @@ class HandoverAgent:
 
     def _address(self) -> MemoryAddress:
         address = self._own
-        for way in self._ways:
-            address = way.address(address)
+        for transfer in self._transfers:
+            address = transfer.address(address)
         return address
 
     def _notify_backends(self) -> None:
         """Tell the transfer backends whether readers may need their help."""
-        active = self.conduct.residency.leases > 0
+        active = self.protocol.cell_table.leases > 0
         if active != self._helping:
             self._helping = active
-            for way in self._ways:
-                way.busy(active)
+            for transfer in self._transfers:
+                transfer.busy(active)
 
     # execution of effects
 
@@ -306,13 +310,13 @@ class HandoverAgent:
         self._changed.set()
 
     def _report(self, report: Report) -> None:
-        self.conduct.take(report, self._now())
+        self.protocol.take(report, self._now())
         self._on_event()
 
     def _carry_out(self) -> None:
         if self._tasks is None:
             return
-        for effect in self.conduct.drain():
+        for effect in self.protocol.drain():
             self._do(effect)
 
     def _do(self, effect: Effect) -> None:
@@ -344,14 +348,14 @@ class HandoverAgent:
         except Exception as error:
             log.warning("rank %d cannot prepare handover %d", self._rank, effect.handover, exc_info=True)
             self._trace("prepare", began, {}, str(error))
-            self.conduct.unprepared(
+            self.protocol.unprepared(
                 effect.handover,
                 f"the engine of rank {self._rank} could not prepare: {error or type(error).__name__}",
                 self._now(),
             )
         else:
             self._trace("prepare", began, {"roost.epoch": effect.placement.epoch})
-            if self.conduct.prepared(effect.handover):
+            if self.protocol.prepared(effect.handover):
                 self._adoption = adoption
         self._on_event()
 
@@ -363,9 +367,12 @@ class HandoverAgent:
             log.warning("rank %d ends before handover %d is adopted: %s", self._rank, effect.handover, error)
             return
         self._adoption = None
-        self.conduct.adopted(self._now())
+        self.protocol.adopted(self._now())
         log.info(
-            "rank %d serves epoch %d (handover %d)", self._rank, self.conduct.standing.served, effect.handover
+            "rank %d serves epoch %d (handover %d)",
+            self._rank,
+            self.protocol.standing.served,
+            effect.handover,
         )
         self._on_event()
 

@@ -25,9 +25,9 @@ class MemoryAudit:
     """Memory audit of one rank. seconds: period in which each served expert is compared once. `run` ends at
     the first mismatch."""
 
-    def __init__(self, residency: CellTable, memory: ExpertMemory, seconds: float, aside: Aside) -> None:
+    def __init__(self, cell_table: CellTable, memory: ExpertMemory, seconds: float, aside: Aside) -> None:
         self.compared = 0
-        self._residency = residency
+        self._cell_table = cell_table
         self._memory = memory
         self._seconds = seconds
         self._aside = aside
@@ -36,7 +36,7 @@ class MemoryAudit:
         """Compare until cancelled. EngineFailed names the first expert whose memory has changed. No output of
         this rank can be trusted then."""
         while True:
-            residents = tuple(self._residency.residents())
+            residents = tuple(self._cell_table.residents())
             for resident in residents:
                 await asyncio.sleep(self._seconds / len(residents))
                 await self._compare(resident)
@@ -44,16 +44,16 @@ class MemoryAudit:
                 await asyncio.sleep(self._seconds)
 
     async def _compare(self, resident: ResidentCell) -> None:
-        promised = self._residency.sealed(resident)
-        if promised is None:
+        expected = self._cell_table.sealed(resident)
+        if expected is None:
             return
         tensors = self._memory.tensors
         found = await self._aside(checksums, self._memory.cell(resident.cell), tensors)
         self.compared += 1
         # The expert may have moved during the comparison, and the cell may have another use.
-        if found == promised or self._residency.sealed(resident) != promised:
+        if found == expected or self._cell_table.sealed(resident) != expected:
             return
-        damaged = ", ".join(compare(tensors, promised, found))
+        damaged = ", ".join(compare(tensors, expected, found))
         text = (
             f"the memory of expert {resident.layer}/{resident.expert} (cell {resident.cell}: {damaged}) was"
             " changed while it was served"

@@ -62,15 +62,15 @@ class KvMirror:
 
     def _parents_first(self) -> Iterator[tuple[int, tuple[int, int | None]]]:
         """Iterate over all blocks reachable from the start of a prompt, each after its parent."""
-        settled: dict[int, bool] = {}  # Block -> True if it is reachable.
+        reached: dict[int, bool] = {}  # Block -> True if it is reachable.
         for start in self._blocks:
             path: list[int] = []
             at: int | None = start
-            while at is not None and at not in settled and at in self._blocks:
+            while at is not None and at not in reached and at in self._blocks:
                 path.append(at)
                 at = self._blocks[at][1]
-            reachable = at is None or settled.get(at, False)
+            reachable = at is None or reached.get(at, False)
             for block in reversed(path):
-                settled[block] = reachable
+                reached[block] = reachable
                 if reachable:
                     yield block, self._blocks[block]

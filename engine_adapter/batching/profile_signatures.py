@@ -53,7 +53,7 @@ class _Tables(NamedTuple):
     """[rows]."""
 
 
-def most_together(model: ClusterModel) -> int:
+def max_together(model: ClusterModel) -> int:
     """Number of requests that may be processed at once, since their counts form a table too."""
     cells: int = model.profiles[0].size
     return max(1, CELLS // cells)
@@ -67,7 +67,7 @@ def request_profiles(
     node: NDArray[np.intp],
     *,
     block_size: int,
-    most_blocks: int,
+    max_blocks: int,
     sampled: Sequence[bool],
 ) -> list[RequestProfile]:
     """Build the profiles of requests that ended on `rank`. Model and placement must have the shape of the
@@ -91,7 +91,7 @@ def request_profiles(
     top = 0
     for at, (one, own) in enumerate(zip(requests, computed, strict=True)):
         start, end = longest_run(tables.full[top : top + own.height])
-        end = max(start, min(end, start + most_blocks, len(one.blocks) - own.first))
+        end = max(start, min(end, start + max_blocks, len(one.blocks) - own.first))
         before = own.first + start
         profiles.append(
             RequestProfile(

@@ -9,11 +9,11 @@ import msgspec
 from engine_adapter.batching.sampling import GREEDY, Sampling
 from fleet.completions import ApiError, RankRequest, context_exceeded
 
-MOST_STOPS = 4
-MOST_LOGPROBS = 20
-MOST_SALT = 1024
+MAX_STOPS = 4
+MAX_LOGPROBS = 20
+MAX_SALT = 1024
 """Characters of `cache_salt`."""
-HOTTEST = 2.0
+MAX_TEMPERATURE = 2.0
 DEFAULT_MAX_TOKENS = 16
 """Default of `max_tokens`. This value, stated or not, is clipped to the context instead of rejected."""
 
@@ -85,20 +85,20 @@ def check(request: RankRequest, model: str) -> None:
     _need(bool(request.prompt), "prompt", "is empty; at least one token is needed")
     _need(request.max_tokens >= 1, "max_tokens", f"{request.max_tokens} is less than 1")
     _need(
-        0 <= request.temperature <= HOTTEST,
+        0 <= request.temperature <= MAX_TEMPERATURE,
         "temperature",
-        f"{request.temperature} is outside 0 to {HOTTEST:g}",
+        f"{request.temperature} is outside 0 to {MAX_TEMPERATURE:g}",
     )
     _need(0 < request.top_p <= 1, "top_p", f"{request.top_p} is outside 0 (exclusive) to 1")
     _need(request.top_k >= -1, "top_k", f"{request.top_k} is negative; use 0 for no limit")
     _need(request.n == 1, "n", f"{request.n}: a rank answers once; send several requests")
     _need(
-        request.logprobs is None or 0 <= request.logprobs <= MOST_LOGPROBS,
+        request.logprobs is None or 0 <= request.logprobs <= MAX_LOGPROBS,
         "logprobs",
-        f"{request.logprobs} is outside 0 to {MOST_LOGPROBS}",
+        f"{request.logprobs} is outside 0 to {MAX_LOGPROBS}",
     )
     stops = stop_strings(request)
-    _need(len(stops) <= MOST_STOPS, "stop", f"{len(stops)} strings; at most {MOST_STOPS} are allowed")
+    _need(len(stops) <= MAX_STOPS, "stop", f"{len(stops)} strings; at most {MAX_STOPS} are allowed")
     _need(all(stops), "stop", "holds an empty string, which would stop everything")
     _need(
         request.cache_salt != "",
@@ -106,9 +106,9 @@ def check(request: RankRequest, model: str) -> None:
         "is empty; leave it out to share KV with requests that have none",
     )
     _need(
-        len(request.cache_salt or "") <= MOST_SALT,
+        len(request.cache_salt or "") <= MAX_SALT,
         "cache_salt",
-        f"has {len(request.cache_salt or '')} characters; at most {MOST_SALT} are allowed",
+        f"has {len(request.cache_salt or '')} characters; at most {MAX_SALT} are allowed",
     )
     known = len(request.prompt) if isinstance(request.prompt, list) else 1
     _need(

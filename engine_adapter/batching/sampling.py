@@ -68,12 +68,12 @@ def sample(logits: NDArray[np.float32], draws: Sequence[Draw]) -> NDArray[np.int
         )
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     if drawn:
-        wishes = [draws[row].sampling for row in drawn]
+        requested = [draws[row].sampling for row in drawn]
         chances = probabilities(
             logits[drawn],
-            np.array([wish.temperature for wish in wishes]),
-            np.array([wish.top_k for wish in wishes]),
-            np.array([wish.top_p for wish in wishes]),
+            np.array([demand.temperature for demand in requested]),
+            np.array([demand.top_k for demand in requested]),
+            np.array([demand.top_p for demand in requested]),
         )
         tokens[drawn] = _invert(
             chances, np.array([uniform(draws[row].sampling.seed, draws[row].position) for row in drawn])
@@ -120,8 +120,8 @@ def _best(row: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]
     count = min(count, len(row))
     if not count:
         return ()
-    least = np.partition(row, len(row) - count)[len(row) - count]
-    candidates = np.nonzero(row >= least)[0]
+    smallest = np.partition(row, len(row) - count)[len(row) - count]
+    candidates = np.nonzero(row >= smallest)[0]
     order = candidates[np.argsort(-row[candidates], kind="stable")][:count]
     return tuple((int(token), float(row[token])) for token in order)
 
@@ -129,8 +129,8 @@ def _best(row: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]
 def _keep_top_k(scaled: NDArray[np.float64], top_k: NDArray[Any]) -> None:
     vocabulary = scaled.shape[1]
     for row in np.nonzero((top_k > 0) & (top_k < vocabulary))[0]:
-        least = np.partition(scaled[row], vocabulary - top_k[row])[vocabulary - top_k[row]]
-        scaled[row, scaled[row] < least] = -np.inf
+        smallest = np.partition(scaled[row], vocabulary - top_k[row])[vocabulary - top_k[row]]
+        scaled[row, scaled[row] < smallest] = -np.inf
 
 
 def _keep_top_p(chances: NDArray[np.float64], top_p: NDArray[Any]) -> None:
@@ -139,9 +139,9 @@ def _keep_top_p(chances: NDArray[np.float64], top_p: NDArray[Any]) -> None:
         return
     descending = -np.sort(-chances[rows], axis=1)
     reached = (np.cumsum(descending, axis=1) < top_p[rows, None]).sum(axis=1)
-    least = descending[np.arange(len(rows)), np.minimum(reached, chances.shape[1] - 1)]
+    smallest = descending[np.arange(len(rows)), np.minimum(reached, chances.shape[1] - 1)]
     kept = chances[rows]
-    kept[kept < least[:, None]] = 0.0
+    kept[kept < smallest[:, None]] = 0.0
     chances[rows] = kept
 
 

@@ -20,7 +20,7 @@ RUN_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": t
 
 _STORED_DTYPES = ("F32", "BF16", "F16")
 _EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
-_MOST_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -338,7 +338,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= _MOST_HEADER_BYTES else None
+            header = json.loads(file.read(length)) if length <= _MAX_HEADER_BYTES else None
             size = path.stat().st_size - 8 - length
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

@@ -65,11 +65,11 @@ class Groups:
     """int64 [slots]: pairs of each slot, without padding."""
 
 
-def group_by_slot(slots: NDArray[Any], slot_count: int, least_rows: int = GROUP_ROWS) -> Groups:
+def group_by_slot(slots: NDArray[Any], slot_count: int, min_rows: int = GROUP_ROWS) -> Groups:
     """Sort pairs by their physical slots [n], stably. Non-empty groups are padded to `least_rows`."""
     order = np.argsort(slots, kind="stable")
     counts = np.bincount(slots, minlength=slot_count)
-    sizes = np.where(counts > 0, np.maximum(counts, least_rows), 0)
+    sizes = np.where(counts > 0, np.maximum(counts, min_rows), 0)
     ends = np.cumsum(sizes)
     shift = (ends - sizes) - (np.cumsum(counts) - counts)
     rows = np.arange(len(slots)) + shift[slots[order]]
@@ -228,15 +228,15 @@ def _check_experts(experts: NDArray[Any], count: int) -> None:
         )
 
 
-def _check_step(tokens: int, rank: int, tokens_by_rank: Sequence[int], ranks: int, most: int) -> None:
+def _check_step(tokens: int, rank: int, tokens_by_rank: Sequence[int], ranks: int, max_tokens: int) -> None:
     if len(tokens_by_rank) != ranks or tokens_by_rank[rank] != tokens:
         raise DispatchError(
             f"dispatch: rank {rank} of {ranks} brings {tokens} tokens, but the step headers say"
             f" {list(tokens_by_rank)}"
         )
-    if max(tokens_by_rank) > most:
+    if max(tokens_by_rank) > max_tokens:
         raise CapacityError(
-            f"dispatch: {max(tokens_by_rank)} tokens of one rank in a step, {most} are allowed; raise"
+            f"dispatch: {max(tokens_by_rank)} tokens of one rank in a step, {max_tokens} are allowed; raise"
             " max_tokens or send smaller chunks"
         )
 
@@ -322,7 +322,7 @@ class GlooDispatch:
 
     def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
         _check_experts(experts, self._experts)
-        small = self._step.most * x.shape[1] * x.element_size() <= self._small_gather_bytes
+        small = self._step.max_tokens * x.shape[1] * x.element_size() <= self._small_gather_bytes
         everyones_x, ids = self._gather(x if small else x[:, :0], experts)
         slots = self._sending.slots(layer, self._step.home, ids)
         ranks = slots // self._slots
@@ -365,7 +365,7 @@ class GlooDispatch:
         """All ranks' activations [all tokens, H] and expert IDs [all tokens, k], ordered by source rank, with
         one collective of bytes."""
         width = x.shape[1] * x.element_size()
-        mine = torch.zeros((self._step.most, width + 2 * experts.shape[1]), dtype=torch.uint8)
+        mine = torch.zeros((self._step.max_tokens, width + 2 * experts.shape[1]), dtype=torch.uint8)
         mine[: len(x), :width] = bytes_of(x)
         mine[: len(x), width:] = torch.from_numpy(experts.astype(np.uint16).view(np.uint8))
         everyone = self._group.all_gather(mine).view(-1, mine.shape[1]).index_select(0, self._step.present)
@@ -404,7 +404,7 @@ class GlooDispatch:
 class _Step:
     """Layout of a step's tokens, from the step headers."""
 
-    most: int
+    max_tokens: int
     """Tokens of the busiest rank. Gathers are padded to this."""
     home: IntArray
     """int64 [all tokens]: the home rank of each token."""
@@ -413,6 +413,6 @@ class _Step:
 
     @classmethod
     def of(cls, tokens: tuple[int, ...]) -> "_Step":
-        most = max(tokens)
-        present = np.concatenate([rank * most + np.arange(count) for rank, count in enumerate(tokens)])
-        return cls(most, np.repeat(np.arange(len(tokens)), tokens), torch.from_numpy(present))
+        max_tokens = max(tokens)
+        present = np.concatenate([rank * max_tokens + np.arange(count) for rank, count in enumerate(tokens)])
+        return cls(max_tokens, np.repeat(np.arange(len(tokens)), tokens), torch.from_numpy(present))

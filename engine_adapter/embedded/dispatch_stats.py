@@ -19,7 +19,7 @@ from engine_adapter.engine import DispatchCounts, balance
 KEPT_PAIRS = 1 << 15
 """Stored (token, k) pairs, over all ranks and layers, from which steps are counted early."""
 KEPT_STEPS = 256
-MOST_EPOCHS = 16
+MAX_EPOCHS = 16
 """Epochs kept apart until they are taken. Beyond it, the oldest are dropped."""
 
 
@@ -46,7 +46,7 @@ class DispatchLog:
         """Steps of this epoch that are not counted yet."""
         self._pairs = 0
         """Pairs in these steps."""
-        self._counted: deque[DispatchCounts] = deque(maxlen=MOST_EPOCHS)
+        self._counted: deque[DispatchCounts] = deque(maxlen=MAX_EPOCHS)
         """Counts, one per epoch."""
 
     def add(self, epoch: int, step: FinishedStep) -> None:
@@ -63,7 +63,7 @@ class DispatchLog:
     def take(self) -> tuple[DispatchCounts, ...]:
         """Return the counts since the last call, one per epoch. Empty when there was no step."""
         with self._lock:
-            taken, self._counted = self._counted, deque(maxlen=MOST_EPOCHS)
+            taken, self._counted = self._counted, deque(maxlen=MAX_EPOCHS)
             epoch, steps = self._epoch, self._drained()
         self._count(epoch, steps, taken)  # Outside the lock, so that the step thread does not wait.
         return tuple(taken)

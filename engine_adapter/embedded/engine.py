@@ -20,7 +20,7 @@ from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.expert_handover import RankExperts
-from engine_adapter.embedded.setup import MachineBuilder, RankSetup, build_machine
+from engine_adapter.embedded.setup import RankSetup, SetupBuilder, build_setup
 from engine_adapter.embedded.step_loop import EmbeddedSequence, PeerLeft, StepLoop, StepReport
 from engine_adapter.engine import EngineDescription, EngineFailed, RankFacts
 from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 class _Loaded:
     """Components that the step thread creates from a configuration."""
 
-    machine: RankSetup
+    setup: RankSetup
     tokenizer: CheckpointTokenizer
     description: EngineDescription
     facts: FactLog
@@ -64,38 +64,38 @@ def _load(
     config: EmbeddedConfig,
     rank: int,
     run_directory: Path | None,
-    build: MachineBuilder,
+    build: SetupBuilder,
     report: Callable[[StepReport], None],
 ) -> _Loaded:
     tokenizer = CheckpointTokenizer(Path(config.folder))
-    machine = build(config, rank, run_directory)
-    facts = FactLog(machine.shape.layers, machine.shape.experts, FACT_BLOCKS_PER_PAGE * config.kv_blocks)
-    room = min(machine.max_context, config.kv_blocks * config.block_size)
+    setup = build(config, rank, run_directory)
+    facts = FactLog(setup.shape.layers, setup.shape.experts, FACT_BLOCKS_PER_PAGE * config.kv_blocks)
+    room = min(setup.max_context, config.kv_blocks * config.block_size)
     description = EngineDescription(
         model=config.served_model,
         rank=rank,
         ranks=config.ranks,
         block_size=config.block_size,
         kv_blocks=config.kv_blocks,
-        kv_block_bytes=machine.kv_block_bytes,
+        kv_block_bytes=setup.kv_block_bytes,
         max_context=room if config.max_context is None else min(room, config.max_context),
         max_batch_tokens=config.max_batch_tokens,
         capabilities=Capabilities(isolates_tenants=True),
-        shape=machine.shape,
+        shape=setup.shape,
         layout=EP,
         dispatch=config.dispatch,
-        speed=machine.speed,
+        speed=setup.speed,
         tokenizer=tokenizer.archive,
-        weights_digest=machine.weights_digest,
+        weights_digest=setup.weights_digest,
     )
-    steps = StepLoop(machine, config, facts, report, rank)
+    steps = StepLoop(setup, config, facts, report, rank)
     return _Loaded(
-        machine,
+        setup,
         tokenizer,
         description,
         facts,
         steps,
-        None if machine.experts is None else RankExperts(machine.experts, steps),
+        None if setup.experts is None else RankExperts(setup.experts, steps),
     )
 
 
@@ -112,7 +112,7 @@ class EmbeddedEngine:
         rank: int = 0,
         run_directory: Path | None = None,
         *,
-        build: MachineBuilder = build_machine,
+        build: SetupBuilder = build_setup,
     ) -> None:
         if not 0 <= rank < config.ranks:
             raise ValueError(
@@ -161,7 +161,7 @@ class EmbeddedEngine:
     @property
     def vocabulary(self) -> int:
         """Upper bound (exclusive) of token IDs."""
-        return self._alive.machine.vocabulary
+        return self._alive.setup.vocabulary
 
     @property
     def failure(self) -> EngineFailed | None:
@@ -270,7 +270,7 @@ class EmbeddedEngine:
             raise EngineFailed(str(self._failure)) from self._failure
 
     def _new_sequence(self, request: GenerationRequest, answer: AnswerStream) -> EmbeddedSequence:
-        tokenizer, shape = self._alive.tokenizer, self._alive.machine.shape
+        tokenizer, shape = self._alive.tokenizer, self._alive.setup.shape
         generation, text = sequence_parts(request, self.config.block_size, tokenizer.detokenizer())
         trace = RoutedTrace(shape.layers, shape.top_k)
         return EmbeddedSequence(request, answer, generation, text, trace, tokenizer.eos)
@@ -351,7 +351,7 @@ class EmbeddedEngine:
                     log.exception("rank %d failed", self._rank)
                 ended.set_exception(error)
         finally:
-            served.machine.close()
+            served.setup.close()
             if not ended.done():
                 ended.set_result(None)
 

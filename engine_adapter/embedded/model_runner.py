@@ -45,7 +45,7 @@ class SequenceWork:
     pages: Sequence[int]
     """IDs of the pages that cover positions 0 .. start + len(tokens) - 1, in order. More pages are allowed.
     The pages of `tokens` belong to this work alone."""
-    wants_logits: bool
+    needs_logits: bool
     """True if the logits after the last of `tokens` are needed."""
 
 
@@ -309,7 +309,7 @@ class ModelRunner:
 
     def _logits(self, hidden: torch.Tensor, work: Sequence[SequenceWork]) -> torch.Tensor:
         ends = np.cumsum([len(one.tokens) for one in work], dtype=np.int64)
-        ends_needed = [int(end) - 1 for end, one in zip(ends, work, strict=True) if one.wants_logits]
+        ends_needed = [int(end) - 1 for end, one in zip(ends, work, strict=True) if one.needs_logits]
         if not ends_needed:
             return torch.empty((0, self.config.vocabulary), dtype=torch.float32)
         padded = ends_needed + ends_needed[:1] * (GROUP_ROWS - len(ends_needed))
@@ -350,7 +350,7 @@ class ModelRunner:
         prompt = min(128, self.max_tokens, self.kv_pages * PAGE_TOKENS, self.config.max_positions)
         prefill = _fastest_seconds(
             lambda: self.forward(
-                [SequenceWork([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)]
+                [SequenceWork([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), needs_logits=True)]
             ),
             5,
         )
@@ -372,7 +372,7 @@ class ModelRunner:
 
     def _decodes(self, sequences: int, pages: int) -> list[SequenceWork]:
         return [
-            SequenceWork([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), wants_logits=True)
+            SequenceWork([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), needs_logits=True)
             for at in range(sequences)
         ]
 

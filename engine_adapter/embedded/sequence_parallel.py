@@ -12,20 +12,20 @@ import torch
 
 Result = TypeVar("Result")
 
-LEAST_TOKENS = 128
+MIN_TOKENS = 128
 """Minimum tokens per thread for splitting. Below it, operations are so short that threads mostly wait for the
 GIL."""
 
 
-def share(tokens: Sequence[int], threads: int, least: int = LEAST_TOKENS) -> list[slice]:
+def share(tokens: Sequence[int], threads: int, min_tokens: int = MIN_TOKENS) -> list[slice]:
     """Split sequences with these `tokens` into runs of about equal sums, one per thread. Use fewer runs, down
     to one, where a run would have under `least` tokens."""
     ends = np.cumsum(tokens, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
-    for parts in range(min(threads, total // least), 1, -1):
+    for parts in range(min(threads, total // min_tokens), 1, -1):
         # A sequence belongs to the run that contains its midpoint.
         run = ((2 * ends - tokens) * parts // (2 * total)).clip(max=parts - 1)
-        if np.bincount(run, weights=tokens, minlength=parts).min() >= least:
+        if np.bincount(run, weights=tokens, minlength=parts).min() >= min_tokens:
             bounds = np.searchsorted(run, np.arange(parts + 1)).tolist()
             return [slice(begin, end) for begin, end in pairwise(bounds)]
     return [slice(0, len(tokens))]

@@ -63,7 +63,7 @@ class RankSetup:
     runner: ForwardPass
     experts: MovableExperts | None = None
     """None: the experts cannot be moved."""
-    lockstep: StepSync
+    step_sync: StepSync
     kv_block_bytes: int = 0
     """Memory of one KV block over all layers, in bytes. 0: unknown."""
     weights_digest: str | None = None
@@ -72,10 +72,10 @@ class RankSetup:
     """Release all resources. The other ranks then detect that this one is gone."""
 
 
-MachineBuilder = Callable[[EmbeddedConfig, int, Path | None], RankSetup]
+SetupBuilder = Callable[[EmbeddedConfig, int, Path | None], RankSetup]
 
 
-def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
+def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
     """Load a rank, join the others, and measure speeds together. Called by the step thread, which alone uses
     the result.
 
@@ -89,8 +89,8 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
             else run_directory
         )
         group = _join(config, rank, directory, opened)
-        lockstep = StepSync(directory, rank, group)
-        opened.callback(lockstep.close)
+        step_sync = StepSync(directory, rank, group)
+        opened.callback(step_sync.close)
         with Checkpoint(Path(config.folder)) as checkpoint:
             about = checkpoint.config
             weights = checkpoint.digest(config.dtype) if rank == 0 else None
@@ -127,7 +127,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
             weights_digest=weights,
             runner=runner,
             experts=runner,
-            lockstep=lockstep,
+            step_sync=step_sync,
             close=opened.pop_all().close,
         )
 

@@ -68,13 +68,13 @@ class StepLoop:
 
     def __init__(
         self,
-        machine: RankSetup,
+        setup: RankSetup,
         config: EmbeddedConfig,
         facts: FactLog,
         report: Callable[[StepReport], None],
         rank: int = 0,
     ) -> None:
-        self._machine = machine
+        self._setup = setup
         self._facts = facts
         self._report = report
         self._cache = KvCache(config.kv_blocks, config.block_size)
@@ -88,10 +88,10 @@ class StepLoop:
         self._orders: deque[_Order] = deque()
         self._step = 0
         self._ready: PreparedEpoch | None = None
-        self.placement: Placement = machine.placement
+        self.placement: Placement = setup.placement
         """The served placement."""
         self._decoding = DecodeSteps()
-        self._sent = DispatchLog(rank, layers=machine.shape.layers, top_k=machine.shape.top_k)
+        self._sent = DispatchLog(rank, layers=setup.shape.layers, top_k=setup.shape.top_k)
         self._communicated = 0.0
         """Seconds in collectives before the current step."""
         self._began = 0
@@ -129,7 +129,7 @@ class StepLoop:
         while True:
             self.stepping_since = time.monotonic()
             self._began = time.time_ns()
-            self._communicated = self._machine.lockstep.communication_seconds
+            self._communicated = self._setup.step_sync.communication_seconds
             report = StepReport()
             self._take_orders(report)
             slices = self._scheduler.plan()
@@ -145,7 +145,7 @@ class StepLoop:
             if not awake:
                 self._scheduler.check_idle()
                 self.stepping_since = None
-                self._machine.lockstep.sleep(self._step)
+                self._setup.step_sync.sleep(self._step)
 
     def _note_step(self, slices: list[Slice], tokens_by_rank: list[int], forward: Forward) -> None:
         """Record a step. The headers contain only token counts, so another rank counts as decoding if it
@@ -154,7 +154,7 @@ class StepLoop:
         seconds = now - (now if self.stepping_since is None else self.stepping_since)
         if all(one.count == 1 for one in slices) and max(tokens_by_rank) <= self._scheduler.max_running:
             self._decoding.note(now, seconds)
-        communication = self._machine.lockstep.communication_seconds - self._communicated
+        communication = self._setup.step_sync.communication_seconds - self._communicated
         self._sent.add(
             self.placement.epoch,
             FinishedStep(seconds, tokens_by_rank, forward.served_by, min(communication, seconds)),
@@ -167,7 +167,7 @@ class StepLoop:
     def _nudge(self) -> None:
         # The step thread may have ended and closed its sockets. The caller then sees the engine's failure.
         with suppress(OSError):
-            self._machine.lockstep.nudge()
+            self._setup.step_sync.nudge()
 
     def _exchange(self, tokens: int, report: StepReport) -> list[int] | None:
         """Exchange headers and return every rank's tokens of this step. None when this rank leaves.
@@ -181,7 +181,7 @@ class StepLoop:
             epoch_served=served,
             epoch_ready=ready,
         )
-        headers = self._machine.lockstep.exchange(mine)
+        headers = self._setup.step_sync.exchange(mine)
         left = [rank for rank, header in enumerate(headers) if header.flags & LEAVING]
         if leaving:
             return None
@@ -194,11 +194,11 @@ class StepLoop:
         return [header.tokens for header in headers]
 
     def _flip(self, prepared: PreparedEpoch, report: StepReport) -> None:
-        if self._machine.experts is None:
+        if self._setup.experts is None:
             raise RuntimeError(
                 "step loop: cannot switch to another epoch: the experts of this engine cannot be moved"
             )
-        self._machine.experts.adopt(prepared)
+        self._setup.experts.adopt(prepared)
         self.placement, self._ready, report.flipped = prepared.placement, None, prepared
 
     def _take_orders(self, report: StepReport) -> None:
@@ -228,7 +228,7 @@ class StepLoop:
     def _compute(self, slices: list[Slice], tokens_by_rank: list[int], report: StepReport) -> Forward:
         work = [SequenceWork(one.tokens, one.start, one.generation.table.pages, one.last) for one in slices]
         self._note_admissions(slices)
-        forward = self._machine.runner.forward(work, tokens_by_rank)
+        forward = self._setup.runner.forward(work, tokens_by_rank)
         now = time.time_ns()
         self._book(slices, forward.routed)
         rows = [self._sequences[one.generation] for one in slices if one.last]
@@ -244,7 +244,7 @@ class StepLoop:
             self._sequences[one.generation].trace.note(one.start, routed[at : at + one.count])
             at += one.count
         if at:
-            self._facts.add_activations(count_pairs(routed, self._machine.shape.experts), at)
+            self._facts.add_activations(count_pairs(routed, self._setup.shape.experts), at)
 
     def _note_admissions(self, slices: list[Slice]) -> None:
         """Record admissions before the forward pass: a request that fails in it did not fail in the queue."""

@@ -23,10 +23,10 @@ from fleet.experts import ExpertId
 from fleet.handover import CELL, Cell, CellEvent, moved
 from fleet.placement import EMPTY
 
-MOST_LEASES = 256
+MAX_LEASES = 256
 """Limit of open leases. A reader has one per source and handover, and forgotten leases expire."""
 
-Wanted = tuple[int, int, int]
+ExpertInSlot = tuple[int, int, int]
 """(layer, slot of this rank, expert)."""
 
 
@@ -73,7 +73,7 @@ class ReadLease:
     reader: int
     """Rank of the reader."""
     handover: int
-    experts: tuple[Wanted, ...]
+    experts: tuple[ExpertInSlot, ...]
     cells: tuple[int, ...]
     checksums: tuple[tuple[int, ...], ...]
     """Per expert: one u64 per tensor."""
@@ -115,15 +115,17 @@ class CellTable:
 
     # incoming experts
 
-    def reserve(self, wanted: Wanted, now: float) -> int:
+    def reserve(self, requested: ExpertInSlot, now: float) -> int:
         """Reserve a free cell for an expert that a slot will hold. Bytes may land in the cell from now on.
         NoFreeCell when there is none."""
         for cell, record in enumerate(self._records):
             if record.use is Cell.FREE:
                 self._move(cell, CellEvent.RESERVED, now)
-                record.layer, record.slot, record.expert = wanted
+                record.layer, record.slot, record.expert = requested
                 return cell
-        raise NoFreeCell(f"no cell is free for expert {ExpertId(wanted[0], wanted[2])}: {self.told()}")
+        raise NoFreeCell(
+            f"no cell is free for expert {ExpertId(requested[0], requested[2])}: {self.summary()}"
+        )
 
     def landed(self, cell: int, now: float) -> None:
         """Mark a cell as completely received."""
@@ -244,7 +246,7 @@ class CellTable:
     # leases
 
     def lease(
-        self, reader: int, handover: int, experts: Sequence[Wanted], seconds: float, now: float
+        self, reader: int, handover: int, experts: Sequence[ExpertInSlot], seconds: float, now: float
     ) -> ReadLease:
         """Lease the cells of these experts to a reader for a number of seconds: they do not change until the
         lease ends. A repeated request renews the lease. LeaseRefused when one of the experts is not served
@@ -267,15 +269,15 @@ class CellTable:
         return renewed
 
     def _grant(
-        self, reader: int, handover: int, requested: tuple[Wanted, ...], seconds: float, now: float
+        self, reader: int, handover: int, requested: tuple[ExpertInSlot, ...], seconds: float, now: float
     ) -> ReadLease:
         if not 0 < len(requested) <= self.held.size or len(set(requested)) < len(requested):
             raise LeaseRefused(
                 f"a lease of {len(requested)} experts: ask for 1 to {self.held.size}, each once"
             )
-        if len(self._leases) >= MOST_LEASES:
+        if len(self._leases) >= MAX_LEASES:
             raise LeaseRefused(
-                f"{MOST_LEASES} leases are open already; ask again when readers have ended theirs"
+                f"{MAX_LEASES} leases are open already; ask again when readers have ended theirs"
             )
         cells = tuple(self._cell_of(one) for one in requested)
         self._last_lease += 1
@@ -293,8 +295,8 @@ class CellTable:
             self._records[cell].readers.add(lease.number)
         return lease
 
-    def _cell_of(self, wanted: Wanted) -> int:
-        layer, slot, expert = wanted
+    def _cell_of(self, requested: ExpertInSlot) -> int:
+        layer, slot, expert = requested
         layers, slots = self.held.shape
         if not (0 <= layer < layers and 0 <= slot < slots):
             raise LeaseRefused(
@@ -361,7 +363,7 @@ class CellTable:
     def use(self, cell: int) -> Cell:
         return self._records[cell].use
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Format the number of cells in each use for messages."""
         return ", ".join(f"{self.count(use)} {use.value}" for use in Cell if self.count(use))
 
@@ -372,7 +374,7 @@ class CellTable:
             raise Inconsistent(f"cells {live} are live, but slots map to {sorted(self.table.flat)}")
         if self._counts != Counter(record.use for record in self._records):
             raise Inconsistent(
-                f"{self.told()} cells were counted, but the cells are"
+                f"{self.summary()} cells were counted, but the cells are"
                 f" {Counter(record.use for record in self._records)}"
             )
         leased: dict[int, set[int]] = {}

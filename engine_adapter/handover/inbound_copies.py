@@ -27,7 +27,7 @@ from fleet.facts.migrations import PullReport
 from fleet.handover import Cell
 from fleet.requests.handovers import ExpertsLeased, MemoryAddress
 
-MOST_SOURCES = 2
+MAX_SOURCES = 2
 """Ranks that are read from concurrently. More would only share the same memory or link."""
 
 # Effects
@@ -71,7 +71,7 @@ class VerifyCells(NamedTuple):
     batch: int
     source: int
     cells: tuple[int, ...]
-    promised: tuple[tuple[int, ...], ...]
+    checksums: tuple[tuple[int, ...], ...]
 
 
 class ReleaseLease(NamedTuple):
@@ -113,7 +113,7 @@ class ReadLanded(NamedTuple):
     """All bytes of the read have arrived."""
 
     batch: int
-    way: str
+    transfer: str
     bytes: int
     seconds: float
 
@@ -177,7 +177,7 @@ class _IncomingCopy:
     def name(self) -> ExpertId:
         return ExpertId(self.coming.layer, self.coming.expert)
 
-    def another(self, most: int, *, same: bool) -> bool:
+    def another(self, max_tries: int, *, same: bool) -> bool:
         """Record a failure of the current source. Return True if a retry is allowed. same: when all sources
         have failed, start again with the first."""
         self.tries += 1
@@ -185,7 +185,7 @@ class _IncomingCopy:
         left = len(self.failed) < len(self.coming.sources)
         if not left and same:
             self.failed.clear()
-        return self.tries <= most and (left or same)
+        return self.tries <= max_tries and (left or same)
 
 
 class _Stage(StrEnum):
@@ -207,7 +207,7 @@ class _Batch:
     """Empty once the batch is given up."""
     stage: _Stage = _Stage.WAITING
     lease: int = 0
-    promised: tuple[tuple[int, ...], ...] = ()
+    checksums: tuple[tuple[int, ...], ...] = ()
     settling: tuple[int, ...] = ()
     """Cells of the batch in quarantine."""
 
@@ -216,13 +216,13 @@ class InboundCopies:
     """Batches of one rank. tensors: number of tensors in a cell, and so of checksums per expert."""
 
     def __init__(
-        self, residency: CellTable, *, tensors: int, slots_per_rank: int, config: TransferConfig
+        self, cell_table: CellTable, *, tensors: int, slots_per_rank: int, config: TransferConfig
     ) -> None:
         self.effects: list[Effect] = []
         """Effects to execute. The caller clears the list."""
         self.pulls: list[PullReport] = []
         """Completed reads of the current or last handover."""
-        self._residency = residency
+        self._cell_table = cell_table
         self._tensors = tensors
         self._slots = slots_per_rank
         self._config = config
@@ -231,15 +231,15 @@ class InboundCopies:
 
     def expect(self, coming: tuple[IncomingExperts, ...], handover: int, until: float, now: float) -> None:
         """Start copying these experts. CannotStage when too few cells are free."""
-        free = self._residency.count(Cell.FREE)
+        free = self._cell_table.count(Cell.FREE)
         if len(coming) > free:
             raise CannotStage(
                 StagingFault.ROOM,
-                f"{len(coming)} experts must be copied, but {free} cells are free ({self._residency.told()}):"
-                " copy less per handover, or wait for cells",
+                f"{len(coming)} experts must be copied, but {free} cells are free"
+                f" ({self._cell_table.summary()}): copy less per handover, or wait for cells",
             )
         self._queue(
-            [_IncomingCopy(one, self._residency.reserve(one[:3], now)) for one in coming], handover, until
+            [_IncomingCopy(one, self._cell_table.reserve(one[:3], now)) for one in coming], handover, until
         )
         self._begin()
 
@@ -261,11 +261,11 @@ class InboundCopies:
             for batch in self._expected()
         )
 
-    def let_go(self, now: float) -> None:
+    def abort(self, now: float) -> None:
         """Abort the copies of the handover: drop staged cells and stop reads in progress. Idempotent."""
         for batch in self._expected():
             self._give_up(batch, now)
-        self._residency.drop_staged(now)
+        self._cell_table.drop_staged(now)
 
     def take(self, report: Report, now: float) -> None:
         """Process a report about a batch. CannotStage when no retry is left; the caller then calls
@@ -318,7 +318,7 @@ class InboundCopies:
         """Request leases for waiting batches, up to the limit of concurrent sources."""
         busy = {batch.source for batch in self._expected() if batch.stage in (_Stage.LEASING, _Stage.READING)}
         for batch in self._expected():
-            if batch.stage is _Stage.WAITING and batch.source not in busy and len(busy) < MOST_SOURCES:
+            if batch.stage is _Stage.WAITING and batch.source not in busy and len(busy) < MAX_SOURCES:
                 busy.add(batch.source)
                 batch.stage = _Stage.LEASING
                 experts = tuple((copy.coming.layer, copy.source, copy.coming.expert) for copy in batch.copies)
@@ -343,36 +343,38 @@ class InboundCopies:
                 now,
             )
             return
-        batch.stage, batch.promised = _Stage.READING, answer.checksums
+        batch.stage, batch.checksums = _Stage.READING, answer.checksums
         pulls = tuple((source, copy.cell) for source, copy in zip(answer.cells, batch.copies, strict=True))
         self.effects.append(ReadCells(batch.number, batch.source, answer.memory, pulls, batch.until))
 
     def _verify(self, batch: _Batch, report: ReadLanded, now: float) -> None:
         pull = PullReport(
             source=batch.source,
-            transfer=report.way,
+            transfer=report.transfer,
             experts=len(batch.copies),
             bytes=report.bytes,
             seconds=report.seconds,
         )
         self.pulls.append(pull)
         for copy in batch.copies:
-            self._residency.landed(copy.cell, now)
+            self._cell_table.landed(copy.cell, now)
         batch.stage = _Stage.VERIFYING
         self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
         self.effects.append(
-            VerifyCells(batch.number, batch.source, tuple(copy.cell for copy in batch.copies), batch.promised)
+            VerifyCells(
+                batch.number, batch.source, tuple(copy.cell for copy in batch.copies), batch.checksums
+            )
         )
 
     def _stage(self, batch: _Batch, wrong: tuple[str, ...], now: float) -> None:
         del self._batches[batch.number]
         bad: list[_IncomingCopy] = []
-        for copy, promised, text in zip(batch.copies, batch.promised, wrong, strict=True):
+        for copy, checksums, text in zip(batch.copies, batch.checksums, wrong, strict=True):
             if text:
-                self._residency.refused(copy.cell, now)
+                self._cell_table.refused(copy.cell, now)
                 bad.append(copy)
             else:
-                self._residency.verified(copy.cell, promised, now)
+                self._cell_table.verified(copy.cell, checksums, now)
         if bad:
             what = (
                 f"expert {bad[0].name}, as read from rank {batch.source}, does not match that rank's"
@@ -392,7 +394,7 @@ class InboundCopies:
         """Retry each expert of a batch from its next source. No transfer of the batch is in flight."""
         del self._batches[batch.number]
         for copy in batch.copies:
-            self._residency.broken(copy.cell, now)
+            self._cell_table.broken(copy.cell, now)
         if batch.stage is _Stage.READING:
             self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
         self._retry(batch, batch.copies, fault, text, now)
@@ -418,11 +420,11 @@ class InboundCopies:
         reserved: list[int] = []
         try:
             for copy in copies:
-                copy.cell = self._residency.reserve(copy.coming[:3], now)
+                copy.cell = self._cell_table.reserve(copy.coming[:3], now)
                 reserved.append(copy.cell)
         except NoFreeCell as error:
             for cell in reserved:
-                self._residency.broken(cell, now)
+                self._cell_table.broken(cell, now)
             raise CannotStage(fault, f"{text}; and it cannot be read from elsewhere: {error}") from error
         self._queue(copies, batch.handover, batch.until)
 
@@ -435,7 +437,7 @@ class InboundCopies:
             self._quarantine(batch, now)
             return
         for copy in batch.copies:
-            self._residency.broken(copy.cell, now)
+            self._cell_table.broken(copy.cell, now)
         if batch.stage is _Stage.WAITING:
             del self._batches[batch.number]
         # A lease request may still be granted. The lease is released then.
@@ -444,7 +446,7 @@ class InboundCopies:
     def _quarantine(self, batch: _Batch, now: float) -> None:
         batch.settling = tuple(copy.cell for copy in batch.copies)
         for cell in batch.settling:
-            self._residency.overdue(cell, now)
+            self._cell_table.overdue(cell, now)
         batch.stage, batch.copies = _Stage.GIVEN_UP, []
 
     def _conclude(self, batch: _Batch, report: Report, now: float) -> None:
@@ -453,6 +455,6 @@ class InboundCopies:
             return
         del self._batches[batch.number]
         for cell in batch.settling:
-            self._residency.settled(cell, now)
+            self._cell_table.settled(cell, now)
         lease = report.answer.lease if isinstance(report, LeaseGranted) else batch.lease
         self.effects.append(ReleaseLease(batch.number, batch.source, lease))

@@ -71,7 +71,9 @@ class ProposalRequest(NamedTuple):
     """Experts that only change slots on this rank. They keep their cells."""
 
 
-def asked(command: ProposeHandover, proposed: Placement, served: Placement, rank: int) -> ProposalRequest:
+def required_work(
+    command: ProposeHandover, proposed: Placement, served: Placement, rank: int
+) -> ProposalRequest:
     """Return the work that a proposal demands from this rank. CannotStage names the mismatch: the shape, the
     deadline, a copy, or a slot without a copy."""
     shape = (proposed.layers, proposed.experts, proposed.ranks, proposed.slots_per_rank)

@@ -25,7 +25,7 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.handover import inbound_copies
 from engine_adapter.handover.cell_table import CellTable
 from engine_adapter.handover.inbound_copies import InboundCopies, Report
-from engine_adapter.handover.proposal_check import CannotStage, StagingFault, asked
+from engine_adapter.handover.proposal_check import CannotStage, StagingFault, required_work
 from fleet.facts.migrations import PullReport
 from fleet.handover import (
     Cell,
@@ -93,19 +93,19 @@ class RankProtocol:
         worker_id: int,
         rank: int,
         placement: Placement,
-        residency: CellTable,
+        cell_table: CellTable,
         tensors: int,
         config: TransferConfig,
     ) -> None:
-        self.residency = residency
+        self.cell_table = cell_table
         self.placement = placement
         """The served placement."""
         self.standing = ProtocolState(RankState.SERVING, placement.epoch)
         self.failure = ""
         """Reason why the open or last handover could not be staged."""
         self.fault = ""
-        self.arrivals = InboundCopies(
-            residency, tensors=tensors, slots_per_rank=placement.slots_per_rank, config=config
+        self.inbound = InboundCopies(
+            cell_table, tensors=tensors, slots_per_rank=placement.slots_per_rank, config=config
         )
         self._worker_id = worker_id
         self._rank = rank
@@ -121,20 +121,20 @@ class RankProtocol:
 
     # commands
 
-    def heed(self, command: ProposeHandover) -> CommandVerdict:
+    def verdict_on_proposal(self, command: ProposeHandover) -> CommandVerdict:
         """Return the verdict on a proposal without changing any state."""
         return heed_propose(self.standing, command.token, command.handover, command.placement.epoch)
 
     def propose(self, command: ProposeHandover, placement: Placement | str, now: float) -> CommandVerdict:
         """Take a proposal. placement: the decoded placement of the command, or the error text when it cannot
         be decoded."""
-        verdict = self.heed(command)
+        verdict = self.verdict_on_proposal(command)
         self.standing = heard(self.standing, command.token)
         if verdict is not CommandVerdict.TAKE:
             return verdict
         self.standing = proposed(self.standing, command.token, command.handover)
         self.failure = self.fault = ""
-        self.arrivals.pulls.clear()
+        self.inbound.pulls.clear()
         self._open = open_ = _Open(command.handover, self.placement, now, now + command.deadline_seconds)
         self._attempt(lambda: self._begin(command, placement, open_, now), now)
         return verdict
@@ -158,13 +158,13 @@ class RankProtocol:
         self.standing = aborted(self.standing, command.token, command.handover)
         return verdict
 
-    def asked(self, token: int) -> None:
+    def status_requested(self, token: int) -> None:
         """Note the token of a coordinator's status request. This fences coordinators with lower tokens."""
         self.standing = heard(self.standing, token)
 
     def describe(self, now: float, verdict: CommandVerdict | None = None) -> HandoverDescribed:
         """Return this rank's status. verdict: the verdict on the command that this message replies to."""
-        standing, residency = self.standing, self.residency
+        standing, cell_table = self.standing, self.cell_table
         return HandoverDescribed(
             worker_id=self._worker_id,
             rank=self._rank,
@@ -178,18 +178,18 @@ class RankProtocol:
             failure=self.failure,
             fault=self.fault,
             seconds=self._seconds if self._open is None else now - self._open.began,
-            pulls=tuple(self.arrivals.pulls),
-            free=residency.count(Cell.FREE),
-            quarantined=residency.count(Cell.QUARANTINED),
-            draining=residency.count(Cell.DRAINING),
-            oldest_seconds=residency.oldest(now),
+            pulls=tuple(self.inbound.pulls),
+            free=cell_table.count(Cell.FREE),
+            quarantined=cell_table.count(Cell.QUARANTINED),
+            draining=cell_table.count(Cell.DRAINING),
+            oldest_seconds=cell_table.oldest(now),
         )
 
     # events
 
     def take(self, report: Report, now: float) -> None:
         """Process a report about incoming experts."""
-        self._attempt(lambda: self.arrivals.take(report, now), now)
+        self._attempt(lambda: self.inbound.take(report, now), now)
 
     def prepared(self, handover: int) -> bool:
         """Mark the rank as staged: the engine is prepared. False: the handover is not staging any more."""
@@ -208,15 +208,15 @@ class RankProtocol:
         assert self._open is not None
         assert self._open.cells is not None
         self.placement = self._open.placement
-        self.residency.adopt(self.placement.on_rank(self._rank), self._open.cells, now)
+        self.cell_table.adopt(self.placement.on_rank(self._rank), self._open.cells, now)
         self._close(now)
         self.standing = flipped(self.standing)
 
     def tick(self, now: float) -> None:
         """Advance the time: expire leases, and fail staging that is past its deadline."""
-        self.residency.expire(now)
+        self.cell_table.expire(now)
         if self._open is not None and self._stages(self._open.number) and now >= self._open.until:
-            what = self.arrivals.hindrance or "the engine prepares"
+            what = self.inbound.hindrance or "the engine prepares"
             seconds = self._open.until - self._open.began
             self._fail(
                 CannotStage(
@@ -231,22 +231,22 @@ class RankProtocol:
         """Time at which `tick` is due, in seconds. Infinity: never."""
         staging = self._open is not None and self._stages(self._open.number)
         return min(
-            self.residency.next_expiry,
+            self.cell_table.next_expiry,
             self._open.until if self._open is not None and staging else float("inf"),
         )
 
     @property
     def at_rest(self) -> bool:
         """True when no handover is open and no copy of an earlier one is in flight."""
-        return self._open is None and self.arrivals.at_rest
+        return self._open is None and self.inbound.at_rest
 
     # steps
 
     def _begin(self, command: ProposeHandover, placement: Placement | str, open_: _Open, now: float) -> None:
         if isinstance(placement, str):
             raise CannotStage(StagingFault.PLACEMENT, placement)
-        work = asked(command, placement, self.placement, self._rank)
-        held = self.residency.count(Cell.QUARANTINED)
+        work = required_work(command, placement, self.placement, self._rank)
+        held = self.cell_table.count(Cell.QUARANTINED)
         if held > self._config.quarantine_cells:
             raise CannotStage(
                 StagingFault.QUARANTINE,
@@ -256,10 +256,10 @@ class RankProtocol:
             )
         open_.placement = placement
         if work.moved:
-            self.arrivals.pulls.append(
+            self.inbound.pulls.append(
                 PullReport(source=self._rank, transfer="local", experts=work.moved, bytes=0, seconds=0.0)
             )
-        self.arrivals.expect(work.coming, command.handover, open_.until, now)
+        self.inbound.expect(work.coming, command.handover, open_.until, now)
 
     def _attempt(self, step: Callable[[], None], now: float) -> None:
         """Run a step of staging. Fail the handover when the step shows that staging is impossible, and
@@ -272,10 +272,10 @@ class RankProtocol:
         if (
             self._open is not None
             and self._stages(self._open.number)
-            and self.arrivals.all_staged
+            and self.inbound.all_staged
             and self._open.cells is None
         ):
-            self._open.cells = self.residency.arranged(self._open.placement.on_rank(self._rank))
+            self._open.cells = self.cell_table.arranged(self._open.placement.on_rank(self._rank))
             self._effects.append(Prepare(self._open.number, self._open.placement, self._open.cells))
 
     def _stages(self, handover: int) -> bool:
@@ -289,13 +289,13 @@ class RankProtocol:
     def _drop_copies(self, now: float) -> None:
         """Drop all staged and incoming experts. Idempotent."""
         assert self._open is not None
-        self.arrivals.let_go(now)
+        self.inbound.abort(now)
         self._collect()
         self._effects.append(Forget(self._open.number))
 
     def _collect(self) -> None:
-        self._effects += self.arrivals.effects
-        self.arrivals.effects.clear()
+        self._effects += self.inbound.effects
+        self.inbound.effects.clear()
 
     def _close(self, now: float) -> None:
         assert self._open is not None

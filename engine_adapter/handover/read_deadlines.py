@@ -27,18 +27,18 @@ class Deadlines:
         self._cap = bytes_per_second
         self._read: dict[tuple[int, str], deque[tuple[int, float]]] = {}
 
-    def learn(self, source: int, way: str, size: int, seconds: float) -> None:
+    def learn(self, source: int, transfer: str, size: int, seconds: float) -> None:
         """Record the size and duration of a completed read."""
-        self._read.setdefault((source, way), deque(maxlen=_KEPT)).append((size, seconds))
+        self._read.setdefault((source, transfer), deque(maxlen=_KEPT)).append((size, seconds))
 
-    def allowed(self, source: int, way: str, size: int) -> float:
+    def allowed(self, source: int, transfer: str, size: int) -> float:
         """Seconds allowed for a read of `size` bytes."""
         floor = 0.0 if self._cap is None else size / self._cap
-        return max(self._least, SLACK * max(floor, self.expected(source, way, size)))
+        return max(self._least, SLACK * max(floor, self.expected(source, transfer, size)))
 
-    def expected(self, source: int, way: str, size: int) -> float:
+    def expected(self, source: int, transfer: str, size: int) -> float:
         """Expected seconds for a read of `size` bytes, based on earlier reads."""
-        read = self._read.get((source, way))
+        read = self._read.get((source, transfer))
         if not read:
             return size / _SLOWEST
         offset, slope = _fitted(np.array(read, np.float64))

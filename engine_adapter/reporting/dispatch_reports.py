@@ -31,7 +31,7 @@ class DispatchReports:
         """Start the first interval."""
         self._since = now
 
-    async def hear(self, sent: tuple[DispatchCounts, ...], now: float) -> None:
+    async def add(self, sent: tuple[DispatchCounts, ...], now: float) -> None:
         """Add the counts since the last call, and publish when due. The exact time of a flip is unknown, so
         counts from before it are published at once."""
         for one in sent:

@@ -18,7 +18,7 @@ import numpy as np
 
 from bus import Bus
 from bus.protocol.subjects import Subjects
-from engine_adapter.batching.profile_signatures import most_together, request_profiles
+from engine_adapter.batching.profile_signatures import max_together, request_profiles
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EndedRequest, EngineDescription
 from engine_adapter.reporting.cluster_subscriber import ClusterSubscriber
@@ -147,7 +147,7 @@ class RequestProfiler:
     async def _profile(self, now: float) -> None:
         """Profile one turn of the queue."""
         model = self._clusters.model
-        turn = self._turn(1 if model is None else min(TURN_REQUESTS, most_together(model)))
+        turn = self._turn(1 if model is None else min(TURN_REQUESTS, max_together(model)))
         if not self._waiting:
             self._work.clear()
         if model is None or not turn:
@@ -157,7 +157,7 @@ class RequestProfiler:
         self._batch.setdefault((turn[0].placement.epoch, model.version), []).extend(profiles)
         self._batch_bytes += sum(map(_size, profiles))
 
-    def _turn(self, most: int) -> list[_Waiting]:
+    def _turn(self, max_requests: int) -> list[_Waiting]:
         """Take the next requests to profile together: all of one placement, and few enough that a turn is
         short."""
         turn: list[_Waiting] = []
@@ -166,7 +166,7 @@ class RequestProfiler:
             not turn
             or (
                 self._waiting_bytes > limit
-                and len(turn) < most
+                and len(turn) < max_requests
                 and self._waiting[0].placement is turn[0].placement
             )
         ):
@@ -189,7 +189,7 @@ class RequestProfiler:
             self._about.rank,
             self._node,
             block_size=self._about.block_size,
-            most_blocks=self._config.profile_blocks,
+            max_blocks=self._config.profile_blocks,
             sampled=sampled,
         )
 

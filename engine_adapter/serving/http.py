@@ -45,7 +45,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 _Read = TypeVar("_Read")
 
-MOST_BODY_BYTES = 8 * 1024 * 1024
+MAX_BODY_BYTES = 8 * 1024 * 1024
 LONG_TEXT = 4096
 """Prompts from this number of characters are tokenized off the event loop."""
 _RETRY_SECONDS = 1.0
@@ -319,8 +319,8 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
 
 
 def _check_size(size: int) -> None:
-    if size > MOST_BODY_BYTES:
-        raise ApiError(413, f"the body has {size} bytes or more; {MOST_BODY_BYTES} are allowed")
+    if size > MAX_BODY_BYTES:
+        raise ApiError(413, f"the body has {size} bytes or more; {MAX_BODY_BYTES} are allowed")
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -62,7 +62,7 @@ class SimulatedEngine:
         self.config = config
         self.failure: EngineFailed | None = None
         self.faults = Faults(config.ranks)
-        self.tastes = RoutingModel(config)
+        self.routing = RoutingModel(config)
         self.tokenizer = WordTokenizer()
         first = self._first() if placement is None else placement
         self.placement = first if last is None else _resumed(last, first)
@@ -71,18 +71,18 @@ class SimulatedEngine:
         self.steps = 0
         """Steps since the engine started."""
         if (self.placement.layers, self.placement.experts, self.placement.ranks) != (
-            self.tastes.shape.layers,
-            self.tastes.shape.experts,
+            self.routing.shape.layers,
+            self.routing.shape.experts,
             config.ranks,
         ):
             raise ValueError(
-                f"simulated engine: {self.placement!r} is not of {self.tastes.shape} on {config.ranks} ranks"
+                f"simulated engine: {self.placement!r} is not of {self.routing.shape} on {config.ranks} ranks"
             )
         self.routes = self._routes_of(self.placement)
-        self.sums = self._no_steps()
-        self.flipping = AdoptionRun(config.ranks, self._routes_of, self.wake)
+        self.totals = self._no_steps()
+        self.adoptions = AdoptionRun(config.ranks, self._routes_of, self.wake)
         self.links = SimulatedLinks(config, self.faults, self.chance)
-        self._dice = np.random.default_rng((config.seed, xxhash.xxh3_64_intdigest(name.encode())))
+        self._random = np.random.default_rng((config.seed, xxhash.xxh3_64_intdigest(name.encode())))
         self._decoding = DecodeSteps()
         self._wake = asyncio.Event()
         self._alarm = asyncio.Event()
@@ -90,7 +90,7 @@ class SimulatedEngine:
         self.ranks = tuple(SimulatedRank(self, number) for number in range(config.ranks))
 
     def _routes_of(self, placement: Placement) -> DispatchModel:
-        return DispatchModel(self.tastes, placement, self.config.node_of_rank, cover=self.config.covers)
+        return DispatchModel(self.routing, placement, self.config.node_of_rank, cover=self.config.covers)
 
     def _no_steps(self) -> StepTotals:
         return StepTotals.none(self.placement.layers, self.placement.ranks)
@@ -99,8 +99,8 @@ class SimulatedEngine:
         """Return the configured placement as epoch 0. ValueError when its file cannot be read or is for
         another model."""
         if self.config.placement in PLACEMENTS:
-            return place(self.tastes, self.config)
-        shape = self.tastes.shape
+            return place(self.routing, self.config)
+        shape = self.routing.shape
         file, size = (
             Path(self.config.placement),
             {"layers": shape.layers, "experts": shape.experts, "ranks": self.config.ranks},
@@ -125,15 +125,15 @@ class SimulatedEngine:
             self._fail(EngineDied("the engine was ordered to die"))
         self._alarm.set()
         for rank in self.ranks:
-            rank.say()
+            rank.report_changes()
 
     def chance(self, share: float) -> bool:
         """Return True with this probability."""
-        return bool(self._dice.random() < share)
+        return bool(self._random.random() < share)
 
-    def draw(self, most: int) -> int:
+    def draw(self, bound: int) -> int:
         """Draw uniformly from 0 to most - 1."""
-        return int(self._dice.integers(most))
+        return int(self._random.integers(bound))
 
     def wake(self) -> None:
         """Wake the step loop, because there is work."""
@@ -170,7 +170,7 @@ class SimulatedEngine:
                 due = self.now
                 continue
             began = self.now
-            by_row = np.stack([tokens_of_row(one.parts, self.tastes.rows) for one in plans])
+            by_row = np.stack([tokens_of_row(one.parts, self.routing.rows) for one in plans])
             caused = self.routes.traffic(by_row)
             lasts = self._seconds(plans, caused)
             due = max(due, began - _LAG_SECONDS) + lasts
@@ -179,16 +179,16 @@ class SimulatedEngine:
 
     def _flip(self) -> None:
         """Switch to the placement that all ranks are ready for, if there is one."""
-        prepared = self.flipping.due(self.placement.epoch)
+        prepared = self.adoptions.due(self.placement.epoch)
         if prepared:
             for rank in self.ranks:
                 rank.count()
             self.placement, self.routes = prepared[0].placement, prepared[0].routes
-            self.sums = self._no_steps()
+            self.totals = self._no_steps()
             for rank, one in zip(self.ranks, prepared, strict=True):
-                rank.experts.cells, rank.counted = one.cells, self.sums
-                rank.say()
-            self.flipping.done()
+                rank.experts.cells, rank.counted = one.cells, self.totals
+                rank.report_changes()
+            self.adoptions.done()
 
     def _seconds(self, plans: Sequence[StepPlan], caused: StepTraffic) -> float:
         needed = seconds(self.config.speed, plans, caused)
@@ -229,7 +229,7 @@ class SimulatedEngine:
         booked = [rank.book(done, rows) for rank, done, rows in zip(self.ranks, plans, planned, strict=True)]
         if any(one is not other for one, other in zip(booked, planned, strict=True)):
             caused = self.routes.traffic(np.stack(booked))
-        self.sums = self.sums.after(lasted, caused.served)
+        self.totals = self.totals.after(lasted, caused.served)
 
     def _fail(self, failure: EngineFailed) -> None:
         """Fail the engine and all open requests. Only the first failure counts."""
@@ -238,7 +238,7 @@ class SimulatedEngine:
         self.failure = failure
         for rank in self.ranks:
             rank.fail(failure)
-        self.flipping.fail(failure)
+        self.adoptions.fail(failure)
         for event in (self._wake, self._alarm, self._over):
             event.set()
 

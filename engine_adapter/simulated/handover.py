@@ -87,7 +87,7 @@ class HandoverGroup(Protocol):
     """The engine, as the experts of one of its ranks see it."""
 
     placement: Placement
-    flipping: AdoptionRun
+    adoptions: AdoptionRun
 
     def refuse_if_failed(self) -> None: ...
 
@@ -119,10 +119,10 @@ class SimulatedExperts:
                 f"simulated engine: the cell of layer {wrong[0]} slot {wrong[1]} on rank {self._rank} does"
                 " not hold that slot's expert"
             )
-        return SimulatedEpoch(placement, cells.copy(), await self._engine.flipping.routes(placement))
+        return SimulatedEpoch(placement, cells.copy(), await self._engine.adoptions.routes(placement))
 
     async def adopt(self, adoption: Adoption) -> None:
         if not isinstance(adoption, SimulatedEpoch):
             raise TypeError(f"simulated engine: {adoption!r} was not prepared by it")
         self._engine.refuse_if_failed()
-        await self._engine.flipping.adopt(self._rank, adoption)
+        await self._engine.adoptions.adopt(self._rank, adoption)

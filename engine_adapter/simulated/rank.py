@@ -32,7 +32,7 @@ from fleet.facts.engines import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement
 
-_MOST_SENT = 16
+_MAX_SENT = 16
 """Limit of pending dispatch statistics. Beyond it, the oldest are dropped."""
 _ENDED_BYTES = 4 * 1024 * 1024
 """Memory for a rank's finished requests that wait to be taken."""
@@ -42,14 +42,14 @@ class SimulatedGroup(Protocol):
     """The engine, as one of its ranks sees it. See `engine.SimulatedEngine`."""
 
     config: SimulatedConfig
-    tastes: RoutingModel
+    routing: RoutingModel
     tokenizer: WordTokenizer
     placement: Placement
     faults: Faults
-    flipping: AdoptionRun
+    adoptions: AdoptionRun
     links: SimulatedLinks
     routes: DispatchModel
-    sums: StepTotals
+    totals: StepTotals
     failure: EngineFailed | None
 
     @property
@@ -93,11 +93,11 @@ class SimulatedRank:
         self._sequences: dict[SequenceState, SimulatedSequence] = {}
         self._open: dict[AnswerStream, SimulatedSequence] = {}
         self._news = asyncio.Event()
-        self._activity = np.zeros(engine.tastes.rows, np.int64)
+        self._activity = np.zeros(engine.routing.rows, np.int64)
         """Tokens by row since the activations were last counted."""
-        self.counted = engine.sums
+        self.counted = engine.totals
         """Totals of the engine's steps when the activations were last counted."""
-        self._sent: deque[DispatchCounts] = deque(maxlen=_MOST_SENT)
+        self._sent: deque[DispatchCounts] = deque(maxlen=_MAX_SENT)
         self._counted_at = float("-inf")
         self._budget = float(config.profiled_tokens_per_second)
         self._budget_at = float("-inf")
@@ -134,7 +134,7 @@ class SimulatedRank:
         await self._news.wait()
 
     def take_facts(self) -> RankFacts:
-        self.say()
+        self.report_changes()
         self._news.clear()
         now = self._engine.now
         if not self._sequences or now - self._counted_at >= self._config.activity_seconds:
@@ -156,7 +156,7 @@ class SimulatedRank:
             return answer
         self.scheduler.submit(sequence.generation)
         self._sequences[sequence.generation] = self._open[answer] = sequence
-        self.say()
+        self.report_changes()
         self._engine.wake()
         return answer
 
@@ -173,7 +173,7 @@ class SimulatedRank:
         for one in slices:
             if cached := self._sequences[one.generation].admit(now):
                 self._facts.add_cached(cached)
-        return plan(slices, self._engine.tastes)
+        return plan(slices, self._engine.routing)
 
     def book(self, done: StepPlan, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
         """Record a completed step. by_row: int [rows] tokens of the step. Requests cancelled meanwhile were
@@ -190,10 +190,10 @@ class SimulatedRank:
             if one.part.last:
                 self._advance(sequence, now)
         if done.parts:
-            self.say()
+            self.report_changes()
         return by_row
 
-    def say(self) -> None:
+    def report_changes(self) -> None:
         """Record changes for the agent to take."""
         engine = self._engine
         changes = self._kept(self._cache.take_changes())
@@ -208,13 +208,13 @@ class SimulatedRank:
     def count(self) -> None:
         """Record activations and dispatch since the last call, under the placement that is still served."""
         self._counted_at = self._engine.now
-        if self._engine.sums is self.counted:
+        if self._engine.totals is self.counted:
             return
-        tokens, new = int(self._activity.sum()), self._engine.sums.since(self.counted)
-        self.counted = self._engine.sums
+        tokens, new = int(self._activity.sum()), self._engine.totals.since(self.counted)
+        self.counted = self._engine.totals
         self._sent.append(self._sent_in(new, tokens))
         if tokens:
-            self._facts.add_activations(self._engine.tastes.counts(self._activity), tokens)
+            self._facts.add_activations(self._engine.routing.counts(self._activity), tokens)
             self._activity[:] = 0
 
     def _sent_in(self, new: StepTotals, tokens: int) -> DispatchCounts:
@@ -238,7 +238,7 @@ class SimulatedRank:
             answer.fail(type(failure)(str(failure)), sequence.outcome("failed", now, failure))
             self._end(sequence)
         if open_sequences:
-            self.say()
+            self.report_changes()
 
     def check_idle(self) -> None:
         """RuntimeError when pages are held although nothing runs."""
@@ -250,7 +250,7 @@ class SimulatedRank:
         own = request.prompt[: len(request.prompt) - request.emitted]
         seed = request.sampling.seed if request.sampling.temperature > 0 else 0
         script = Script(tokenizer, own, seed, 0 if request.ignore_eos else self._config.output_tokens)
-        trace = RowTrace(self._engine.tastes)
+        trace = RowTrace(self._engine.routing)
         return SimulatedSequence(request, answer, generation, text, trace, (tokenizer.end,), script=script)
 
     def _advance(self, sequence: SimulatedSequence, now: int) -> None:
@@ -266,7 +266,7 @@ class SimulatedRank:
         if sequence is None:
             return None
         self._end(sequence)
-        self.say()
+        self.report_changes()
         return sequence.outcome("cancelled", time.time_ns())
 
     def _end(self, sequence: SimulatedSequence) -> None:

@@ -17,8 +17,8 @@ from fleet.routings import UNKNOWN
 class RowTrace:
     """Rows of one request's tokens by position: a `routed_experts.Routed` with two bytes per position."""
 
-    def __init__(self, tastes: RoutingModel) -> None:
-        self._tastes = tastes
+    def __init__(self, routing: RoutingModel) -> None:
+        self._routing = routing
         self._rows = array("h")
 
     @property
@@ -40,7 +40,7 @@ class RowTrace:
 
     def chosen(self) -> NDArray[np.int16]:
         """int16 [positions, layers, k]. UNKNOWN where nothing was computed."""
-        return self._tastes.chosen(np.array(self._rows, np.int16))
+        return self._routing.chosen(np.array(self._rows, np.int16))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

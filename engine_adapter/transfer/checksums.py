@@ -30,11 +30,11 @@ def checksums(cell: NDArray[np.uint8], tensors: Sequence[CellTensor]) -> tuple[i
     return tuple(xxh3_64_intdigest(cell[one.offset : one.offset + one.bytes].data) for one in tensors)
 
 
-def compare(tensors: Sequence[CellTensor], promised: Sequence[int], found: Sequence[int]) -> tuple[str, ...]:
+def compare(tensors: Sequence[CellTensor], expected: Sequence[int], found: Sequence[int]) -> tuple[str, ...]:
     """Return the names of the tensors whose checksums differ. Empty if all match. A tensor missing on either
     side counts as different."""
     names = [one.name for one in tensors]
-    named = zip_longest(names, promised, found)
+    named = zip_longest(names, expected, found)
     return tuple(
         name or "a tensor that cells here do not have"
         for name, expected, got in named

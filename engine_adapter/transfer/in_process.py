@@ -80,7 +80,7 @@ class MemoryTransfer:
         self.agent = agent
         self.faults: deque[PullFault] = deque()
         """Faults of the next pulls, one each."""
-        self.asked: list[tuple[str, tuple[Pull, ...]]] = []
+        self.requested: list[tuple[str, tuple[Pull, ...]]] = []
         """All pulls so far: agent that was read from, and cells."""
         self.forgotten: list[str] = []
         """Agents passed to `forget`."""
@@ -102,7 +102,7 @@ class MemoryTransfer:
         peer = self._fabric.rank(address.agent)
         if peer is None:
             raise AddressRefused(f"agent {address.agent!r} is not of this process")
-        self.asked.append((address.agent, tuple(pulls)))
+        self.requested.append((address.agent, tuple(pulls)))
         fault = self.faults.popleft() if self.faults else PullFault()
         reading = OpenRead()
         task = asyncio.create_task(

@@ -29,7 +29,7 @@ from engine_adapter.transfer.reader_thread import Part, ReaderThread
 from fleet.requests.handovers import MemoryAddress
 
 _GREETING_BYTES = 4096
-_MOST_METADATA, _MOST_NAME = 1 << 16, 256
+_MAX_METADATA, _MAX_NAME = 1 << 16, 256
 _KIND = "DRAM"
 _KEPT_ALIVE: list[object] = []
 """Agents and their registered memory. Both must exist until the process ends."""
@@ -44,8 +44,8 @@ class NixlTransfer:
     def __init__(self, memory: ExpertMemory, config: TransferConfig, agent: str) -> None:
         """agent: a unique name (`nixl_loader.agent_name`)."""
         self._own = own_address(memory)
-        self._way = _NixlWay(memory, agent)
-        self._worker = ReaderThread(self._way, config, memory.cell_bytes)
+        self._backend = _NixlBackend(memory, agent)
+        self._worker = ReaderThread(self._backend, config, memory.cell_bytes)
 
     async def open(self) -> None:
         """Make this rank reachable. Before that, `address` adds nothing. TransferError when NIXL is missing
@@ -56,7 +56,7 @@ class NixlTransfer:
         if not self._worker.opened:
             return address
         return msgspec.structs.replace(
-            address, agent=self._way.agent_name, metadata=self._way.metadata, kind=_KIND, device=0
+            address, agent=self._backend.agent_name, metadata=self._backend.metadata, kind=_KIND, device=0
         )
 
     def reaches(self, address: MemoryAddress) -> bool:
@@ -70,7 +70,7 @@ class NixlTransfer:
                 f"agent {address.agent[:64]!r} with memory of kind {address.kind[:64]!r} cannot be read by"
                 f" NIXL here; {_KIND} can"
             )
-        if len(address.metadata) > _MOST_METADATA or len(address.agent) > _MOST_NAME or address.device != 0:
+        if len(address.metadata) > _MAX_METADATA or len(address.agent) > _MAX_NAME or address.device != 0:
             raise AddressRefused(
                 f"agent {address.agent[:64]!r}: {len(address.metadata)} bytes of metadata, device"
                 f" {address.device}: not one of ours"
@@ -87,7 +87,7 @@ class NixlTransfer:
         await self._worker.close()
 
 
-class _NixlWay:
+class _NixlBackend:
     """A NIXL agent with its peers and requests. Used only by the reader thread, except where noted."""
 
     name = "NIXL"
@@ -228,21 +228,21 @@ class _NixlWay:
 class _Peer:
     """A connected remote agent."""
 
-    def __init__(self, way: _NixlWay, address: MemoryAddress) -> None:
-        self._way = way
+    def __init__(self, backend: _NixlBackend, address: MemoryAddress) -> None:
+        self._backend = backend
         self._address = address
 
     def greet(self) -> object | None:
         """Start a small read that establishes the connection, so that later reads do not wait for it."""
-        here = self._way.greeting()
-        return self._way.begin(self._address.agent, here, [(self._address.base, here[0][1], 0)])
+        here = self._backend.greeting()
+        return self._backend.begin(self._address.agent, here, [(self._address.base, here[0][1], 0)])
 
     def post(self, address: MemoryAddress, parts: Sequence[Part]) -> object | None:
         there = [
             (address.base + part.source * address.cell_bytes + part.offset, part.size, address.device)
             for part in parts
         ]
-        return self._way.begin(address.agent, [self._way.own(part) for part in parts], there)
+        return self._backend.begin(address.agent, [self._backend.own(part) for part in parts], there)
 
     def check(self, request: object) -> bool:
-        return self._way.check(self._address.agent, request)
+        return self._backend.check(self._address.agent, request)

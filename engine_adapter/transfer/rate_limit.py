@@ -6,7 +6,7 @@ import threading
 
 _SLICE_SECONDS = 0.05
 """Longest time that a single piece may take at a limited rate."""
-_LEAST_PIECE = 64 * 1024
+_MIN_PIECE = 64 * 1024
 _log = logging.getLogger(__name__)
 
 
@@ -17,7 +17,7 @@ class RateLimit:
         self._rate = bytes_per_second
         self._free = 0.0
         slice_bytes = piece_bytes if bytes_per_second is None else int(bytes_per_second * _SLICE_SECONDS)
-        self.piece_bytes = min(piece_bytes, max(slice_bytes, _LEAST_PIECE))
+        self.piece_bytes = min(piece_bytes, max(slice_bytes, _MIN_PIECE))
         """Largest size of one read. Small enough to keep the rate even."""
 
     def wait(self, now: float) -> float:

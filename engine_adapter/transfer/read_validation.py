@@ -9,7 +9,7 @@ from engine_adapter.transfer.checksums import layout_hash
 from engine_adapter.transfer.port import AddressRefused, Overdue, Pull, Pulled
 from fleet.requests.handovers import MemoryAddress
 
-_MOST_BYTES = 1 << 48
+_MAX_ADDRESS = 1 << 48
 """Upper limit of user-space addresses on known machines. Anything beyond is not an address."""
 
 
@@ -32,7 +32,7 @@ def refuse(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress) ->
     if not (
         0 < address.base
         and 0 < address.cells
-        and address.base + address.cells * address.cell_bytes <= _MOST_BYTES
+        and address.base + address.cells * address.cell_bytes <= _MAX_ADDRESS
     ):
         raise AddressRefused(
             f"{address.cells} cells of {address.cell_bytes} bytes at {address.base:#x} is no valid range: the"

@@ -35,7 +35,7 @@ _GRACE_SECONDS = 0.05
 """Delay after a failed request. NIXL gives no guarantee that nothing lands after an error, although none was
 observed."""
 _CLOSE_SECONDS, _LEAVE_SECONDS = 2.0, 0.5
-_MOST_PEERS = 256
+_MAX_PEERS = 256
 _UNSETTLED: list[object] = []
 """Reads that had not settled when their thread ended. Python releases unreferenced objects, and these must
 not be released."""
@@ -70,7 +70,7 @@ class PeerMemory(Protocol):
         ...
 
 
-class Way(Protocol):
+class ReadBackend(Protocol):
     """Transfer backend as the reader thread uses it. All methods are called on the reader thread only."""
 
     @property
@@ -156,10 +156,10 @@ class _Job:
 class ReaderThread:
     """Execute reads by one transfer backend. The public methods are for one event loop."""
 
-    def __init__(self, way: Way, config: TransferConfig, cell_bytes: int) -> None:
+    def __init__(self, backend: ReadBackend, config: TransferConfig, cell_bytes: int) -> None:
         self.busy = False
         """Other ranks read from us, or soon will."""
-        self._way = way
+        self._backend = backend
         self._niceness = config.niceness
         self._cell_bytes = cell_bytes
         self._limit = RateLimit(config.bytes_per_second, config.piece_bytes)
@@ -170,7 +170,9 @@ class ReaderThread:
         # state below belongs to the thread.
         self._orders: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"reads experts by {way.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"reads experts by {backend.name}", daemon=True
+        )
         self._closing = False
         self._leaving = False
         """The thread ends now, even with reads in flight."""
@@ -189,7 +191,9 @@ class ReaderThread:
             self._thread.start()
         await asyncio.shield(self._opened)
         if self._closing or self._broken:
-            raise TransferError(f"reading by {self._way.name} has ended: {self._broken or 'it was closed'}")
+            raise TransferError(
+                f"reading by {self._backend.name} has ended: {self._broken or 'it was closed'}"
+            )
 
     @property
     def opened(self) -> bool:
@@ -204,14 +208,14 @@ class ReaderThread:
                 await self.open()
         except TimeoutError:
             raise TransferError(
-                f"{self._way.name} could not be opened within {seconds:.3g} s; nothing was read"
+                f"{self._backend.name} could not be opened within {seconds:.3g} s; nothing was read"
             ) from None
         reading, pulls = OpenRead(), tuple(pulls)
         parts = requests(pulls, self._cell_bytes, self._limit.piece_bytes)
         job = _Job(address, reading, parts, len(pulls) * self._cell_bytes)
         self._order(lambda: self._jobs.append(job))
         left = max(0.0, seconds - (time.monotonic() - began))
-        return await reading.wait(left, f"reading {len(pulls)} cells by {self._way.name}")
+        return await reading.wait(left, f"reading {len(pulls)} cells by {self._backend.name}")
 
     def forget(self, address: MemoryAddress) -> None:
         """Execute `Transfer.forget`."""
@@ -233,7 +237,7 @@ class ReaderThread:
         if not self._ended.done():
             _log.warning(
                 "%s: abandoned reads have not settled; they keep their memory until the process ends",
-                self._way.name,
+                self._backend.name,
             )
             await asyncio.to_thread(self._leave)
         atexit.unregister(self._leave)
@@ -253,7 +257,7 @@ class ReaderThread:
         try:
             self._loop.call_soon_threadsafe(what)
         except RuntimeError:  # The loop is closed, so no caller is waiting.
-            _log.debug("%s: a read ended after its event loop had closed", self._way.name)
+            _log.debug("%s: a read ended after its event loop had closed", self._backend.name)
 
     # The thread
 
@@ -263,7 +267,7 @@ class ReaderThread:
         opened, ended = self._opened, self._ended
         lower_priority(self._niceness)
         try:
-            self._way.open()
+            self._backend.open()
         except TransferError as error:
             failure = error  # The name of an except clause is deleted after it.
             self._notify_loop(lambda: opened.set_exception(failure))
@@ -276,7 +280,7 @@ class ReaderThread:
         try:
             self._serve_reads()
         except Exception as error:  # noqa: BLE001 an internal error: end the reads whose callers can be notified
-            _log.exception("the thread that reads by %s has failed", self._way.name)
+            _log.exception("the thread that reads by %s has failed", self._backend.name)
             self._broken = f"its thread failed ({type(error).__name__}: {error})"
             self._take_orders()
             for job in self._jobs:
@@ -314,9 +318,9 @@ class ReaderThread:
                 self._jobs.remove(job)
             else:
                 pauses.append(pause)
-        if self._way.idle_seconds is not None:
-            self._way.help()
-            pauses.append(_HELPING_PAUSE if self.busy else self._way.idle_seconds)
+        if self._backend.idle_seconds is not None:
+            self._backend.help()
+            pauses.append(_HELPING_PAUSE if self.busy else self._backend.idle_seconds)
         return min(pauses, default=None)
 
     def _advance(self, job: _Job, now: float) -> float | None:
@@ -362,10 +366,10 @@ class ReaderThread:
 
     def _begin(self, job: _Job, now: float) -> float:
         """Find or create the connection."""
-        key = self._way.key(job.address)
+        key = self._backend.key(job.address)
         peer = self._peers.get(key)
         if peer is not None and (
-            peer.failed or self._way.incarnation(peer.address) != self._way.incarnation(job.address)
+            peer.failed or self._backend.incarnation(peer.address) != self._backend.incarnation(job.address)
         ):
             peer.failed = peer.failed or "the rank has been restarted"
             if peer.jobs:
@@ -377,7 +381,7 @@ class ReaderThread:
             job.peer = peer
         else:
             self._make_room()
-            job.peer = self._peers[key] = _Peer(job.address, self._way.connect(job.address))
+            job.peer = self._peers[key] = _Peer(job.address, self._backend.connect(job.address))
         job.peer.jobs += 1
         if not known:
             job.request = job.peer.connection.greet()
@@ -385,11 +389,11 @@ class ReaderThread:
 
     def _make_room(self) -> None:
         """Limit the number of peers: disconnect the oldest one that has nothing in flight."""
-        if len(self._peers) >= _MOST_PEERS:
+        if len(self._peers) >= _MAX_PEERS:
             resting = next((peer for peer in self._peers.values() if not peer.jobs), None)
             if resting is None:
                 raise TransferError(
-                    f"{_MOST_PEERS} ranks are being read from already: forget those that are gone"
+                    f"{_MAX_PEERS} ranks are being read from already: forget those that are gone"
                 )
             self._disconnect(resting)
 
@@ -407,15 +411,15 @@ class ReaderThread:
         self._notify_loop(partial(job.reading.end, outcome))
 
     def _forget(self, address: MemoryAddress) -> None:
-        peer = self._peers.get(self._way.key(address))
-        if peer is None or self._way.incarnation(peer.address) != self._way.incarnation(address):
+        peer = self._peers.get(self._backend.key(address))
+        if peer is None or self._backend.incarnation(peer.address) != self._backend.incarnation(address):
             return
         peer.failed = peer.failed or "the rank was reported as gone"
         if not peer.jobs:
             self._disconnect(peer)
 
     def _disconnect(self, peer: _Peer) -> None:
-        key = self._way.key(peer.address)
+        key = self._backend.key(peer.address)
         if self._peers.get(key) is peer:
             del self._peers[key]
-            self._way.disconnect(peer.address)
+            self._backend.disconnect(peer.address)

@@ -44,7 +44,7 @@ class SharedTransfer:
     def __init__(self, memory: ExpertMemory, config: TransferConfig) -> None:
         self._own = own_address(memory)
         self._memory = memory
-        self._worker = ReaderThread(_SharedWay(memory), config, memory.cell_bytes)
+        self._worker = ReaderThread(_SharedBackend(memory), config, memory.cell_bytes)
 
     def address(self, address: MemoryAddress) -> MemoryAddress:
         if self._memory.descriptor < 0 or not this_host():
@@ -76,7 +76,7 @@ class SharedTransfer:
         await self._worker.close()
 
 
-class _SharedWay:
+class _SharedBackend:
     """Mappings of other processes' memory."""
 
     name = "shared memory"

@@ -21,7 +21,7 @@ from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.model_runner import ModelRunner
-from engine_adapter.embedded.setup import build_machine
+from engine_adapter.embedded.setup import build_setup
 from engine_adapter.engine import EngineFailed, RankFacts
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream
 from engine_adapter.simulated.engine import SimulatedEngine
@@ -143,7 +143,7 @@ class _Failing:
         self.told = False
 
     def build(self, *arguments: Any) -> Any:
-        machine = build_machine(*arguments)
+        machine = build_setup(*arguments)
         forward = machine.runner.forward
 
         def fails(*work: Any) -> Any:

@@ -130,7 +130,7 @@ class PretendRunner:
         for one in work:
             for position, token in enumerate(one.tokens, start=one.start):
                 self.memory[one.pages[position // 16], position % 16] = token
-        rows = [self.logits(self._seen(one)) for one in work if one.wants_logits]
+        rows = [self.logits(self._seen(one)) for one in work if one.needs_logits]
         routed = [self.routing(token) for one in work for token in one.tokens]
         experts = np.array(routed, np.uint8).reshape(-1, self.shape.layers, self.shape.top_k)
         return Forward(torch.tensor(np.array(rows, np.float32).reshape(-1, self.vocabulary)), experts)
@@ -144,9 +144,9 @@ class PretendRunner:
     def logits(self, seen: Sequence[int]) -> list[float]:
         """One row: the hash of the tokens seen picks a letter; the others follow at a distance that leaves
         sampling a choice."""
-        dice = np.random.default_rng(xxhash.xxh3_64_intdigest(np.asarray(seen, np.uint32).tobytes()))
-        row = dice.normal(-6, 1, self.vocabulary)
-        row[list(self.letters)] = dice.normal(0, 1, len(self.letters))
+        random = np.random.default_rng(xxhash.xxh3_64_intdigest(np.asarray(seen, np.uint32).tobytes()))
+        row = random.normal(-6, 1, self.vocabulary)
+        row[list(self.letters)] = random.normal(0, 1, len(self.letters))
         return row.tolist()
 
     def routing(self, token: int) -> list[list[int]]:
@@ -189,7 +189,7 @@ def pretend_engine(byte_folder: Path, tmp_path: Path) -> EngineStarter:
         runner = PretendRunner(256, shape, letters=letters)
 
         def build(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
-            lockstep = StepSync(Path(tempfile.mkdtemp(dir=tmp_path)))
+            step_sync = StepSync(Path(tempfile.mkdtemp(dir=tmp_path)))
             return RankSetup(
                 shape=shape,
                 vocabulary=256,
@@ -197,8 +197,8 @@ def pretend_engine(byte_folder: Path, tmp_path: Path) -> EngineStarter:
                 placement=linear(layers=2, experts=8, ranks=1),
                 speed=EngineSpeed(),
                 runner=runner,
-                lockstep=lockstep,
-                close=lockstep.close,
+                step_sync=step_sync,
+                close=step_sync.close,
             )
 
         config = EmbeddedConfig(

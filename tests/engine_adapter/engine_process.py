@@ -23,7 +23,7 @@ from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.model_runner import Forward, SequenceWork
-from engine_adapter.embedded.setup import ForwardPass, RankSetup, build_machine
+from engine_adapter.embedded.setup import ForwardPass, RankSetup, build_setup
 from engine_adapter.engine import EngineFailed
 from engine_adapter.serving.generation import AnswerDelta
 from fleet.placement import Placement
@@ -31,7 +31,7 @@ from fleet.placement import Placement
 LINE_BYTES = 2**20
 
 
-def say(**message: Any) -> None:
+def reply(**message: Any) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
@@ -41,9 +41,9 @@ class Seen:
     """What a rank's forward passes were asked to do; written by the step thread, read when nothing runs."""
 
     steps: int = 0
-    most_tokens: int = 0
+    batch_tokens: int = 0
     """of any step"""
-    most_sequences: int = 0
+    max_sequences: int = 0
     """of any step"""
     unfinished: int = 0
     """chunks of prompts that were not the last of theirs"""
@@ -59,9 +59,9 @@ class Witness:
     def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         seen = self.seen
         seen.steps += 1
-        seen.most_tokens = max(seen.most_tokens, sum(len(one.tokens) for one in work))
-        seen.most_sequences = max(seen.most_sequences, len(work))
-        seen.unfinished += sum(not one.wants_logits for one in work)
+        seen.batch_tokens = max(seen.batch_tokens, sum(len(one.tokens) for one in work))
+        seen.max_sequences = max(seen.max_sequences, len(work))
+        seen.unfinished += sum(not one.needs_logits for one in work)
         return self.runner.forward(work, tokens_by_rank)
 
 
@@ -86,15 +86,15 @@ class RankUnderOrders:
         await asyncio.sleep(
             0
         )  # a task that is cancelled before its first turn never stops what it supervises
-        say(ready=True)
+        reply(ready=True)
 
     def _build(self, config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
-        machine = build_machine(config, rank, run_directory)
+        machine = build_setup(config, rank, run_directory)
         witness = Witness(machine.runner)
         self._seen = witness.seen
         return replace(machine, runner=witness)
 
-    async def ask(self, wanted: dict[str, Any]) -> None:
+    async def ask(self, expected: dict[str, Any]) -> None:
         engine, begun = self._engine, False
         assert engine is not None
 
@@ -102,11 +102,11 @@ class RankUnderOrders:
             nonlocal begun
             whole = AnswerDelta()
             async for delta in await engine.submit(
-                GenerationRequest(prompt=prompt, max_tokens=wanted["max_tokens"], ignore_eos=True)
+                GenerationRequest(prompt=prompt, max_tokens=expected["max_tokens"], ignore_eos=True)
             ):
                 if not begun:
                     begun = True
-                    say(begun=True)
+                    reply(begun=True)
                 whole.absorb(delta)
             assert whole.outcome is not None
             return {
@@ -115,39 +115,39 @@ class RankUnderOrders:
                 "preemptions": whole.outcome.preemptions,
             }
 
-        say(answers=await asyncio.gather(*(one(prompt) for prompt in wanted["prompts"])))
+        reply(answers=await asyncio.gather(*(one(prompt) for prompt in expected["prompts"])))
 
     async def ready_for(self, epoch: int) -> None:
         assert self._engine is not None
         experts, served = self._engine.experts, self._engine.placement
         assert experts is not None
-        wanted = Placement(served.expert_of_slot, experts=served.experts, ranks=served.ranks, epoch=epoch)
+        expected = Placement(served.expert_of_slot, experts=served.experts, ranks=served.ranks, epoch=epoch)
         self._adopting = asyncio.create_task(
-            experts.adopt(await experts.prepare(wanted, experts.cells)), name=f"epoch {epoch}"
+            experts.adopt(await experts.prepare(expected, experts.cells)), name=f"epoch {epoch}"
         )
         await asyncio.sleep(0)
-        say(waits=self._engine.placement.epoch)
+        reply(waits=self._engine.placement.epoch)
 
     async def epoch(self, _: object) -> None:
         assert self._engine is not None
         assert self._adopting is not None
         await self._adopting
-        say(epoch=self._engine.placement.epoch)
+        reply(epoch=self._engine.placement.epoch)
 
     async def work(self, _: object) -> None:
-        say(work=asdict(self._seen))
+        reply(work=asdict(self._seen))
 
     async def cpu(self, seconds: float) -> None:
         began, used = time.monotonic(), time.process_time()
         await asyncio.sleep(seconds)
-        say(cpu=(time.process_time() - used) / (time.monotonic() - began))
+        reply(cpu=(time.process_time() - used) / (time.monotonic() - began))
 
     async def stop(self, _: object) -> None:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         self._engine = self._running = None
-        say(stopped=True)
+        reply(stopped=True)
 
 
 async def main() -> None:
@@ -160,7 +160,7 @@ async def main() -> None:
         try:
             await rank.obey(json.loads(line))
         except EngineFailed as error:
-            say(failed=str(error))
+            reply(failed=str(error))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class Group:
     config: TransferConfig = CONFIG
     fabric: MemoryFabric = field(default_factory=MemoryFabric)
     ranks: list[StandingRank] = field(default_factory=list)
-    ways: list[MemoryTransfer] = field(default_factory=list)
+    transfers: list[MemoryTransfer] = field(default_factory=list)
     desks: list[HandoverAgent] = field(default_factory=list)
     running: list["asyncio.Task[None]"] = field(default_factory=list)
     """of the desks; a test that expects one to end takes it out"""
@@ -213,12 +213,12 @@ class Group:
         return await self.tell(rank, DescribeHandover(worker_id=WORKER, rank=rank))
 
     async def until(
-        self, rank: int, wanted: Callable[[HandoverDescribed], bool], seconds: float = 60.0
+        self, rank: int, expected: Callable[[HandoverDescribed], bool], seconds: float = 60.0
     ) -> HandoverDescribed:
         """Look until a rank says something like that; time is virtual."""
         async with asyncio.timeout(seconds):
             while True:
-                if wanted(described := await self.describe(rank)):
+                if expected(described := await self.describe(rank)):
                     return described
                 await asyncio.sleep(0.01)
 
@@ -241,10 +241,10 @@ class Group:
 
     def check(self) -> None:
         """Every rank's books agree, and every slot holds what it shall."""
-        for rank, desk in zip(self.ranks, self.desks, strict=True):
-            desk.conduct.residency.check_integrity()
+        for rank, handovers in zip(self.ranks, self.desks, strict=True):
+            handovers.protocol.cell_table.check_integrity()
             rank.experts.check()
-            assert (desk.conduct.residency.table == rank.experts.cells).all()
+            assert (handovers.protocol.cell_table.table == rank.experts.cells).all()
 
     @property
     def free(self) -> list[int]:
@@ -287,12 +287,13 @@ async def standing(
             stack.callback(one.experts.memory.close)
             way = group.fabric.join(one.experts.memory)
             stack.push_async_callback(way.close)
-            group.ways.append(way)
-        for one, way in zip(group.ranks, group.ways, strict=True):
-            staging = Staging(ways=(way,), config=config, tracing=tracing, executor=Inline())
+            group.transfers.append(way)
+        for one, way in zip(group.ranks, group.transfers, strict=True):
+            staging = Staging(transfers=(way,), config=config, tracing=tracing, executor=Inline())
             group.desks.append(HandoverAgent(MemoryBus(group.broker), SUBJECTS, one, "a", WORKER, staging))  # type: ignore[arg-type]
         running = [
-            asyncio.create_task(desk.run(), name=f"desk {rank}") for rank, desk in enumerate(group.desks)
+            asyncio.create_task(handovers.run(), name=f"desk {rank}")
+            for rank, handovers in enumerate(group.desks)
         ]
         stack.push_async_callback(_stop, running)
         group.running = running

@@ -41,7 +41,7 @@ class Sequence:
 
     def take(self, work, logits):
         self.computed += len(work.tokens)
-        if work.wants_logits:
+        if work.needs_logits:
             self.logits.append(logits)
             self.tokens.append(int(logits.argmax()))
             self.left -= 1
@@ -65,7 +65,7 @@ def run_sequences(runner, sequences, exchange=None):
             return
         logits = iter(runner.forward([work for _, work in batch], by_rank).logits.numpy())
         for sequence, work in batch:
-            sequence.take(work, next(logits) if work.wants_logits else None)
+            sequence.take(work, next(logits) if work.needs_logits else None)
 
 
 def greedy(runner, prompts, count, chunk=48, exchange=None):
@@ -81,20 +81,20 @@ def greedy(runner, prompts, count, chunk=48, exchange=None):
     )
 
 
-def counting_exchange(lockstep):
+def counting_exchange(step_sync):
     """Headers of steps 0, 1, 2...: own tokens in, everybody's out."""
     step = -1
 
     def exchange(tokens):
         nonlocal step
         step += 1
-        return [header.tokens for header in lockstep.exchange(StepHeader(step=step, tokens=tokens))]
+        return [header.tokens for header in step_sync.exchange(StepHeader(step=step, tokens=tokens))]
 
     return exchange
 
 
 def generate(job, rank, group, folder):
-    lockstep = StepSync(folder, rank, group)
+    step_sync = StepSync(folder, rank, group)
     with Checkpoint(Path(job["checkpoint"])) as checkpoint:
         config = checkpoint.config
         if "slots" in job:
@@ -113,7 +113,7 @@ def generate(job, rank, group, folder):
             cover=job.get("cover", False),
         )
     tokens, logits = greedy(
-        runner, job["prompts"][rank :: job["ranks"]], job["count"], exchange=counting_exchange(lockstep)
+        runner, job["prompts"][rank :: job["ranks"]], job["count"], exchange=counting_exchange(step_sync)
     )
     speed = runner.measure_speed()
     np.savez(
@@ -124,19 +124,19 @@ def generate(job, rank, group, folder):
         dispatch_seconds=speed.dispatch,
         pair_seconds=speed.expert_pair,
     )
-    lockstep.exchange(StepHeader(step=10**6))  # nobody leaves while another still needs it
-    lockstep.close()
+    step_sync.exchange(StepHeader(step=10**6))  # nobody leaves while another still needs it
+    step_sync.close()
     group.close()
 
 
 def exchange_until_it_fails(rank, group, folder):
-    lockstep = StepSync(folder, rank, group)
+    step_sync = StepSync(folder, rank, group)
     step = 0
     begin = time.monotonic()
     try:
         while True:
             begin = time.monotonic()
-            lockstep.exchange(StepHeader(step=step))
+            step_sync.exchange(StepHeader(step=step))
             step += 1
             if step == 20:
                 (folder / f"{rank}.stepping").touch()

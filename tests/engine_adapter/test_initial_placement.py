@@ -10,7 +10,7 @@ import torch
 from deploy.settings import DEMO_CHECKPOINT
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork
-from engine_adapter.embedded.setup import build_machine
+from engine_adapter.embedded.setup import build_setup
 from engine_adapter.initial_placement import initial, leave_last, read
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
@@ -96,7 +96,7 @@ def test_a_simulated_engine_begins_with_the_file_and_the_slots_it_is_given(tmp_p
 def test_a_rank_of_the_embedded_engine_has_room_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
     config = EmbeddedConfig(checkpoint=DEMO_CHECKPOINT, slots_per_rank=40, kv_blocks=64, max_batch_tokens=65)
-    machine = build_machine(config, 0, None)
+    machine = build_setup(config, 0, None)
     machine.close()
     assert (machine.placement.slots_per_rank, machine.placement.experts) == (40, 32)
 
@@ -115,9 +115,9 @@ def test_a_rank_that_begins_with_the_last_epoch_holds_its_experts_and_computes_t
         meeting.mkdir()
         if logits:
             leave_last(meeting, last.record())
-        machine = build_machine(config, 0, meeting)
+        machine = build_setup(config, 0, meeting)
         logits.append(
-            machine.runner.forward([SequenceWork(list(b"the same words"), 0, [3], wants_logits=True)]).logits
+            machine.runner.forward([SequenceWork(list(b"the same words"), 0, [3], needs_logits=True)]).logits
         )
         machine.close()
     assert machine.placement == last

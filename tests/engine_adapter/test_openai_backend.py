@@ -23,12 +23,12 @@ class Server:
         self.status = 200
         self.raw: bytes | None = None
         self.keys: list[str | None] = []
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.url = ""
 
     async def answer(self, request: web.Request) -> web.Response:
         self.keys.append(request.headers.get("Authorization"))
-        self.asked.set()
+        self.requested.set()
         body = json.dumps({"object": "list", "data": self.models}).encode() if self.raw is None else self.raw
         return web.Response(body=body, status=self.status, content_type="application/json")
 
@@ -93,7 +93,7 @@ async def test_the_key_is_sent_and_never_shown(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "raw", "says"),
+    ("status", "raw", "code"),
     [
         (401, b"{}", "refuses the key .HTTP 401.; give the right one with --api-key-file"),
         (500, b"{}", "HTTP 500; is this an OpenAI-compatible server"),
@@ -105,10 +105,10 @@ async def test_the_key_is_sent_and_never_shown(server: Server) -> None:
     ],
 )
 async def test_a_server_that_is_none_is_refused_with_the_reason(
-    server: Server, status: int, raw: bytes, says: str
+    server: Server, status: int, raw: bytes, code: str
 ) -> None:
     server.status, server.raw = status, raw
-    with pytest.raises(EngineFailed, match=says):
+    with pytest.raises(EngineFailed, match=code):
         await engine(server).start()
 
 
@@ -127,12 +127,12 @@ async def test_a_server_that_stays_away_fails_the_engine_and_one_miss_does_not(s
     await plain.start()
     running = asyncio.create_task(plain.run())
     server.status = 503
-    server.asked.clear()
-    await server.asked.wait()
+    server.requested.clear()
+    await server.requested.wait()
     server.status = 200
     for _ in range(3):
-        server.asked.clear()
-        await server.asked.wait()
+        server.requested.clear()
+        await server.requested.wait()
     assert not running.done()
     server.status = 503
     with pytest.raises(EngineFailed, match="HTTP 503"):
@@ -175,7 +175,7 @@ async def test_the_experts_of_its_model_are_told_when_they_are_known(server: Ser
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "text"),
     [
         ({"layers": 58}, "not only layers"),
         ({"experts": 256, "top_k": 8}, "not only experts and top_k"),
@@ -183,6 +183,6 @@ async def test_the_experts_of_its_model_are_told_when_they_are_known(server: Ser
         ({"layers": 58, "experts": 4, "top_k": 8}, "top_k 8 exceeds"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(fields: dict[str, int], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_shape_that_cannot_be_is_refused(fields: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         BackendAgentConfig(url="http://x", **fields)  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ async def post(app: RankApp, **body: Any) -> httpx.Response:
         )
 
 
-async def somebody_waits(engine: Any) -> None:
+async def one_waits(engine: Any) -> None:
     async with asyncio.timeout(5):
         while not engine.take_facts().load.waiting:
             await engine.wait_facts()
@@ -184,7 +184,7 @@ async def test_clients_that_vanish_leave_spans_of_what_was_done_for_them(
         served = Vanishing(app, max_tokens=400, stream=True)
         await served.answered.wait()
         waiting = Vanishing(app, max_tokens=400)
-        await somebody_waits(started.engine)
+        await one_waits(started.engine)
         await waiting.vanish()
         in_the_queue = recorded.get_finished_spans()
         await served.vanish()
@@ -204,7 +204,7 @@ async def test_a_failing_engine_leaves_spans_that_say_why(
         served = Vanishing(app, max_tokens=400, stream=True)
         await served.answered.wait()
         waiting = asyncio.create_task(post(app, max_tokens=400), name="waits behind it")
-        await somebody_waits(started.engine)
+        await one_waits(started.engine)
         started.runner.failure = ArithmeticError("no numbers")
         assert (await waiting).status_code == 503
         await served.vanish()

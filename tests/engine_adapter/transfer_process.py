@@ -64,7 +64,7 @@ class RankUnderOrders:
     async def start(self) -> None:
         if isinstance(self.transfer, NixlTransfer):
             await self.transfer.open()
-        say(address=msgspec.to_builtins(self.transfer.address(own_address(self.memory)), str_keys=True))
+        reply(address=msgspec.to_builtins(self.transfer.address(own_address(self.memory)), str_keys=True))
 
     def obey(self, order: dict[str, Any]) -> None:
         number = order.pop("id")
@@ -78,13 +78,13 @@ class RankUnderOrders:
         try:
             answer = await what(**order)
         except TransferError as error:
-            say(id=number, failed=type(error).__name__, detail=str(error))
+            reply(id=number, failed=type(error).__name__, detail=str(error))
         except Overdue as error:
-            say(id=number, overdue=str(error))
+            reply(id=number, overdue=str(error))
             await error.settled
-            say(id=number, settled=True)
+            reply(id=number, settled=True)
         else:
-            say(id=number, **(answer or {"done": True}))
+            reply(id=number, **(answer or {"done": True}))
 
     async def pull(
         self, address: dict[str, Any], pulls: list[list[int]], seconds: float, cancel: float | None = None
@@ -160,7 +160,7 @@ def addressed(address: dict[str, Any]) -> MemoryAddress:
     return msgspec.convert(address, MemoryAddress)
 
 
-def say(**message: Any) -> None:
+def reply(**message: Any) -> None:
     sys.stdout.write(json.dumps(message, default=str) + "\n")
     sys.stdout.flush()
 
@@ -170,7 +170,7 @@ async def main() -> None:
     try:
         await rank.start()
     except TransferError as error:
-        say(failed=str(error))
+        reply(failed=str(error))
         return
     orders = asyncio.StreamReader(2**20)
     await asyncio.get_running_loop().connect_read_pipe(

@@ -129,11 +129,11 @@ class ChildRank:
             assert pipe is not None
             pipe.close()
 
-    def _until(self, wanted: Any, within: float) -> Answer:
+    def _until(self, expected: Any, within: float) -> Answer:
         deadline = time.monotonic() + within
         while True:
             for answer in self._waiting:
-                if wanted(answer):
+                if expected(answer):
                     self._waiting.remove(answer)
                     return answer
             self._read_more(deadline)

@@ -131,13 +131,13 @@ class Process:
         assert self.running.stdout is not None
         try:
             async with asyncio.timeout(seconds):
-                said = await self.running.stdout.readline()
+                messages = await self.running.stdout.readline()
         except TimeoutError:
             raise AssertionError(
                 f"{self.name} says nothing within {seconds} s; its log ends:\n{self.tail}"
             ) from None
-        assert said, f"{self.name} has ended; its log ends:\n{self.tail}"
-        return said.decode()
+        assert messages, f"{self.name} has ended; its log ends:\n{self.tail}"
+        return messages.decode()
 
     async def ask(self, question: str = "standing", seconds: float = 10.0) -> dict[str, Any]:
         """How it stands; or its belongings."""
@@ -178,7 +178,7 @@ class Process:
         return self.log.read_text(errors="replace")[-3000:]
 
 
-class House:
+class FleetFixture:
     """Everything of one test module: NATS, coordinators, engines, and the judge's own connection."""
 
     def __init__(self, folder: Path) -> None:
@@ -192,7 +192,7 @@ class House:
         self._numbers = itertools.count()
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator["House"]:
+    async def open(self) -> AsyncIterator["FleetFixture"]:
         self.nats.start()
         try:
             self.bus = await NatsBus.connect(self.nats.url, self.subjects, self.bus_config, name="judge")
@@ -267,11 +267,11 @@ class Engine:
     together."""
 
     def __init__(
-        self, house: House, name: str, *, ucx: str = "", transfer: dict[str, Any] | None = None
+        self, deployment: FleetFixture, name: str, *, ucx: str = "", transfer: dict[str, Any] | None = None
     ) -> None:
         """ucx: which of UCX's transports; empty: all there are. transfer: beside TRANSFER."""
         self.name = name
-        self.house = house
+        self.deployment = deployment
         self.ranks: list[Process] = []
         self.worker_id = 0
         self._lives = 0
@@ -280,7 +280,7 @@ class Engine:
 
     @property
     def history(self) -> History:
-        return self.house.records.history(self.name)
+        return self.deployment.records.history(self.name)
 
     async def live(self) -> None:
         """Begin a new life where the record says that the last one ended."""
@@ -288,7 +288,8 @@ class Engine:
         self._lives += 1
         stem = f"{self.name}-{self._lives}"
         placement = (
-            await last_life(self.house.bus, self.house.subjects, self.name) or first_placement().record()
+            await last_life(self.deployment.bus, self.deployment.subjects, self.name)
+            or first_placement().record()
         )
         self.ranks = []
         for rank in range(RANKS):
@@ -297,22 +298,22 @@ class Engine:
                 worker_id=self.worker_id,
                 rank=rank,
                 ranks=RANKS,
-                nats=self.house.nats.url,
-                namespace=self.house.namespace,
-                meet=str(self.house.folder / f"{stem}.steps"),
+                nats=self.deployment.nats.url,
+                namespace=self.deployment.namespace,
+                meet=str(self.deployment.folder / f"{stem}.steps"),
                 placement=placement,
                 replaces=before,
                 transfer=self._transfer,
                 agent=AGENT,
             )
-            file = self.house.folder / f"{stem}-{rank}.json"
+            file = self.deployment.folder / f"{stem}-{rank}.json"
             file.write_bytes(msgspec.json.encode(life))
-            process = Process(f"{self.name}/{rank}", self.house.folder / f"{stem}-{rank}.log")
+            process = Process(f"{self.name}/{rank}", self.deployment.folder / f"{stem}-{rank}.log")
             self.ranks.append(process)
             await process.start(str(RANK), str(file), environment=self._environment)
         for process in self.ranks:
             assert await process.line(START_SECONDS) == "joined\n", process.tail
-        self.house.check()
+        self.deployment.check()
         await until(self._known, f"the placement of {self.name} is recorded", 20.0)
 
     def _known(self) -> bool:
@@ -334,12 +335,12 @@ class Engine:
 
     async def order(self, plan: Plan, seconds: float = 20.0, *, patiently: bool = True) -> None:
         """`Records.order`."""
-        await self.house.records.order(self.name, plan, seconds, patiently=patiently)
+        await self.deployment.records.order(self.name, plan, seconds, patiently=patiently)
 
     async def command(self, command: ProposeHandover | CommitHandover | AbortHandover) -> HandoverDescribed:
         """What a rank answers to a command, from whoever it is."""
-        answer = await self.house.bus.request(
-            self.house.subjects.handover(self.name, self.worker_id, command.rank), command
+        answer = await self.deployment.bus.request(
+            self.deployment.subjects.handover(self.name, self.worker_id, command.rank), command
         )
         assert isinstance(answer, HandoverDescribed)
         return answer
@@ -347,8 +348,8 @@ class Engine:
     async def described(self, rank: int) -> HandoverDescribed | None:
         """Where a rank says it is; None: it does not answer."""
         try:
-            answer = await self.house.bus.request(
-                self.house.subjects.handover(self.name, self.worker_id, rank),
+            answer = await self.deployment.bus.request(
+                self.deployment.subjects.handover(self.name, self.worker_id, rank),
                 DescribeHandover(worker_id=self.worker_id, rank=rank),
                 1.0,
             )

@@ -27,12 +27,12 @@ def shared_memory() -> set[str]:
     return {file.name for file in Path("/dev/shm").iterdir()}
 
 
-def at_rest(said: HandoverDescribed | None, states: Sequence[RankState]) -> bool:
+def at_rest(messages: HandoverDescribed | None, states: Sequence[RankState]) -> bool:
     """Nothing is under way, and every cell that is not served from is free, or staged where that is so for
     long."""
-    if said is None or said.state not in states or said.quarantined or said.draining:
+    if messages is None or messages.state not in states or messages.quarantined or messages.draining:
         return False
-    return said.free == FREE or said.state in (RankState.STAGED, RankState.READY)
+    return messages.free == FREE or messages.state in (RankState.STAGED, RankState.READY)
 
 
 async def settle(
@@ -40,22 +40,22 @@ async def settle(
 ) -> list[HandoverDescribed]:
     """Wait until these ranks have nothing under way any more, and every cell is accounted for: served from,
     or free."""
-    said: dict[int, HandoverDescribed | None] = {}
+    messages: dict[int, HandoverDescribed | None] = {}
 
     async def resting() -> bool:
         for rank in ranks:
             assert engine.ranks[rank].alive, f"{engine.ranks[rank].name} has died:\n{engine.ranks[rank].tail}"
-            said[rank] = await engine.described(rank)
-        return all(at_rest(one, states) for one in said.values())
+            messages[rank] = await engine.described(rank)
+        return all(at_rest(one, states) for one in messages.values())
 
-    await until(resting, lambda: f"{engine.name} settles; it says {said}", SETTLE_SECONDS)
-    return [one for one in said.values() if one is not None]
+    await until(resting, lambda: f"{engine.name} settles; it says {messages}", SETTLE_SECONDS)
+    return [one for one in messages.values() if one is not None]
 
 
 async def judge(engine: Engine) -> Placement:
     """All ranks serve the last placement on record, every expert from bytes that are its own. The
     placement."""
-    engine.house.check()
+    engine.deployment.check()
     await settle(engine)
     latest = await until(lambda: _agreed(engine), f"{engine.name} serves what is on record", SETTLE_SECONDS)
     found = await asyncio.gather(*(process.ask() for process in engine.ranks))
@@ -79,8 +79,8 @@ async def judge(engine: Engine) -> Placement:
 async def _agreed(engine: Engine) -> Placement | None:
     """What is on record, once all ranks serve its epoch."""
     latest = engine.history.latest
-    said = [await engine.described(rank) for rank in range(RANKS)]
-    return latest if all(one is not None and one.served == latest.epoch for one in said) else None
+    messages = [await engine.described(rank) for rank in range(RANKS)]
+    return latest if all(one is not None and one.served == latest.epoch for one in messages) else None
 
 
 def judge_memory(process: Process, standing: dict[str, Any]) -> list[tuple[int, int]]:

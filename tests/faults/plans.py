@@ -16,7 +16,7 @@ class Impossible(Exception):
 
 def series(
     placement: Placement,
-    dice: np.random.Generator,
+    random: np.random.Generator,
     handovers: int,
     *,
     source: int | None = None,
@@ -26,7 +26,7 @@ def series(
     the one has nothing for the other."""
     found, now = [], placement
     for _ in range(handovers):
-        step = _step(now, dice, source, target)
+        step = _step(now, random, source, target)
         handover = Handover(epoch=now.epoch + 1, steps=(step,))
         found.append(handover)
         now = applied(now, handover)
@@ -57,7 +57,7 @@ def copies(placement: Placement, target: int, count: int) -> Plan | None:
     )
 
 
-def swaps(placement: Placement, dice: np.random.Generator, count: int) -> Plan:
+def swaps(placement: Placement, random: np.random.Generator, count: int) -> Plan:
     """One handover of so many swaps between ranks 0 and 1: each of the two has to bring in as many
     experts."""
     steps = []
@@ -66,8 +66,8 @@ def swaps(placement: Placement, dice: np.random.Generator, count: int) -> Plan:
             [int(one) for one in placement.on_rank(rank)[layer] if one != EMPTY] for rank in (0, 1)
         )
         pairs = zip(
-            dice.permutation([one for one in mine if one not in theirs]),
-            dice.permutation([one for one in theirs if one not in mine]),
+            random.permutation([one for one in mine if one not in theirs]),
+            random.permutation([one for one in theirs if one not in mine]),
             strict=False,
         )
         for expert, back in list(pairs)[: -(-count // placement.layers)]:
@@ -96,13 +96,13 @@ def swaps(placement: Placement, dice: np.random.Generator, count: int) -> Plan:
 
 
 def _step(
-    placement: Placement, dice: np.random.Generator, source: int | None, target: int | None
+    placement: Placement, random: np.random.Generator, source: int | None, target: int | None
 ) -> PlanStep:
     for _ in range(100):
-        layer = int(dice.integers(placement.layers))
-        a, b = (int(rank) for rank in dice.permutation(placement.ranks)[:2])
+        layer = int(random.integers(placement.layers))
+        a, b = (int(rank) for rank in random.permutation(placement.ranks)[:2])
         found = _between(
-            placement, dice, layer, a if source is None else source, b if target is None else target
+            placement, random, layer, a if source is None else source, b if target is None else target
         )
         if found is not None:
             return found
@@ -110,18 +110,18 @@ def _step(
 
 
 def _between(
-    placement: Placement, dice: np.random.Generator, layer: int, source: int, target: int
+    placement: Placement, random: np.random.Generator, layer: int, source: int, target: int
 ) -> PlanStep | None:
     table, per = placement.expert_of_slot.copy(), placement.slots_per_rank
     mine, theirs = (table[layer, rank * per : (rank + 1) * per] for rank in (source, target))
     comes = [int(expert) for expert in mine if expert != EMPTY and expert not in theirs]
     if source == target or not comes:
         return None
-    expert, at = int(dice.choice(comes)), source * per
+    expert, at = int(random.choice(comes)), source * per
     old = at + int(np.flatnonzero(mine == expert)[0])
     room = [target * per + int(slot) for slot in np.flatnonzero(theirs == EMPTY)]
-    if room and dice.random() < 0.7:
-        copy = _copy(expert, old, int(dice.choice(room)))
+    if room and random.random() < 0.7:
+        copy = _copy(expert, old, int(random.choice(room)))
         return PlanStep(
             kind="move",
             layer=layer,
@@ -136,12 +136,12 @@ def _between(
         if (table[layer] != EMPTY).sum() > placement.experts
         else [slot for slot in range(target * per, (target + 1) * per) if _is_spare(table, layer, slot)]
     )
-    if spare and dice.random() < 0.5:
-        return _replicate(placement, table, layer, expert, int(dice.choice(spare)), old)
+    if spare and random.random() < 0.5:
+        return _replicate(placement, table, layer, expert, int(random.choice(spare)), old)
     goes = [int(one) for one in theirs if one != EMPTY and one not in mine]
     if not goes:
         return None
-    back = int(dice.choice(goes))
+    back = int(random.choice(goes))
     slot = target * per + int(np.flatnonzero(theirs == back)[0])
     both = (_copy(expert, old, slot), _copy(back, slot, old))
     return PlanStep(

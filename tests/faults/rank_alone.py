@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from tests.faults.step_sync import Steps
 
 from bus.config import BusConfig
 from bus.nats import NatsBus
@@ -38,7 +39,6 @@ from fleet.layout import EP
 from fleet.placement import EMPTY, Placement, PlacementRecord
 from fleet.timing import EngineSpeed
 from tests.faults.expert_contents import CELLS, POISON, SHAPE, TENSORS, content
-from tests.faults.lockstep import Steps
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class RankAlone:
         await self.experts.steps.run()
 
 
-def standing(engine: RankAlone, desk: HandoverAgent) -> dict[str, Any]:
+def standing(engine: RankAlone, handovers: HandoverAgent) -> dict[str, Any]:
     """How the rank stands, for the judge."""
     memory, experts = engine.experts.memory, engine.experts
     return {
@@ -139,7 +139,7 @@ def standing(engine: RankAlone, desk: HandoverAgent) -> dict[str, Any]:
     }
 
 
-def belongings(desk: HandoverAgent) -> dict[str, Any]:
+def belongings(handovers: HandoverAgent) -> dict[str, Any]:
     """What the process holds open; it takes a while to find out."""
     gc.collect()
     return {
@@ -147,11 +147,13 @@ def belongings(desk: HandoverAgent) -> dict[str, Any]:
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "requests": sum(type(one).__name__ == "nixl_xfer_handle" for one in gc.get_objects()),
-        "leases": desk.conduct.residency.leases,
+        "leases": handovers.protocol.cell_table.leases,
     }
 
 
-async def answer_questions(engine: RankAlone, desk: HandoverAgent, say: Callable[[str], object]) -> None:
+async def answer_questions(
+    engine: RankAlone, handovers: HandoverAgent, reply: Callable[[str], object]
+) -> None:
     """Until standard input ends: a line asks how the rank stands."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -159,8 +161,11 @@ async def answer_questions(engine: RankAlone, desk: HandoverAgent, say: Callable
     )
     try:
         while question := await reader.readline():
-            say(
-                json.dumps(belongings(desk) if question == b"belongings\n" else standing(engine, desk)) + "\n"
+            reply(
+                json.dumps(
+                    belongings(handovers) if question == b"belongings\n" else standing(engine, handovers)
+                )
+                + "\n"
             )
     finally:
         transport.close()
@@ -169,13 +174,13 @@ async def answer_questions(engine: RankAlone, desk: HandoverAgent, say: Callable
 def own_voice() -> Callable[[str], object]:
     """Says lines on what standard output was: libraries write to it as they like, and are in the log from now
     on."""
-    said = os.fdopen(os.dup(1), "w", buffering=1)
+    messages = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    return said.write
+    return messages.write
 
 
 async def live(life: Life) -> None:
-    say = own_voice()
+    reply = own_voice()
     set_up_logging("info")
     config, subjects = (
         BusConfig(url=life.nats, namespace=life.namespace, reconnect_most_seconds=0.2),
@@ -193,24 +198,29 @@ async def live(life: Life) -> None:
             replaces=life.replaces,
         )
         transfer = TransferConfig(**life.transfer)
-        ways = await open_transfers(
+        transfers = await open_transfers(
             transfer, engine.experts.memory, agent_name(life.engine, life.rank), one_machine=False
         )
-        for way in ways:
+        for way in transfers:
             stack.push_async_callback(way.close)
         agent = Agent(
-            bus, subjects, engine, who, AgentConfig(**life.agent), Staging(config=transfer, ways=ways)
+            bus,
+            subjects,
+            engine,
+            who,
+            AgentConfig(**life.agent),
+            Staging(config=transfer, transfers=transfers),
         )
-        assert agent.desk is not None
+        assert agent.handovers is not None
         stepping = await stack.enter_async_context(alongside(engine.run(), "steps"))
         speaking = await stack.enter_async_context(alongside(agent.run(), "agent"))
         await until_ready(agent.joined, stepping, speaking)
-        say("joined\n")
-        asked = await stack.enter_async_context(
-            alongside(answer_questions(engine, agent.desk, say), "answers the judge")
+        reply("joined\n")
+        requested = await stack.enter_async_context(
+            alongside(answer_questions(engine, agent.handovers, reply), "answers the judge")
         )
-        await asyncio.wait([stepping, speaking, asked], return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
+        await asyncio.wait([stepping, speaking, requested], return_when=asyncio.FIRST_COMPLETED)
+        if not requested.done():
             await first_failure([stepping, speaking])
 
 

@@ -21,7 +21,7 @@ from fleet.requests.plans import ApplyPlan, MigrationAccepted
 from migration.model.plan import Plan
 
 Ended = MigrationCommitted | MigrationAborted
-Said = MigrationPlanned | MigrationStaged | Ended | PlanEvaluated
+Published = MigrationPlanned | MigrationStaged | Ended | PlanEvaluated
 
 
 @dataclass
@@ -30,9 +30,9 @@ class History:
 
     placements: list[PlacementCommitted] = field(default_factory=list)
     joins: list[EngineJoined] = field(default_factory=list)
-    migrations: list[Said] = field(default_factory=list)
+    migrations: list[Published] = field(default_factory=list)
 
-    def of(self, plan: str) -> list[Said]:
+    def of(self, plan: str) -> list[Published]:
         return [one for one in self.migrations if one.plan == plan]
 
     def end_of(self, plan: str) -> Ended | None:
@@ -79,12 +79,12 @@ class Records:
 
     async def _remember(self, subject: str) -> None:
         async for received in self.bus.replay(subject):
-            said = received.message
-            match said:
+            messages = received.message
+            match messages:
                 case PlacementCommitted():
-                    self.history(said.engine).placements.append(said)
+                    self.history(messages.engine).placements.append(messages)
                 case EngineJoined():
-                    self.history(said.engine).joins.append(said)
+                    self.history(messages.engine).joins.append(messages)
                 case (
                     MigrationPlanned()
                     | MigrationStaged()
@@ -92,7 +92,7 @@ class Records:
                     | MigrationAborted()
                     | PlanEvaluated()
                 ):
-                    self.history(said.engine).migrations.append(said)
+                    self.history(messages.engine).migrations.append(messages)
 
     def history(self, engine: str) -> History:
         return self.histories.setdefault(engine, History())

@@ -25,7 +25,7 @@ from fleet.placement import Placement
 from fleet.requests.handovers import AbortHandover, CommitHandover, ProposeHandover
 from migration.model.plan import Plan
 from tests.faults.expert_contents import RANKS, SLOTS, TENSORS, memory_of
-from tests.faults.fleet_fixture import Engine, House, until
+from tests.faults.fleet_fixture import Engine, FleetFixture, until
 from tests.faults.invariants import FREE, Belongings, judge, judge_memory, settle
 from tests.faults.plans import Impossible, copies, series
 
@@ -50,15 +50,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(lo
 class Fleet:
     """The house, its engines, and what they hold open."""
 
-    def __init__(self, house: House) -> None:
-        self.house = house
-        self.engines = [Engine(house, name, **about) for name, about in LANES.items()]
+    def __init__(self, deployment: FleetFixture) -> None:
+        self.deployment = deployment
+        self.engines = [Engine(deployment, name, **about) for name, about in LANES.items()]
         self.belongings = Belongings()
 
     async def ready(self) -> None:
         """One coordinator and all engines, as after a quiet night."""
-        if not any(one.alive for one in self.house.coordinators):
-            await self.house.add_coordinator()
+        if not any(one.alive for one in self.deployment.coordinators):
+            await self.deployment.add_coordinator()
         async with asyncio.TaskGroup() as tasks:
             for engine in self.engines:
                 tasks.create_task(self._ready(engine), name=f"{engine.name} is ready")
@@ -87,12 +87,12 @@ class Fleet:
         """Let it happen half of TIMES times, each while all engines have a plan under way: each of them is
         hit so often."""
         for time in range(TIMES // 2):
-            dice = np.random.default_rng((zlib.crc32(name.encode()), time))
+            random = np.random.default_rng((zlib.crc32(name.encode()), time))
             engines = self.engines
-            plans = {engine.name: series(await judge(engine), dice, 3) for engine in engines}
+            plans = {engine.name: series(await judge(engine), random, 3) for engine in engines}
             await asyncio.gather(*(engine.order(plans[engine.name]) for engine in engines))
-            await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS)))
-            await fault(dice)
+            await asyncio.sleep(float(random.uniform(0, SPAN_SECONDS)))
+            await fault(random)
             for engine in engines:
                 await outcome(engine, plans[engine.name])
                 await judge(engine)
@@ -101,8 +101,8 @@ class Fleet:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def whole(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async with House(tmp_path_factory.mktemp("faults")).open() as house:
-        fleet = Fleet(house)
+    async with FleetFixture(tmp_path_factory.mktemp("faults")).open() as deployment:
+        fleet = Fleet(deployment)
         yield fleet
         for engine in fleet.engines:
             if engine.ranks and all(process.alive for process in engine.ranks):
@@ -126,10 +126,10 @@ async def outcome(engine: Engine, plan: Plan) -> MigrationCommitted | MigrationA
     )
 
 
-async def serves_on(engine: Engine, dice: np.random.Generator) -> None:
+async def serves_on(engine: Engine, random: np.random.Generator) -> None:
     """A plan that nothing disturbs is carried out; what a busy machine makes overdue, the next time."""
     for _ in range(UNDISTURBED):
-        plan = series(engine.history.latest, dice, 1)
+        plan = series(engine.history.latest, random, 1)
         await engine.order(plan)
         end = await outcome(engine, plan)
         await judge(engine)
@@ -147,17 +147,17 @@ async def reborn(engine: Engine) -> None:
     await settle(engine)
 
 
-def between(engine: Engine, dice: np.random.Generator, handovers: int) -> tuple[Plan, dict[str, int]]:
+def between(engine: Engine, random: np.random.Generator, handovers: int) -> tuple[Plan, dict[str, int]]:
     """A plan, and what the ranks are in it: source, target, bystander."""
     while True:
         ranks = {
             role: int(rank)
-            for role, rank in zip(("source", "target", "bystander"), dice.permutation(RANKS), strict=True)
+            for role, rank in zip(("source", "target", "bystander"), random.permutation(RANKS), strict=True)
         }
         with contextlib.suppress(Impossible):
             return (
                 series(
-                    engine.history.latest, dice, handovers, source=ranks["source"], target=ranks["target"]
+                    engine.history.latest, random, handovers, source=ranks["source"], target=ranks["target"]
                 ),
                 ranks,
             )
@@ -168,10 +168,10 @@ def between(engine: Engine, dice: np.random.Generator, handovers: int) -> tuple[
 
 @pytest.mark.parametrize("role", ["source", "target", "bystander"])
 async def test_a_rank_is_killed(fleet: Fleet, role: str) -> None:
-    async def fault(engine: Engine, dice: np.random.Generator) -> None:
-        plan, ranks = between(engine, dice, 2)
+    async def fault(engine: Engine, random: np.random.Generator) -> None:
+        plan, ranks = between(engine, random, 2)
         await engine.order(plan)
-        await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS)))
+        await asyncio.sleep(float(random.uniform(0, SPAN_SECONDS)))
         await engine.ranks[ranks[role]].kill()
         await survive(engine, [rank for name, rank in ranks.items() if name != role])
         await reborn(engine)
@@ -194,16 +194,16 @@ async def test_a_source_is_stopped_for_longer_than_it_may_take(fleet: Fleet) -> 
     """It goes on after three seconds; reads were given one."""
     ends: Counter[str] = Counter()
 
-    async def fault(engine: Engine, dice: np.random.Generator) -> None:
-        plan, ranks = between(engine, dice, 2)
+    async def fault(engine: Engine, random: np.random.Generator) -> None:
+        plan, ranks = between(engine, random, 2)
         source, target = ranks["source"], ranks["target"]
         await engine.order(plan)
-        await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS / 2)))
+        await asyncio.sleep(float(random.uniform(0, SPAN_SECONDS / 2)))
         engine.ranks[source].send(signal.SIGSTOP)
         try:
             await asyncio.sleep(2.5)
-            said = await engine.described(target)
-            ends["quarantined"] += said is not None and said.quarantined > 0
+            messages = await engine.described(target)
+            ends["quarantined"] += messages is not None and messages.quarantined > 0
             await asyncio.sleep(0.5)
         finally:
             engine.ranks[source].send(signal.SIGCONT)
@@ -221,21 +221,21 @@ async def test_bytes_of_a_source_are_spoilt(fleet: Fleet, tensor: str) -> None:
     faults: Counter[str] = Counter()
     about = next(one for one in TENSORS if one.name == tensor)
 
-    async def fault(engine: Engine, dice: np.random.Generator) -> None:
-        plan, ranks = between(engine, dice, 1)
+    async def fault(engine: Engine, random: np.random.Generator) -> None:
+        plan, ranks = between(engine, random, 1)
         source = ranks["source"]
         copy, layer = plan.copies[0], plan.steps[0].layer
-        first = bool(dice.integers(2))
+        first = bool(random.integers(2))
         standing = await engine.ranks[source].ask()
         assert copy.source is not None
         cell = standing["cells"][layer][copy.source - source * SLOTS]
-        at = about.offset + int(dice.integers(about.bytes))
+        at = about.offset + int(random.integers(about.bytes))
         with memory_of(engine.ranks[source].pid, standing["descriptor"], standing["cell_bytes"]) as memory:
             if first:
                 memory[cell, at] ^= 0xFF
             await engine.order(plan)
             if not first:
-                await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS / 3)))
+                await asyncio.sleep(float(random.uniform(0, SPAN_SECONDS / 3)))
                 memory[cell, at] ^= 0xFF
             end = await outcome(engine, plan)
             faults[end.fault if isinstance(end, MigrationAborted) else "committed"] += 1
@@ -250,8 +250,8 @@ async def test_there_is_no_room_for_what_comes(fleet: Fleet) -> None:
     """One more than there are free cells, while another plan may still be under way."""
     ends: Counter[str] = Counter()
 
-    async def fault(engine: Engine, dice: np.random.Generator) -> None:
-        tried = [copies(engine.history.latest, int(target), FREE + 1) for target in dice.permutation(RANKS)]
+    async def fault(engine: Engine, random: np.random.Generator) -> None:
+        tried = [copies(engine.history.latest, int(target), FREE + 1) for target in random.permutation(RANKS)]
         plan = next(one for one in tried if one is not None)
         try:
             await engine.order(plan, patiently=False)
@@ -271,26 +271,26 @@ async def test_there_is_no_room_for_what_comes(fleet: Fleet) -> None:
 async def test_the_coordinator_is_killed(fleet: Fleet) -> None:
     """One that stood by takes the lead when the dead one's lease is over; meanwhile another begins, and
     stands by."""
-    await fleet.house.add_coordinator()
+    await fleet.deployment.add_coordinator()
 
-    async def fault(dice: np.random.Generator) -> None:
-        await fleet.house.leader.kill()
-        await fleet.house.add_coordinator()
+    async def fault(random: np.random.Generator) -> None:
+        await fleet.deployment.leader.kill()
+        await fleet.deployment.add_coordinator()
 
     await fleet.together("coordinator", fault)
 
 
 async def test_of_two_coordinators_the_leader_is_stopped_and_comes_back(fleet: Fleet) -> None:
     """When it goes on, it believes that it leads still: its commands are refused by their token."""
-    if len([one for one in fleet.house.coordinators if one.alive]) < 2:
-        await fleet.house.add_coordinator()
+    if len([one for one in fleet.deployment.coordinators if one.alive]) < 2:
+        await fleet.deployment.add_coordinator()
 
-    async def fault(dice: np.random.Generator) -> None:
-        leader = fleet.house.leader
+    async def fault(random: np.random.Generator) -> None:
+        leader = fleet.deployment.leader
         leader.send(signal.SIGSTOP)
         try:
-            await until(lambda: fleet.house.leader is not leader, "another leads", END_SECONDS)
-            await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS)))
+            await until(lambda: fleet.deployment.leader is not leader, "another leads", END_SECONDS)
+            await asyncio.sleep(float(random.uniform(0, SPAN_SECONDS)))
         finally:
             leader.send(signal.SIGCONT)
 
@@ -303,10 +303,10 @@ async def test_of_two_coordinators_the_leader_is_stopped_and_comes_back(fleet: F
 async def test_nats_is_killed(fleet: Fleet) -> None:
     """It comes back on its store after up to a second."""
 
-    async def fault(dice: np.random.Generator) -> None:
-        await asyncio.to_thread(fleet.house.nats.stop, signal.SIGKILL)
-        await asyncio.sleep(float(dice.uniform(0, 1)))
-        await asyncio.to_thread(fleet.house.nats.start)
+    async def fault(random: np.random.Generator) -> None:
+        await asyncio.to_thread(fleet.deployment.nats.stop, signal.SIGKILL)
+        await asyncio.sleep(float(random.uniform(0, 1)))
+        await asyncio.to_thread(fleet.deployment.nats.start)
 
     await fleet.together("nats", fault)
 
@@ -319,23 +319,23 @@ async def test_a_plan_for_a_past_epoch_comes_while_another_is_carried_out(fleet:
     it is heeded, and the other plan is done."""
     verdicts: Counter[str] = Counter()
 
-    async def fault(engine: Engine, dice: np.random.Generator) -> None:
+    async def fault(engine: Engine, random: np.random.Generator) -> None:
         if engine.history.latest.epoch == 0:
-            await serves_on(engine, dice)  # so that there is a past
+            await serves_on(engine, random)  # so that there is a past
         placement = engine.history.latest
         past = Placement(
             placement.expert_of_slot,
             experts=placement.experts,
             ranks=RANKS,
-            epoch=max(placement.epoch - int(dice.integers(1, 4)), 0),
+            epoch=max(placement.epoch - int(random.integers(1, 4)), 0),
         )
-        late, plan = series(past, dice, 1), series(placement, dice, 2)
+        late, plan = series(past, random, 1), series(placement, random, 2)
         await engine.order(plan)
-        await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS)))
+        await asyncio.sleep(float(random.uniform(0, SPAN_SECONDS)))
         with pytest.raises(Declined):
             await engine.order(late, patiently=False)
-        for rank in dice.permutation(RANKS):
-            verdicts.update(await said_late(engine, int(rank), late, past))
+        for rank in random.permutation(RANKS):
+            verdicts.update(await published_late(engine, int(rank), late, past))
         assert isinstance(await outcome(engine, plan), MigrationCommitted)
 
     await fleet.each("past", fault)
@@ -344,23 +344,26 @@ async def test_a_plan_for_a_past_epoch_comes_while_another_is_carried_out(fleet:
     assert verdicts["propose past"] >= TIMES, verdicts
 
 
-async def said_late(engine: Engine, rank: int, plan: Plan, placement: Placement) -> list[str]:
+async def published_late(engine: Engine, rank: int, plan: Plan, placement: Placement) -> list[str]:
     """What a rank makes of commands of handovers that are over, and of a new one from an epoch that is
     past."""
-    said = await engine.described(rank)
-    assert said is not None
-    who = {"worker_id": engine.worker_id, "rank": rank, "token": said.token}
+    messages = await engine.described(rank)
+    assert messages is not None
+    who = {"worker_id": engine.worker_id, "rank": rank, "token": messages.token}
     record = Placement(
         placement.expert_of_slot, experts=placement.experts, ranks=RANKS, epoch=placement.epoch + 1
     ).record()
     about = {"engine": engine.name, "plan": plan.id, "placement": record, "deadline_seconds": 1.0}
     proposals = [
-        ProposeHandover(**who, **about, handover=number) for number in (said.concluded, said.concluded + 1000)
+        ProposeHandover(**who, **about, handover=number)
+        for number in (messages.concluded, messages.concluded + 1000)
     ]
     found = [f"propose {(await engine.command(one)).verdict}" for one in proposals]
-    found.append(f"commit {(await engine.command(CommitHandover(**who, handover=said.concluded))).verdict}")
+    found.append(
+        f"commit {(await engine.command(CommitHandover(**who, handover=messages.concluded))).verdict}"
+    )
     found.append(
         "abort"
-        f" {(await engine.command(AbortHandover(**who, handover=said.concluded, reason='late'))).verdict}"
+        f" {(await engine.command(AbortHandover(**who, handover=messages.concluded, reason='late'))).verdict}"
     )
     return found

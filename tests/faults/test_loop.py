@@ -22,7 +22,7 @@ from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, Migrati
 from fleet.popularity import ExpertTable
 from fleet.requests.control_loop import DescribeLoop, EngineLoop, LoopDescribed, SetLoopState
 from tests.faults.expert_contents import RANKS, SHAPE
-from tests.faults.fleet_fixture import Engine, House, Process, until
+from tests.faults.fleet_fixture import Engine, FleetFixture, Process, until
 from tests.faults.invariants import judge
 
 BUDGET_EXPERTS = 40
@@ -38,7 +38,7 @@ IMPATIENT = {
     "budget_bytes": BUDGET_EXPERTS * SHAPE.expert_bytes,
     "budget_seconds": 3600.0,
 }
-SAY_SECONDS = 0.25
+PUBLISH_SECONDS = 0.25
 END_SECONDS = 30.0
 TIMES = 2
 """that the planner is killed at each stage"""
@@ -50,17 +50,17 @@ class Traffic:
     """Says for ever what a tracker and the ranks of an engine would say: few of the experts are wanted, and
     time and again others."""
 
-    def __init__(self, house: House, engine: Engine) -> None:
-        self._house = house
+    def __init__(self, deployment: FleetFixture, engine: Engine) -> None:
+        self._deployment = deployment
         self._engine = engine
-        self._wanted = 0
+        self._demand = 0
 
     def turn(self) -> None:
         """From now on others are wanted."""
-        self._wanted += 1
+        self._demand += 1
 
     async def speak(self) -> None:
-        bus, subjects, dice = self._house.bus, self._house.subjects, np.random.default_rng(5)
+        bus, subjects, random = self._deployment.bus, self._deployment.subjects, np.random.default_rng(5)
         demand, load, sent = (
             bus.publisher(subject)
             for subject in (subjects.demand, subjects.kv_metrics, subjects.dispatched(self._engine.name))
@@ -69,7 +69,7 @@ class Traffic:
         while True:
             version += 1
             rates = np.ones((SHAPE.layers, SHAPE.experts))
-            rates[:, 2 * (self._wanted % RANKS) : 2 * (self._wanted % RANKS) + 2] = 12.0
+            rates[:, 2 * (self._demand % RANKS) : 2 * (self._demand % RANKS) + 2] = 12.0
             worker_id, epoch = self._engine.worker_id, self._engine.history.latest.epoch
             about: dict[str, Any] = {"engine": self._engine.name, "worker_id": worker_id, "model": "bytes"}
             for rank in range(RANKS):
@@ -90,14 +90,16 @@ class Traffic:
                     )
                 )
                 await sent.publish(
-                    DispatchMeasured(rank=rank, epoch=epoch, seconds=SAY_SECONDS, **served(dice), **about)
+                    DispatchMeasured(
+                        rank=rank, epoch=epoch, seconds=PUBLISH_SECONDS, **served(random), **about
+                    )
                 )
-            await asyncio.sleep(SAY_SECONDS)
+            await asyncio.sleep(PUBLISH_SECONDS)
 
 
-def served(dice: np.random.Generator) -> dict[str, Any]:
+def served(random: np.random.Generator) -> dict[str, Any]:
     """What a rank measures: the same under every placement, but for noise."""
-    steps, tokens, wobble = 100, 1600, 1.0 + 0.01 * float(dice.standard_normal())
+    steps, tokens, wobble = 100, 1600, 1.0 + 0.01 * float(random.standard_normal())
     layers = SHAPE.layers
     return {
         "steps": steps,
@@ -114,25 +116,25 @@ def served(dice: np.random.Generator) -> dict[str, Any]:
 class Loop:
     """An engine whose planner plans by itself, and a planner that stands by."""
 
-    def __init__(self, house: House, engine: Engine, traffic: Traffic) -> None:
-        self.house = house
+    def __init__(self, deployment: FleetFixture, engine: Engine, traffic: Traffic) -> None:
+        self.deployment = deployment
         self.engine = engine
         self.traffic = traffic
 
     async def described(self) -> LoopDescribed | None:
         """None: nobody answers just now."""
         try:
-            answer = await self.house.bus.request(self.house.subjects.loop, DescribeLoop(), 1.0)
+            answer = await self.deployment.bus.request(self.deployment.subjects.loop, DescribeLoop(), 1.0)
         except BusError:
             return None
         assert isinstance(answer, LoopDescribed), answer
         return answer
 
-    async def told(self) -> EngineLoop:
+    async def loop_status(self) -> EngineLoop:
         """What is said of the engine, by whoever leads."""
-        return await until(self._told, "the planner says what it does with the engine", END_SECONDS)
+        return await until(self._loop_status, "the planner says what it does with the engine", END_SECONDS)
 
-    async def _told(self) -> EngineLoop | None:
+    async def _loop_status(self) -> EngineLoop | None:
         described = await self.described()
         return (
             next((one for one in described.engines if one.engine == self.engine.name), None)
@@ -142,10 +144,12 @@ class Loop:
 
     @property
     def own(self) -> list[MigrationPlanned]:
-        said = self.engine.history.migrations
+        messages = self.engine.history.migrations
         return list(
             {
-                one.plan: one for one in said if isinstance(one, MigrationPlanned) and one.origin == "planner"
+                one.plan: one
+                for one in messages
+                if isinstance(one, MigrationPlanned) and one.origin == "planner"
             }.values()
         )
 
@@ -169,16 +173,18 @@ class Loop:
 
     def nothing_between(self, plan: str) -> None:
         """Between the end of a plan and its judgement no other was begun."""
-        said = self.engine.history.migrations
+        messages = self.engine.history.migrations
         ended = next(
             at
-            for at, one in enumerate(said)
+            for at, one in enumerate(messages)
             if one.plan == plan and isinstance(one, MigrationCommitted) and one.last
         )
-        judged = next(
-            at for at, one in enumerate(said) if one.plan == plan and isinstance(one, PlanEvaluated)
+        evaluated = next(
+            at for at, one in enumerate(messages) if one.plan == plan and isinstance(one, PlanEvaluated)
         )
-        assert not any(isinstance(one, MigrationPlanned) for one in said[ended:judged]), said[ended:judged]
+        assert not any(isinstance(one, MigrationPlanned) for one in messages[ended:evaluated]), messages[
+            ended:evaluated
+        ]
 
     async def next_plan(self) -> MigrationPlanned:
         """Of the planner's own; traffic turns until there is one."""
@@ -186,27 +192,29 @@ class Loop:
         self.traffic.turn()
         return (
             await until(
-                lambda: self.own[known:], lambda: f"a plan of its own:\n{self.house.leader.tail}", END_SECONDS
+                lambda: self.own[known:],
+                lambda: f"a plan of its own:\n{self.deployment.leader.tail}",
+                END_SECONDS,
             )
             and self.own[known]
         )
 
     async def change_of_lead(self) -> Process:
         """The one that leads is killed; who leads then."""
-        dead = self.house.leader
+        dead = self.deployment.leader
         await dead.kill()
-        await self.house.add_coordinator(**IMPATIENT)
+        await self.deployment.add_coordinator(**IMPATIENT)
         return await until(lambda: self._leads_behind(dead), "another leads", END_SECONDS)
 
     def _leads_behind(self, dead: Process) -> Process | None:
-        living = [one for one in self.house.coordinators if one.alive]
+        living = [one for one in self.deployment.coordinators if one.alive]
         return next((one for one in living if one.token > dead.token), None)
 
-    async def judged(self, plan: str) -> PlanEvaluated:
+    async def evaluated(self, plan: str) -> PlanEvaluated:
         return (
             await until(
                 lambda: self.verdicts(plan),
-                lambda: f"{plan} is judged:\n{self.house.leader.tail}",
+                lambda: f"{plan} is judged:\n{self.deployment.leader.tail}",
                 END_SECONDS,
             )
         )[0]
@@ -217,7 +225,7 @@ class Loop:
 
         async def same() -> bool:
             copied = self.copied
-            return (await self.told()).spent_bytes == copied == self.copied
+            return (await self.loop_status()).spent_bytes == copied == self.copied
 
         await until(same, lambda: f"what is told as spent is what was copied, {self.copied}", END_SECONDS)
         assert self.copied <= budget
@@ -225,22 +233,22 @@ class Loop:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def loop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loop]:
-    async with House(tmp_path_factory.mktemp("loop")).open() as house:
-        engine = Engine(house, "one", transfer={"way": "shared"})
-        await asyncio.gather(house.add_coordinator(**IMPATIENT), engine.live())
-        await house.add_coordinator(**IMPATIENT)
-        traffic = Traffic(house, engine)
+    async with FleetFixture(tmp_path_factory.mktemp("loop")).open() as deployment:
+        engine = Engine(deployment, "one", transfer={"way": "shared"})
+        await asyncio.gather(deployment.add_coordinator(**IMPATIENT), engine.live())
+        await deployment.add_coordinator(**IMPATIENT)
+        traffic = Traffic(deployment, engine)
         async with alongside(traffic.speak(), "traffic") as speaking:
-            yield Loop(house, engine, traffic)
+            yield Loop(deployment, engine, traffic)
             assert not speaking.done(), speaking
         await engine.leave()
 
 
 async def test_a_planner_that_dies_as_its_own_plan_begins_is_followed_by_one_that_ends_it(loop: Loop) -> None:
-    dice = np.random.default_rng(1)
+    random = np.random.default_rng(1)
     for _ in range(TIMES):
         planned = await loop.next_plan()
-        await asyncio.sleep(float(dice.uniform(0, 0.4)))
+        await asyncio.sleep(float(random.uniform(0, 0.4)))
         await loop.change_of_lead()
         end = await until(
             lambda plan=planned.plan: loop.engine.history.end_of(plan), "the plan ends", END_SECONDS
@@ -249,7 +257,7 @@ async def test_a_planner_that_dies_as_its_own_plan_begins_is_followed_by_one_tha
             end, MigrationCommitted
         )  # or nothing of it: its only handover had just been proposed
         if carried_out:
-            await loop.judged(planned.plan)
+            await loop.evaluated(planned.plan)
         await loop.balanced()
         assert len(loop.verdicts(planned.plan)) == carried_out
     await judge(loop.engine)
@@ -267,20 +275,20 @@ async def test_a_planner_that_dies_when_its_own_plan_is_staged_is_followed_by_on
     await loop.change_of_lead()
     end = await until(lambda: loop.engine.history.end_of(planned.plan), "the plan ends", END_SECONDS)
     assert isinstance(end, MigrationCommitted), end
-    await loop.judged(planned.plan)
+    await loop.evaluated(planned.plan)
     await loop.balanced()
     assert len(loop.verdicts(planned.plan)) == 1
     assert (await judge(loop.engine)).epoch > 0
 
 
 async def test_a_planner_that_dies_while_it_judges_is_followed_by_one_that_does_so_once(loop: Loop) -> None:
-    dice = np.random.default_rng(2)
+    random = np.random.default_rng(2)
     for _ in range(TIMES):
         planned = await loop.next_plan()
         await until(lambda plan=planned.plan: loop.engine.history.end_of(plan), "the plan ends", END_SECONDS)
-        await asyncio.sleep(float(dice.uniform(0, 3.0)))
+        await asyncio.sleep(float(random.uniform(0, 3.0)))
         await loop.change_of_lead()
-        await loop.judged(planned.plan)
+        await loop.evaluated(planned.plan)
         loop.nothing_between(planned.plan)
         await loop.balanced()
         assert len(loop.verdicts(planned.plan)) == 1
@@ -301,16 +309,16 @@ async def test_a_pause_holds_though_the_planner_dies_and_ends_when_it_is_told_so
         count = len(known)
         loop.traffic.turn()
         await loop.change_of_lead()
-        told = await until(
-            lambda: withheld(loop), lambda: f"a plan is withheld:\n{loop.house.leader.tail}", END_SECONDS
+        loop_status = await until(
+            lambda: withheld(loop), lambda: f"a plan is withheld:\n{loop.deployment.leader.tail}", END_SECONDS
         )
-        assert told.paused
-        assert told.paused_reason == f"reason {time}"
+        assert loop_status.paused
+        assert loop_status.paused_reason == f"reason {time}"
         assert [one.plan for one in loop.own] == known
         await steered(loop, paused=False, reason="")
         await until(
             lambda count=count: len(loop.own) > count,
-            lambda: f"it plans again:\n{loop.house.leader.tail}",
+            lambda: f"it plans again:\n{loop.deployment.leader.tail}",
             END_SECONDS,
         )
         await loop.balanced()
@@ -329,8 +337,8 @@ async def withheld(loop: Loop) -> LoopDescribed | None:
 async def steered(loop: Loop, *, paused: bool, reason: str) -> LoopDescribed:
     async def tried() -> LoopDescribed | None:
         try:
-            answer = await loop.house.bus.request(
-                loop.house.subjects.loop, SetLoopState(paused=paused, reason=reason), 2.0
+            answer = await loop.deployment.bus.request(
+                loop.deployment.subjects.loop, SetLoopState(paused=paused, reason=reason), 2.0
             )
         except BusError:
             return None

@@ -50,14 +50,14 @@ class Seat:
         held = placement.on_rank(rank)
         self.cells = np.arange(held.size, dtype=np.int32).reshape(held.shape)
         self.memory = [checksum(expert) if expert != EMPTY else 0 for expert in held.flat] + [0] * SLOTS
-        self.residency = CellTable(held, self.cells, len(self.memory))
-        for resident in self.residency.residents():
-            self.residency.seal(resident, (checksum(resident.expert),))
-        self.conduct = RankProtocol(
+        self.cell_table = CellTable(held, self.cells, len(self.memory))
+        for resident in self.cell_table.residents():
+            self.cell_table.seal(resident, (checksum(resident.expert),))
+        self.protocol = RankProtocol(
             worker_id=life,
             rank=rank,
             placement=placement,
-            residency=self.residency,
+            cell_table=self.cell_table,
             tensors=1,
             config=TRANSFER,
         )

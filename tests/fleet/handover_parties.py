@@ -115,7 +115,7 @@ class World(Store):
     @property
     def entry(self) -> EngineEntry:
         """Return the engine as registered in the migration service."""
-        return EngineEntry("a", self.life, EP, self.seats[0].conduct.placement)
+        return EngineEntry("a", self.life, EP, self.seats[0].protocol.placement)
 
     # Incarnations
 
@@ -221,11 +221,11 @@ class World(Store):
     def survey(self, leader: Leader) -> list[HandoverDescribed]:
         """Query the state of every rank; none accepts earlier coordinators afterwards."""
         if leader is self.leaders[-1] and leader.fenced != self.life:
-            leader.token = max(leader.token, *(seat.conduct.standing.token + 1 for seat in self.seats))
+            leader.token = max(leader.token, *(seat.protocol.standing.token + 1 for seat in self.seats))
             leader.fenced = self.life
         for seat in self.seats:
-            seat.conduct.asked(leader.token)
-        return [seat.conduct.describe(self.now) for seat in self.seats]
+            seat.protocol.status_requested(leader.token)
+        return [seat.protocol.describe(self.now) for seat in self.seats]
 
     def _clear(self, leader: Leader, told: Sequence[HandoverDescribed]) -> None:
         """End handovers that are open on ranks although they are over."""
@@ -242,7 +242,7 @@ class World(Store):
     def _begin(self, leader: Leader, last: int) -> None:
         """Start the next handover if every rank is free for it."""
         told = self.survey(leader)
-        present = self.seats[0].conduct.placement
+        present = self.seats[0].protocol.placement
         if any(said.handover or said.served != present.epoch for said in told):
             return
         handover = max(last, *(said.concluded for said in told)) + 1
@@ -301,13 +301,13 @@ class World(Store):
             return
         match command:
             case ProposeHandover():
-                verdict = seat.conduct.propose(command, Placement.from_record(command.placement), self.now)
+                verdict = seat.protocol.propose(command, Placement.from_record(command.placement), self.now)
             case CommitHandover():
-                verdict = seat.conduct.commit(command)
+                verdict = seat.protocol.commit(command)
             case AbortHandover():
-                verdict = seat.conduct.abort(command, self.now)
+                verdict = seat.protocol.abort(command, self.now)
             case DescribeHandover():
-                seat.conduct.asked(command.token)
+                seat.protocol.status_requested(command.token)
                 verdict = None
         if verdict is not None:
             self.tell(
@@ -318,7 +318,7 @@ class World(Store):
             leader.proceeding is not None
             and getattr(command, "handover", 0) == leader.proceeding.what.handover
         )
-        self.answers.append((leader, seat.conduct.describe(self.now, verdict if asked else None)))
+        self.answers.append((leader, seat.protocol.describe(self.now, verdict if asked else None)))
         self.carry_out(seat)
 
     def hear(self, leader: Leader, answer: HandoverDescribed) -> None:
@@ -329,14 +329,14 @@ class World(Store):
             leader.proceeding = leader.proceeding.reported(answer)
 
     def report(self, seat: Seat, report: Report) -> None:
-        seat.conduct.take(report, self.now)
+        seat.protocol.take(report, self.now)
         self.carry_out(seat)
 
     def carry_out(self, seat: Seat) -> None:
         """Start the work that a rank's protocol requests."""
-        for effect in seat.conduct.drain():
+        for effect in seat.protocol.drain():
             self._begin_effect(seat, effect)
-        seat.residency.check_integrity()
+        seat.cell_table.check_integrity()
 
     def _begin_effect(self, seat: Seat, effect: Effect) -> None:
         match effect:
@@ -381,7 +381,7 @@ class World(Store):
     def _leased(self, seat: Seat, effect: RequestLease) -> ExpertsLeased:
         source = self.seats[effect.source]
         wanted = [(layer, slot - effect.source * SLOTS, expert) for layer, slot, expert in effect.experts]
-        lease = source.residency.lease(seat.rank, effect.handover, wanted, LEASE_SECONDS, self.now)
+        lease = source.cell_table.lease(seat.rank, effect.handover, wanted, LEASE_SECONDS, self.now)
         return ExpertsLeased(
             worker_id=self.life,
             rank=effect.source,
@@ -394,19 +394,19 @@ class World(Store):
     def _end_lease(self, effect: ReleaseLease) -> None:
         source = self.seats[effect.source]
         if source.alive:
-            source.residency.end(effect.lease, self.now)
+            source.cell_table.end(effect.lease, self.now)
 
     def _verify(self, seat: Seat, effect: VerifyCells) -> None:
         wrong = tuple(
             "" if (seat.memory[cell],) == promised else "torn"
-            for cell, promised in zip(effect.cells, effect.promised, strict=True)
+            for cell, promised in zip(effect.cells, effect.checksums, strict=True)
         )
         self.report(seat, CellsVerified(effect.batch, wrong))
 
     def _prepare(self, seat: Seat, effect: Prepare) -> None:
         if self.faults and self.dice.random() < 0.05:
-            seat.conduct.unprepared(effect.handover, "no memory", self.now)
-        elif seat.conduct.prepared(effect.handover):
+            seat.protocol.unprepared(effect.handover, "no memory", self.now)
+        elif seat.protocol.prepared(effect.handover):
             seat.prepared = effect
         self.carry_out(seat)
 
@@ -441,9 +441,9 @@ class World(Store):
 
     def _check_landing(self, seat: Seat, pulls: tuple[tuple[int, int], ...]) -> None:
         for _, here in pulls:
-            if seat.residency.use(here) not in (Cell.PULLING, Cell.QUARANTINED):
+            if seat.cell_table.use(here) not in (Cell.PULLING, Cell.QUARANTINED):
                 raise self.unsafe(
-                    f"bytes land in cell {here} of rank {seat.rank}, which is {seat.residency.use(here)}"
+                    f"bytes land in cell {here} of rank {seat.rank}, which is {seat.cell_table.use(here)}"
                 )
             if any(flow.source is seat and here in [there for there, _ in flow.pulls] for flow in self.flows):
                 raise self.unsafe(
@@ -485,7 +485,7 @@ class World(Store):
         ]
 
     def _adopted(self, seat: Seat) -> None:
-        seat.conduct.adopted(self.now)
+        seat.protocol.adopted(self.now)
         self.carry_out(seat)
 
     def check_served(self) -> None:
@@ -509,7 +509,7 @@ class World(Store):
                 self._renew(seat)
         for seat in self.seats:
             if seat.alive:
-                seat.conduct.tick(self.now)
+                seat.protocol.tick(self.now)
                 self.carry_out(seat)
 
     def _renew(self, seat: Seat) -> None:

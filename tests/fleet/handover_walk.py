@@ -128,10 +128,10 @@ class Walk:
             (world.open is None or world.open.state is CoordinatorState.IDLE)
             and not (world.errands or world.flows)
             and all(
-                seat.conduct.at_rest
-                and seat.conduct.standing.state is RankState.SERVING
-                and seat.residency.count(Cell.FREE) == SLOTS
-                and not seat.residency.leases
+                seat.protocol.at_rest
+                and seat.protocol.standing.state is RankState.SERVING
+                and seat.cell_table.count(Cell.FREE) == SLOTS
+                and not seat.cell_table.leases
                 for seat in world.seats
             )
         )
@@ -139,7 +139,7 @@ class Walk:
     def _open(self) -> str:
         world = self.world
         ranks = "; ".join(
-            f"rank {seat.rank} {seat.conduct.standing}, {seat.residency.told()}, {seat.residency.leases}"
+            f"rank {seat.rank} {seat.protocol.standing}, {seat.cell_table.summary()}, {seat.cell_table.leases}"
             " leases"
             for seat in world.seats
         )

@@ -99,7 +99,7 @@ class Trial:
     # troubles
 
     async def stopped_rank(self) -> None:
-        way = self.dice.choice(self.group.ways)
+        way = self.dice.choice(self.group.transfers)
         self.group.fabric.stop(way)
         await asyncio.sleep(self.dice.uniform(0.1, 4.0))
         self.group.fabric.resume(way)
@@ -110,7 +110,7 @@ class Trial:
             PullFault(broken=True),
             PullFault(delay_seconds=self.dice.uniform(0.1, 3.0)),
         )
-        for way in self.group.ways:
+        for way in self.group.transfers:
             way.faults.append(self.dice.choice(kinds))
 
     async def bus_away(self) -> None:
@@ -140,7 +140,7 @@ class Trial:
 
     async def rest(self) -> None:
         """Return once nothing is open any more, durably or on a rank."""
-        for way in self.group.ways:
+        for way in self.group.transfers:
             way.faults.clear()
         await asyncio.gather(*self.asked)
         async with asyncio.timeout(120):
@@ -194,8 +194,10 @@ async def _run(seed: int) -> int:
 async def _is_whole(group: Group, trial: Trial) -> None:
     """Everything that is served is there, the books of all agree, and handovers go on."""
     group.check()
-    assert {desk.conduct.standing.served for desk in group.desks} == {group.placement.epoch}
-    assert all(desk.conduct.at_rest and desk.conduct.residency.leases == 0 for desk in group.desks)
+    assert {handovers.protocol.standing.served for handovers in group.desks} == {group.placement.epoch}
+    assert all(
+        handovers.protocol.at_rest and handovers.protocol.cell_table.leases == 0 for handovers in group.desks
+    )
     placement = group.placement
     layer, rank, expert = np.argwhere(placement.replicas_on_rank == 0)[0].tolist()
     await trial.insist(MigrateExpert(engine="a", layer=layer, expert=expert, rank=rank))

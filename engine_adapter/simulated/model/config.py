@@ -9,8 +9,8 @@ from fleet.experts import ModelShape
 from fleet.timing import EngineSpeed
 
 PLACEMENTS = ("linear", "aligned")
-MOST_DOMAINS = 64
-MOST_CONTEXT = 32768
+MAX_DOMAINS = 64
+MAX_CONTEXT = 32768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class SimulatedConfig:
             self.ranks,
             f"use 1 to {SHAPES[self.shape].experts}, the experts of a layer",
         )
-        _need(1 <= self.domains <= MOST_DOMAINS, "domains", self.domains, f"use 1 to {MOST_DOMAINS}")
+        _need(1 <= self.domains <= MAX_DOMAINS, "domains", self.domains, f"use 1 to {MAX_DOMAINS}")
         _need(
             self.max_batch_tokens > self.max_running,
             "max_batch_tokens",
@@ -171,7 +171,7 @@ class SimulatedConfig:
     def context(self) -> int:
         """Longest sequence in tokens, prompt and completion together."""
         return min(
-            MOST_CONTEXT if self.max_context is None else self.max_context, self.kv_blocks * self.block_size
+            MAX_CONTEXT if self.max_context is None else self.max_context, self.kv_blocks * self.block_size
         )
 
     @property

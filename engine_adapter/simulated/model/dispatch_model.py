@@ -40,7 +40,7 @@ class DispatchModel:
     for experts with one replica."""
 
     def __init__(
-        self, tastes: RoutingModel, placement: Placement, node_of_rank: Sequence[int], *, cover: bool = False
+        self, routing: RoutingModel, placement: Placement, node_of_rank: Sequence[int], *, cover: bool = False
     ) -> None:
         """cover: choose replicas so that a token reaches few ranks. The number of ranks is then a mean over a
         few tokens of each row."""
@@ -54,18 +54,18 @@ class DispatchModel:
             part,
         )
         replicas = np.bincount(held.place)[held.place]
-        demand = np.zeros((tastes.rows, placement.layers * placement.experts), bool)
-        np.put_along_axis(demand, tastes.places, True, axis=1)
-        self._sole = _Sole(tastes, held.only(replicas == 1), demand, placement)
+        demand = np.zeros((routing.rows, placement.layers * placement.experts), bool)
+        np.put_along_axis(demand, routing.places, True, axis=1)
+        self._sole = _Sole(routing, held.only(replicas == 1), demand, placement)
         self._several = _Several(held.only(replicas > 1), demand, placement)
         if cover and (replicas > 1).any():
-            self._reached, self._local, nodes = _covered(tastes, placement, node)
+            self._reached, self._local, nodes = _covered(routing, placement, node)
         else:
             self._reached, self._local = (
-                _remote(tastes, placement, held, np.arange(placement.ranks)),
-                _local(tastes, placement, held),
+                _remote(routing, placement, held, np.arange(placement.ranks)),
+                _local(routing, placement, held),
             )
-            nodes = _remote(tastes, placement, held, node)
+            nodes = _remote(routing, placement, held, node)
         self._remote_ranks, self._remote_nodes = (
             self._reached.sum(axis=1, dtype=np.float64),
             nodes.sum(axis=1, dtype=np.float64),
@@ -109,7 +109,7 @@ class _Sole:
     """Experts with one replica. Their traffic does not depend on the home rank of a token."""
 
     def __init__(
-        self, tastes: RoutingModel, held: _Slots, demand: NDArray[np.bool_], placement: Placement
+        self, routing: RoutingModel, held: _Slots, demand: NDArray[np.bool_], placement: Placement
     ) -> None:
         """demand: [rows, layers * experts]."""
         layers, self._ranks = placement.layers, placement.ranks
@@ -118,8 +118,8 @@ class _Sole:
         # The last server collects the experts with several replicas, which are ignored here.
         server = np.full(layers * placement.experts, servers)
         server[held.place] = held.layer * placement.ranks + held.rank
-        cells = np.arange(tastes.rows)[:, None] * (servers + 1) + server[tastes.places]
-        by_row = np.bincount(cells.ravel(), minlength=tastes.rows * (servers + 1)).reshape(tastes.rows, -1)
+        cells = np.arange(routing.rows)[:, None] * (servers + 1) + server[routing.places]
+        by_row = np.bincount(cells.ravel(), minlength=routing.rows * (servers + 1)).reshape(routing.rows, -1)
         self._pairs = by_row[:, :servers].astype(np.float32)
         """[rows, layers * ranks] pairs per token of each row."""
         bits = np.packbits(demand[:, held.place], axis=1)
@@ -169,10 +169,15 @@ class _Several:
         )
 
 
-def _remote(tastes: RoutingModel, placement: Placement, held: _Slots, spot: NDArray[np.intp]) -> Float32Array:
+def _remote(
+    routing: RoutingModel, placement: Placement, held: _Slots, spot: NDArray[np.intp]
+) -> Float32Array:
     """Return the number of places other than its own that a token goes to in a layer. spot: place of each
     rank, from 0. Each of a token's experts selects its replica independently."""
-    found, spots = np.zeros((placement.ranks, placement.layers, tastes.rows), np.float32), int(spot.max()) + 1
+    found, spots = (
+        np.zeros((placement.ranks, placement.layers, routing.rows), np.float32),
+        int(spot.max()) + 1,
+    )
     if spots == 1:
         return found
     alike = bool((held.part == held.part[0]).all())
@@ -182,36 +187,36 @@ def _remote(tastes: RoutingModel, placement: Placement, held: _Slots, spot: NDAr
             these = slice(ends[layer], ends[layer + 1])
             place = (held.place[these] - layer * placement.experts) * spots + spot[held.rank[these]]
             share = np.bincount(place, held.part[home, these], placement.experts * spots).astype(np.float64)
-            went = _went(tastes.table[:, layer], share.reshape(-1, spots))
+            went = _went(routing.table[:, layer], share.reshape(-1, spots))
         found[home, layer] = went.sum(axis=1) - went[:, spot[home]]
     return found
 
 
-def _local(tastes: RoutingModel, placement: Placement, held: _Slots) -> Float32Array:
+def _local(routing: RoutingModel, placement: Placement, held: _Slots) -> Float32Array:
     """Return the number of a token's k pairs that its own rank serves in a layer."""
-    found = np.empty((placement.ranks, placement.layers, tastes.rows), np.float32)
+    found = np.empty((placement.ranks, placement.layers, routing.rows), np.float32)
     for home in range(placement.ranks):
         own = held.rank == home
         part = np.bincount(held.place[own], held.part[home, own], placement.layers * placement.experts)
-        found[home] = part[tastes.places].reshape(tastes.rows, placement.layers, -1).sum(axis=2).T
+        found[home] = part[routing.places].reshape(routing.rows, placement.layers, -1).sum(axis=2).T
     return found
 
 
 def _covered(
-    tastes: RoutingModel, placement: Placement, node: NDArray[np.intp]
+    routing: RoutingModel, placement: Placement, node: NDArray[np.intp]
 ) -> tuple[Float32Array, Float32Array, Float32Array]:
     """Return other ranks, local pairs and other nodes per token, for joint replica selection."""
     chooser, per = Chooser(placement, range(placement.ranks), node), placement.slots_per_rank
-    found = np.zeros((3, placement.ranks, placement.layers, tastes.rows), np.float32)
+    found = np.zeros((3, placement.ranks, placement.layers, routing.rows), np.float32)
     ranks, local, nodes = found
     for layer, home, turn in product(range(placement.layers), range(placement.ranks), range(_TURNS)):
         rank = (
-            chooser.cover(layer, home * placement.experts + tastes.table[:, layer].astype(np.intp), turn)
+            chooser.cover(layer, home * placement.experts + routing.table[:, layer].astype(np.intp), turn)
             // per
         )
-        ranks[home, layer] += reached(rank, np.full(tastes.rows, home))
+        ranks[home, layer] += reached(rank, np.full(routing.rows, home))
         local[home, layer] += (rank == home).sum(axis=1)
-        nodes[home, layer] += reached(node[rank], np.full(tastes.rows, node[home]))
+        nodes[home, layer] += reached(node[rank], np.full(routing.rows, node[home]))
     found /= _TURNS
     return ranks, local, nodes
 

@@ -90,14 +90,14 @@ class RoutingModel:
 
 
 def _table(config: SimulatedConfig) -> NDArray[np.int16]:
-    shape, dice = config.model_shape, np.random.default_rng(config.seed)
+    shape, random = config.model_shape, np.random.default_rng(config.seed)
     layers, experts = shape.layers, shape.experts
-    popular = config.popularity_skew * dice.standard_normal((layers, experts), np.float32)
-    domain = config.domain_skew * dice.standard_normal((config.domains + 1, 1, layers, experts), np.float32)
+    popular = config.popularity_skew * random.standard_normal((layers, experts), np.float32)
+    domain = config.domain_skew * random.standard_normal((config.domains + 1, 1, layers, experts), np.float32)
     domain[-1] = 0.0
-    token = config.token_skew * dice.standard_normal((1, BUCKETS, layers, experts), np.float32)
+    token = config.token_skew * random.standard_normal((1, BUCKETS, layers, experts), np.float32)
     gumbel = -np.log(
-        dice.standard_exponential((config.domains + 1, BUCKETS, layers, experts), np.float32) + 1e-30
+        random.standard_exponential((config.domains + 1, BUCKETS, layers, experts), np.float32) + 1e-30
     )
     score = popular + domain + token + gumbel
     best = np.argpartition(-score, shape.top_k - 1, axis=-1)[..., : shape.top_k]
@@ -114,55 +114,55 @@ def _buckets(tokens: NDArray[np.uint64]) -> NDArray[np.int64]:
     )
 
 
-def place(tastes: RoutingModel, config: SimulatedConfig) -> Placement:
+def place(routing: RoutingModel, config: SimulatedConfig) -> Placement:
     """Return the configured placement as epoch 0, for a named one."""
     if config.placement == "aligned":
-        placement = aligned(tastes, config.ranks)
+        placement = aligned(routing, config.ranks)
         return placement if config.slots_per_rank is None else with_slots(placement, config.slots_per_rank)
     return linear(
-        layers=tastes.shape.layers,
-        experts=tastes.shape.experts,
+        layers=routing.shape.layers,
+        experts=routing.shape.experts,
         ranks=config.ranks,
         slots_per_rank=config.slots_per_rank,
     )
 
 
-def aligned(tastes: RoutingModel, ranks: int) -> Placement:
+def aligned(routing: RoutingModel, ranks: int) -> Placement:
     """Place each expert on the rank whose domains demand it most. Ranks are balanced within 5 %, and there
     are no replicas. Domain d belongs to rank d mod ranks.
 
     Per layer, experts are placed in descending order of their best rank's demand above the mean. When a rank
     is full or would exceed its share of the load, the expert goes to the rank with the next highest demand.
     """
-    shape = tastes.shape
+    shape = routing.shape
     slots = -(-shape.experts // ranks)
-    of_domain = tastes.table[: tastes.domains * BUCKETS].reshape(
-        tastes.domains, -1, shape.layers, shape.top_k
+    of_domain = routing.table[: routing.domains * BUCKETS].reshape(
+        routing.domains, -1, shape.layers, shape.top_k
     )
     table = np.full((shape.layers, ranks, slots), -1, np.int16)
     for layer in range(shape.layers):
-        wish = np.stack(
+        demand = np.stack(
             [np.bincount(one[:, layer].ravel(), minlength=shape.experts) for one in of_domain]
         ).astype(np.float64)
         by_rank = np.stack(
-            [wish[rank % tastes.domains :: max(ranks, 1)].sum(axis=0) for rank in range(ranks)]
+            [demand[rank % routing.domains :: max(ranks, 1)].sum(axis=0) for rank in range(ranks)]
         )
-        for rank, experts in enumerate(_balanced(by_rank, wish.sum(axis=0), slots)):
+        for rank, experts in enumerate(_balanced(by_rank, demand.sum(axis=0), slots)):
             table[layer, rank, : len(experts)] = experts
     return Placement(table.reshape(shape.layers, -1), experts=shape.experts, ranks=ranks)
 
 
-def _balanced(wish: NDArray[np.float64], load: NDArray[np.float64], slots: int) -> list[list[int]]:
+def _balanced(demand: NDArray[np.float64], load: NDArray[np.float64], slots: int) -> list[list[int]]:
     """Assign experts to ranks and return the experts of each rank. wish: [ranks, experts] demand. load:
     [experts]."""
-    ranks, most = len(wish), _BALANCE * load.sum() / len(wish)
+    ranks, max_load = len(demand), _BALANCE * load.sum() / len(demand)
     held: list[list[int]] = [[] for _ in range(ranks)]
     carried = np.zeros(ranks)
-    for expert in np.argsort(wish.mean(axis=0) - wish.max(axis=0), kind="stable"):
+    for expert in np.argsort(demand.mean(axis=0) - demand.max(axis=0), kind="stable"):
         free = np.array([len(one) < slots for one in held])
-        fits = free & (carried + load[expert] <= most)
+        fits = free & (carried + load[expert] <= max_load)
         chosen = (
-            int(np.argmax(np.where(fits, wish[:, expert], -1.0)))
+            int(np.argmax(np.where(fits, demand[:, expert], -1.0)))
             if fits.any()
             else int(np.argmin(np.where(free, carried, np.inf)))
         )

@@ -35,7 +35,7 @@ class StepPlan(NamedTuple):
 NOTHING = StepPlan([], 0, 0.0, 0, 0)
 
 
-def plan(slices: Sequence[Slice], tastes: RoutingModel) -> StepPlan:
+def plan(slices: Sequence[Slice], routing: RoutingModel) -> StepPlan:
     """Summarize a rank's slices. A slice of one last token counts as decoding, as in the scheduler."""
     if not slices:
         return NOTHING
@@ -47,13 +47,13 @@ def plan(slices: Sequence[Slice], tastes: RoutingModel) -> StepPlan:
         if one.count == 1 and one.last:
             parts.append(
                 PlannedWork(
-                    one, np.array([tastes.row(about.tokens[one.start], one.start, about.blocks)], np.int16)
+                    one, np.array([routing.row(about.tokens[one.start], one.start, about.blocks)], np.int16)
                 )
             )
             sequences += 1
             blocks += len(about.table.pages)
         else:
-            parts.append(PlannedWork(one, tastes.rows_of(one.tokens, one.start, about.blocks)))
+            parts.append(PlannedWork(one, routing.rows_of(one.tokens, one.start, about.blocks)))
             tokens += one.count
             pairs += one.count * (one.start + (one.count + 1) / 2)
     return StepPlan(parts, tokens, pairs, sequences, blocks)

@@ -151,11 +151,11 @@ async def running(
 
 
 async def next_of(
-    heard: Subscription, kind: type, wanted: Callable[[Received], bool] = lambda _: True
+    feed: Subscription, kind: type, accepted: Callable[[Received], bool] = lambda _: True
 ) -> Received:
     async with asyncio.timeout(5):
-        async for received in heard:
-            if isinstance(received.message, kind) and wanted(received):
+        async for received in feed:
+            if isinstance(received.message, kind) and accepted(received):
                 return received
     raise AssertionError("the subscription ended")
 
@@ -168,9 +168,9 @@ async def history(broker: MemoryBroker) -> list[object]:
 
 async def test_an_engine_joins_beats_describes_itself_and_leaves(broker: MemoryBroker) -> None:
     bus = MemoryBus(broker)
-    async with bus.subscribe(SUBJECTS.heartbeats()) as heard:
+    async with bus.subscribe(SUBJECTS.heartbeats()) as feed:
         async with running(broker, PuppetEngine(), identity()) as agent:
-            beats = [await next_of(heard, EngineHeartbeat) for _ in range(3)]
+            beats = [await next_of(feed, EngineHeartbeat) for _ in range(3)]
             assert [beat.sequence for beat in beats] == [0, 1, 2]
             assert beats[0].message == EngineHeartbeat(engine="a", worker_id=WORKER, epoch=0)
             described = await bus.request(
@@ -212,22 +212,22 @@ async def test_an_engine_whose_join_was_pushed_out_of_the_log_announces_itself_a
 async def test_only_rank_zero_speaks_membership_and_every_rank_its_own_load(broker: MemoryBroker) -> None:
     bus = MemoryBus(broker)
     async with (
-        bus.subscribe(SUBJECTS.everything) as heard,
+        bus.subscribe(SUBJECTS.everything) as feed,
         running(broker, PuppetEngine(rank=1, ranks=2), identity(ranks=2)),
     ):
-        kinds = {type((await next_of(heard, object)).message) for _ in range(4)}
+        kinds = {type((await next_of(feed, object)).message) for _ in range(4)}
     assert kinds == {KvMetrics}
     assert await history(broker) == []
 
 
 async def test_kv_changes_of_one_look_are_one_message_numbered_from_one(broker: MemoryBroker) -> None:
     engine = PuppetEngine()
-    async with MemoryBus(broker).subscribe(SUBJECTS.kv_events) as heard, running(broker, engine):
+    async with MemoryBus(broker).subscribe(SUBJECTS.kv_events) as feed, running(broker, engine):
         first, gone = stored(1, 2), KvChange(removed=KvRemoved(block_hashes=(sequence_hashes([1, 2])[1],)))
         engine.did(first, gone)
-        one = await next_of(heard, tuple)
+        one = await next_of(feed, tuple)
         engine.did("cleared")
-        two = await next_of(heard, tuple)
+        two = await next_of(feed, tuple)
     assert (one.sequence, two.sequence) == (0, 1)
     assert one.publisher_id == two.publisher_id != WORKER
     events = [*one.message, *two.message]  # type: ignore[misc]
@@ -250,27 +250,27 @@ async def test_a_snapshot_of_a_moment_ago_answers_those_who_missed_nothing_later
         assert isinstance(answer, KvSnapshot)
         return answer.sequence
 
-    async with bus.subscribe(SUBJECTS.kv_events) as heard, running(broker, engine, identity(ranks=2)):
+    async with bus.subscribe(SUBJECTS.kv_events) as feed, running(broker, engine, identity(ranks=2)):
         assert await sequence_for(-1) == -1
         engine.did(stored(1, 2, 3))
-        await next_of(heard, tuple)
+        await next_of(feed, tuple)
         assert await sequence_for(-1) == -1, "of a moment ago"
         assert await sequence_for(0) == 0, "message 0 must be contained"
         assert await sequence_for(-1) == 0
         engine.did(stored(4))
-        await next_of(heard, tuple)
+        await next_of(feed, tuple)
         assert await sequence_for(None) == 1
 
 
 async def test_a_snapshot_holds_what_the_last_published_message_left(broker: MemoryBroker) -> None:
     bus, engine = MemoryBus(broker), PuppetEngine(rank=1, ranks=2)
     request, subject = KvSnapshotRequested(worker_id=WORKER, rank=1), SUBJECTS.kv_snapshot("a", WORKER, 1)
-    async with bus.subscribe(SUBJECTS.kv_events) as heard, running(broker, engine, identity(ranks=2)):
+    async with bus.subscribe(SUBJECTS.kv_events) as feed, running(broker, engine, identity(ranks=2)):
         empty = await bus.request(subject, request)
         assert isinstance(empty, KvSnapshot)
         assert (empty.sequence, empty.events) == (-1, ())
         engine.did(stored(1, 2, 3))
-        published = await next_of(heard, tuple)
+        published = await next_of(feed, tuple)
         full = await bus.request(subject, request)
     assert isinstance(full, KvSnapshot)
     assert (full.publisher_id, full.sequence) == (published.publisher_id, 0)
@@ -280,11 +280,11 @@ async def test_a_snapshot_holds_what_the_last_published_message_left(broker: Mem
 
 async def test_load_is_said_when_it_changes_and_from_time_to_time(broker: MemoryBroker) -> None:
     engine = PuppetEngine()
-    async with MemoryBus(broker).subscribe(SUBJECTS.kv_metrics) as heard, running(broker, engine):
-        await next_of(heard, KvMetrics)
+    async with MemoryBus(broker).subscribe(SUBJECTS.kv_metrics) as feed, running(broker, engine):
+        await next_of(feed, KvMetrics)
         engine.did(load=BUSY)
-        changed = await next_of(heard, KvMetrics, lambda received: received.message.running == 2)  # type: ignore[union-attr]
-        again = await next_of(heard, KvMetrics)
+        changed = await next_of(feed, KvMetrics, lambda received: received.message.running == 2)  # type: ignore[union-attr]
+        again = await next_of(feed, KvMetrics)
     assert changed.message == again.message
     assert changed.message == KvMetrics(
         worker_id=WORKER,
@@ -310,13 +310,13 @@ async def test_activated_experts_of_an_interval_are_summed_and_silence_says_noth
     broker: MemoryBroker,
 ) -> None:
     engine = PuppetEngine()
-    async with MemoryBus(broker).subscribe(SUBJECTS.experts()) as heard, running(broker, engine):
+    async with MemoryBus(broker).subscribe(SUBJECTS.experts()) as feed, running(broker, engine):
         for _ in range(2):
             engine.did(activations=Activations(counts=np.full((2, 4), 3), tokens=6, cached_tokens=16))
         got = tokens = 0
         counts = np.zeros((2, 4))
         while tokens < 6:
-            message = (await next_of(heard, ExpertsActivated)).message
+            message = (await next_of(feed, ExpertsActivated)).message
             assert isinstance(message, ExpertsActivated)
             got, tokens, counts = got + 1, tokens + message.tokens, counts + message.counts.array()
             assert (message.engine, message.rank, message.model, message.epoch) == ("a", 0, "m", 0)
@@ -325,7 +325,7 @@ async def test_activated_experts_of_an_interval_are_summed_and_silence_says_noth
         engine.did(activations=Activations(counts=np.zeros((2, 4), np.int64), tokens=0, cached_tokens=0))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(4 * CONFIG.experts_seconds):
-                await next_of(heard, ExpertsActivated)
+                await next_of(feed, ExpertsActivated)
 
 
 async def test_a_report_of_activated_experts_is_of_one_epoch_and_a_flip_ends_it_early(
@@ -333,12 +333,12 @@ async def test_a_report_of_activated_experts_is_of_one_epoch_and_a_flip_ends_it_
 ) -> None:
     engine, per_token = PuppetEngine(), np.ones((2, 4), np.int64)
     second = Placement(linear(layers=2, experts=4, ranks=1).expert_of_slot, experts=4, ranks=1, epoch=1)
-    async with MemoryBus(broker).subscribe(SUBJECTS.experts()) as heard, running(broker, engine):
+    async with MemoryBus(broker).subscribe(SUBJECTS.experts()) as feed, running(broker, engine):
         engine.did(activations=Activations(counts=per_token, tokens=1, cached_tokens=0))
         await engine.seen.wait()
         engine.placement = second
         engine.did(activations=Activations(counts=2 * per_token, tokens=2, cached_tokens=0))
-        reports = [(await next_of(heard, ExpertsActivated)).message for _ in range(2)]
+        reports = [(await next_of(feed, ExpertsActivated)).message for _ in range(2)]
     assert [(one.epoch, one.tokens) for one in reports] == [(0, 1), (1, 2)]  # type: ignore[union-attr]
     assert all(one.seconds > 0 for one in reports)  # type: ignore[union-attr]
 
@@ -365,7 +365,7 @@ async def test_where_tokens_were_sent_is_summed_over_an_interval_and_said_with_w
 ) -> None:
     engine = PuppetEngine(rank=1, ranks=2)
     async with (
-        MemoryBus(broker).subscribe(SUBJECTS.dispatched()) as heard,
+        MemoryBus(broker).subscribe(SUBJECTS.dispatched()) as feed,
         running(broker, engine, identity(ranks=2)),
     ):
         total, reports = 0, 0
@@ -373,7 +373,7 @@ async def test_where_tokens_were_sent_is_summed_over_an_interval_and_said_with_w
             engine.did(sent=(sent(0, 2),))
             await engine.seen.wait()
         while total < 6:
-            message = (await next_of(heard, DispatchMeasured)).message
+            message = (await next_of(feed, DispatchMeasured)).message
             assert isinstance(message, DispatchMeasured)
             assert (message.engine, message.worker_id, message.rank, message.model, message.epoch) == (
                 "a",
@@ -399,14 +399,14 @@ async def test_where_tokens_were_sent_is_summed_over_an_interval_and_said_with_w
         assert reports <= 3
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(4 * CONFIG.experts_seconds):
-                await next_of(heard, DispatchMeasured)
+                await next_of(feed, DispatchMeasured)
 
 
 async def test_a_report_of_where_tokens_were_sent_is_of_one_epoch_however_many_there_were_between_two_looks(
     broker: MemoryBroker,
 ) -> None:
     engine = PuppetEngine()
-    async with MemoryBus(broker).subscribe(SUBJECTS.dispatched()) as heard, running(broker, engine):
+    async with MemoryBus(broker).subscribe(SUBJECTS.dispatched()) as feed, running(broker, engine):
         engine.did(sent=(sent(0, 1),))
         await engine.seen.wait()
         engine.did(sent=(sent(0, 2), sent(1, 4)))
@@ -416,7 +416,7 @@ async def test_a_report_of_where_tokens_were_sent_is_of_one_epoch_however_many_t
         while (
             2 not in steps
         ):  # a busy machine may take longer than an interval between two looks: then there is a report more
-            message = (await next_of(heard, DispatchMeasured)).message
+            message = (await next_of(feed, DispatchMeasured)).message
             assert isinstance(message, DispatchMeasured)
             assert message.epoch >= max(steps, default=0)
             assert message.seconds >= message.step_seconds > 0
@@ -427,15 +427,15 @@ async def test_a_report_of_where_tokens_were_sent_is_of_one_epoch_however_many_t
 @asynccontextmanager
 async def tracking(broker: MemoryBroker) -> AsyncIterator[list[Message]]:
     """A tracker that knows clusters of 2 layers x 4 experts; what it was asked."""
-    asked: list[Message] = []
+    requested: list[Message] = []
     clusters = ClusterModel(3, np.full((2, 2, 4), 0.25, np.float32), np.float32([1, 0]), 0.1)
 
     async def answer(request: Message) -> Message:
-        asked.append(request)
+        requested.append(request)
         return ClustersPublished(model="m", record=clusters.record())
 
     async with MemoryBus(broker).serve(SUBJECTS.describe_profile, answer):
-        yield asked
+        yield requested
 
 
 async def test_what_an_ended_request_activated_is_said_beside_the_counts_and_on_any_rank(
@@ -445,8 +445,8 @@ async def test_what_an_ended_request_activated_is_said_beside_the_counts_and_on_
     routed = np.array([[[0, 1], [2, 3]]] * 20, np.int16)
     requests = bus.subscribe(SUBJECTS.requests_profiled())
     async with (
-        tracking(broker) as asked,
-        requests as heard,
+        tracking(broker) as requested,
+        requests as feed,
         running(broker, engine, identity(ranks=2)),
         asyncio.timeout(5),
     ):
@@ -455,7 +455,7 @@ async def test_what_an_ended_request_activated_is_said_beside_the_counts_and_on_
             engine.did(ended=(EndedRequest("d-1", 12, RoutedTrace.of(routed), [KvBlock(77, 7)]),))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(4 * CONFIG.experts_seconds):
-                    message = (await next_of(heard, RequestsProfiled)).message
+                    message = (await next_of(feed, RequestsProfiled)).message
     assert isinstance(message, RequestsProfiled)
     assert (
         message.engine,
@@ -470,30 +470,30 @@ async def test_what_an_ended_request_activated_is_said_beside_the_counts_and_on_
     assert (one.blocks, one.parent, one.block_size) == ((77).to_bytes(8, "little"), None, 16)
     assert one.sample is not None
     assert one.sample.prompt.array().tolist() == [[12, 12, 0, 0], [0, 0, 12, 12]]
-    assert asked == [DescribeClusters(model="m")]
+    assert requested == [DescribeClusters(model="m")]
 
 
 async def test_an_engine_that_says_nothing_of_experts_never_asks_for_clusters(broker: MemoryBroker) -> None:
     async with (
-        tracking(broker) as asked,
+        tracking(broker) as requested,
         running(broker, PuppetEngine(capabilities=Capabilities(experts=False))),
     ):
         await asyncio.sleep(4 * CONFIG.heartbeat_seconds)
-    assert asked == []
+    assert requested == []
 
 
 async def test_what_an_engine_cannot_report_is_not_published(broker: MemoryBroker) -> None:
     engine = PuppetEngine(
         capabilities=Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
     )
-    async with MemoryBus(broker).subscribe(SUBJECTS.everything) as heard, running(broker, engine):
+    async with MemoryBus(broker).subscribe(SUBJECTS.everything) as feed, running(broker, engine):
         engine.did(
             stored(1),
             load=BUSY,
             activations=Activations(counts=np.ones((2, 4)), tokens=1, cached_tokens=0),
             sent=(sent(0, 1), sent(1, 1)),
         )
-        kinds = {type((await next_of(heard, object)).message) for _ in range(6)}
+        kinds = {type((await next_of(feed, object)).message) for _ in range(6)}
     assert kinds <= {EngineJoined, EngineHeartbeat}
 
 
@@ -516,8 +516,8 @@ async def test_a_bus_that_was_away_hears_the_join_again_and_the_name_is_still_ou
         broker.reachable = False
         await asyncio.sleep(3 * CONFIG.heartbeat_seconds)
         broker.reachable = True
-        async with bus.subscribe(SUBJECTS.heartbeats()) as heard:
-            beat = await next_of(heard, EngineHeartbeat)
+        async with bus.subscribe(SUBJECTS.heartbeats()) as feed:
+            beat = await next_of(feed, EngineHeartbeat)
             assert beat.sequence > 0
         async with asyncio.timeout(5):
             before, after = await first_of(bus.replay(SUBJECTS.membership()), 2)
@@ -537,8 +537,8 @@ async def test_an_engine_that_announces_itself_again_names_the_placement_that_it
         broker.reachable = True
         async with asyncio.timeout(5):
             _, again = await first_of(bus.replay(SUBJECTS.membership()), 2)
-        async with bus.subscribe(SUBJECTS.heartbeats()) as heard:
-            beat = await next_of(heard, EngineHeartbeat)
+        async with bus.subscribe(SUBJECTS.heartbeats()) as feed:
+            beat = await next_of(feed, EngineHeartbeat)
     assert isinstance(again.message, EngineJoined)
     assert again.message.placement == engine.placement.record()
     assert beat.message.epoch == 3  # type: ignore[union-attr]
@@ -563,7 +563,7 @@ async def test_the_agent_of_an_engine_that_hands_experts_over_answers_the_coordi
         described = await bus.request(
             SUBJECTS.handover("a", WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0)
         )
-        assert agent.desk is not None
+        assert agent.handovers is not None
     assert isinstance(described, HandoverDescribed)
     assert (described.state, described.served, described.free) == (
         "serving",
@@ -581,12 +581,12 @@ async def test_leaving_is_bounded_when_the_bus_is_gone(broker: MemoryBroker) -> 
     assert clock() - before < CONFIG.farewell_seconds + 1
 
 
-async def first_of(replay: AsyncIterator[Received], most: int) -> list[Received]:
+async def first_of(replay: AsyncIterator[Received], limit: int) -> list[Received]:
     """The first few of a replay that never ends."""
     found: list[Received] = []
     async for received in replay:
         found.append(received)
-        if len(found) == most:
+        if len(found) == limit:
             break
     return found
 

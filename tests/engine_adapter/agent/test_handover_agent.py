@@ -51,7 +51,7 @@ async def all_free(group: Group, seconds: float = 60.0) -> None:
     for rank, free in enumerate(group.free):
         await group.until(rank, lambda described, free=free: described.free == free, seconds)  # type: ignore[misc]
     group.check()
-    assert all(desk.conduct.at_rest for desk in group.desks)
+    assert all(handovers.protocol.at_rest for handovers in group.desks)
 
 
 # good ones
@@ -65,7 +65,7 @@ async def test_an_expert_is_brought_into_an_empty_slot_and_served_from_the_commi
         assert [(pull.source, pull.transfer, pull.experts) for pull in described[2].pulls] == [
             (0, "memory", 1)
         ]
-        assert group.ways[2].asked[0][1][0].source == 3  # layer 1 slot 0 is in cell 3
+        assert group.transfers[2].requested[0][1][0].source == 3  # layer 1 slot 0 is in cell 3
         await all_free(group)
 
 
@@ -74,8 +74,8 @@ async def test_experts_change_places_and_are_dropped_and_come_back() -> None:
     back = after(swapped, (0, 0, 0), (0, 7, 5), (1, 0, EMPTY), (1, 8, 0))
     dropped = after(after(back, (1, 0, 0)), (1, 8, EMPTY))
     async with standing(FIRST) as group:
-        for wanted in (swapped, back, after(back, (1, 0, 0)), dropped):
-            await group.hand_over(wanted)
+        for expected in (swapped, back, after(back, (1, 0, 0)), dropped):
+            await group.hand_over(expected)
             group.check()
         await all_free(group)
 
@@ -85,27 +85,27 @@ async def test_a_new_split_alone_is_handed_over_without_reading_anything() -> No
     async with standing(FIRST) as group:
         await group.hand_over(other)
         assert group.placement.epoch == 1
-        assert not any(way.asked for way in group.ways)
+        assert not any(way.requested for way in group.transfers)
 
 
 async def test_experts_of_one_rank_are_one_read_and_come_in_order() -> None:
-    wanted = after(FIRST, (0, 8, 0), (1, 8, 1))
+    expected = after(FIRST, (0, 8, 0), (1, 8, 1))
     async with standing(FIRST) as group:
-        await group.hand_over(wanted)
-        assert [[pull.source for pull in pulls] for _, pulls in group.ways[2].asked] == [[0, 4]]
+        await group.hand_over(expected)
+        assert [[pull.source for pull in pulls] for _, pulls in group.transfers[2].requested] == [[0, 4]]
         await all_free(group)
 
 
 async def test_every_change_is_said_on_the_bus_once() -> None:
     states: list[str] = []
-    async with standing(FIRST) as group, MemoryBus(group.broker).subscribe(SUBJECTS.handovers()) as heard:
+    async with standing(FIRST) as group, MemoryBus(group.broker).subscribe(SUBJECTS.handovers()) as feed:
         await group.propose(COPIED)
         for rank in (2, 1, 0):
             await group.reaches(rank, RankState.STAGED)
             await group.commit(rank)
         await group.until(2, lambda described: described.served == 1)
         async with asyncio.timeout(60):
-            async for received in heard:
+            async for received in feed:
                 described = received.message
                 assert isinstance(described, HandoverDescribed)
                 if described.rank == 2:
@@ -123,13 +123,13 @@ async def test_every_change_is_said_on_the_bus_once() -> None:
 
 async def test_the_source_is_told_to_help_while_it_is_read() -> None:
     async with standing(FIRST) as group:
-        group.ways[2].faults.append(PullFault(delay_seconds=0.5))
+        group.transfers[2].faults.append(PullFault(delay_seconds=0.5))
         await group.propose(COPIED)
         await asyncio.sleep(0.2)
-        assert [way.helping for way in group.ways] == [True, False, False]
+        assert [way.helping for way in group.transfers] == [True, False, False]
         await group.reaches(2, RankState.STAGED)
         await asyncio.sleep(0.1)
-        assert not group.ways[0].helping
+        assert not group.transfers[0].helping
 
 
 # aborts
@@ -138,7 +138,7 @@ async def test_the_source_is_told_to_help_while_it_is_read() -> None:
 @pytest.mark.parametrize("seconds", [0.0, 0.0005, 0.1, 3.0])
 async def test_an_abort_at_any_stage_leaves_everything_as_it_was(seconds: float) -> None:
     async with standing(FIRST) as group:
-        group.ways[2].faults.append(PullFault(delay_seconds=0.3))
+        group.transfers[2].faults.append(PullFault(delay_seconds=0.3))
         await group.propose(COPIED)
         await asyncio.sleep(seconds)
         for rank in range(3):
@@ -152,7 +152,7 @@ async def test_an_abort_at_any_stage_leaves_everything_as_it_was(seconds: float)
 
 async def test_an_abort_is_answered_once_its_room_is_back_where_that_is_soon() -> None:
     async with standing(FIRST) as group:
-        group.ways[2].faults.append(PullFault(delay_seconds=0.1))
+        group.transfers[2].faults.append(PullFault(delay_seconds=0.1))
         await group.propose(COPIED)
         await asyncio.sleep(0.05)
         described = await group.abort(2)
@@ -196,7 +196,7 @@ async def test_commands_that_come_again_are_answered_and_change_nothing() -> Non
         assert (await group.commit(2)).verdict == "repeat"
         assert (await group.tell(2, group.proposal(2, COPIED))).verdict == "past"
         assert (await group.abort(2)).verdict == "premature"
-        assert len(group.ways[2].asked) == 1
+        assert len(group.transfers[2].requested) == 1
         await all_free(group)
 
 
@@ -212,7 +212,7 @@ async def test_proposals_that_come_at_once_are_one() -> None:
 
 async def test_a_commit_that_comes_too_early_or_for_another_handover_is_refused() -> None:
     async with standing(FIRST) as group:
-        group.ways[2].faults.append(PullFault(delay_seconds=0.5))
+        group.transfers[2].faults.append(PullFault(delay_seconds=0.5))
         await group.propose(COPIED)
         assert (await group.commit(2)).verdict == "premature"
         await group.reaches(2, RankState.STAGED)
@@ -283,7 +283,7 @@ async def test_a_placement_that_cannot_be_read_fails_the_handover_and_nothing_el
 
 async def test_a_damaged_read_is_tried_from_another_replica() -> None:
     async with standing(SHARED) as group:
-        group.ways[2].faults.append(PullFault(corrupt=SCALE))
+        group.transfers[2].faults.append(PullFault(corrupt=SCALE))
         described = await group.hand_over(after(SHARED, (1, 8, 0)))
         assert [pull.source for pull in described[2].pulls] == [0, 1]
         await all_free(group)
@@ -299,7 +299,7 @@ async def test_damage_that_stays_fails_and_names_the_tensor() -> None:
             "expert 1/0, as read from rank 0, does not match that rank's checksums: scale"
             in described.failure
         )
-        assert len(group.ways[2].asked) == 3
+        assert len(group.transfers[2].requested) == 3
         await group.abort(2)
         assert (group.ranks[0].experts.memory.cell(3)[: len(weights(1, 0))] == weights(1, 0)).sum() == len(
             weights(1, 0)
@@ -308,10 +308,10 @@ async def test_damage_that_stays_fails_and_names_the_tensor() -> None:
 
 async def test_a_source_that_breaks_off_is_let_go_of_and_another_replica_is_read() -> None:
     async with standing(SHARED) as group:
-        group.fabric.kill(group.ways[0])
+        group.fabric.kill(group.transfers[0])
         described = await group.hand_over(after(SHARED, (1, 8, 0)))
         assert [pull.source for pull in described[2].pulls] == [1]
-        assert group.ways[2].forgotten == [group.ways[0].agent]
+        assert group.transfers[2].forgotten == [group.transfers[0].agent]
         await all_free(group)
 
 
@@ -327,8 +327,8 @@ async def test_a_source_that_does_not_answer_fails_the_handover_in_time() -> Non
 
 async def test_a_source_of_another_layout_fails_the_handover() -> None:
     async with standing(FIRST, ONCE) as group:
-        group.ways[0].address = lambda address: msgspec.structs.replace(
-            address, agent=group.ways[0].agent, layout="another"
+        group.transfers[0].address = lambda address: msgspec.structs.replace(
+            address, agent=group.transfers[0].agent, layout="another"
         )  # type: ignore[method-assign]
         await group.propose(COPIED)
         described = await group.reaches(2, RankState.FAILED)
@@ -338,7 +338,7 @@ async def test_a_source_of_another_layout_fails_the_handover() -> None:
 
 async def test_a_source_that_no_way_reaches_fails_the_handover_and_says_what_to_set() -> None:
     async with standing(FIRST, ONCE) as group:
-        group.ways[2].reaches = lambda address: False  # type: ignore[method-assign]
+        group.transfers[2].reaches = lambda address: False  # type: ignore[method-assign]
         await group.propose(COPIED)
         described = await group.reaches(2, RankState.FAILED)
         assert (
@@ -355,7 +355,7 @@ async def test_a_transfer_that_fails_as_it_never_should_costs_its_cell_and_not_t
         async def fail(*_: object) -> None:
             raise RuntimeError("a defect")
 
-        group.ways[2].pull = fail  # type: ignore[assignment, method-assign]
+        group.transfers[2].pull = fail  # type: ignore[assignment, method-assign]
         await group.propose(COPIED)
         described = await group.reaches(2, RankState.FAILED)
         assert (described.fault, described.quarantined) == ("overdue", 1)
@@ -367,7 +367,7 @@ async def test_a_stopped_source_is_overdue_its_cell_is_quarantined_and_room_is_b
     None
 ):
     async with standing(FIRST, ONCE) as group:
-        group.fabric.stop(group.ways[0])
+        group.fabric.stop(group.transfers[0])
         await group.propose(COPIED)
         described = await group.reaches(2, RankState.FAILED)
         assert (described.fault, described.quarantined, described.free) == ("overdue", 1, 2)
@@ -379,7 +379,7 @@ async def test_a_stopped_source_is_overdue_its_cell_is_quarantined_and_room_is_b
         for rank in range(3):
             await group.abort(rank)
         assert (await group.describe(2)).oldest_seconds > 0
-        group.fabric.resume(group.ways[0])
+        group.fabric.resume(group.transfers[0])
         await all_free(group)
         await group.hand_over(COPIED)
         await all_free(group)
@@ -387,28 +387,28 @@ async def test_a_stopped_source_is_overdue_its_cell_is_quarantined_and_room_is_b
 
 async def test_a_stopped_source_that_dies_settles_what_was_read_from_it() -> None:
     async with standing(FIRST, ONCE) as group:
-        group.fabric.stop(group.ways[0])
+        group.fabric.stop(group.transfers[0])
         await group.propose(COPIED)
         await group.reaches(2, RankState.FAILED)
         await group.abort(2)
-        group.fabric.kill(group.ways[0])
+        group.fabric.kill(group.transfers[0])
         await group.until(2, lambda described: (described.free, described.quarantined) == (3, 0))
 
 
 async def test_an_overdue_read_is_made_elsewhere_and_never_lands_in_what_is_served() -> None:
-    wanted = after(SHARED, (1, 8, 0))
+    expected = after(SHARED, (1, 8, 0))
     async with standing(SHARED) as group:
-        group.fabric.stop(group.ways[0])
-        described = await group.hand_over(wanted)
+        group.fabric.stop(group.transfers[0])
+        described = await group.hand_over(expected)
         assert described[2].quarantined == 1
         group.check()
-        group.fabric.resume(group.ways[0])
+        group.fabric.resume(group.transfers[0])
         await all_free(group)
 
 
 async def test_the_deadline_of_staging_ends_everything_that_hangs() -> None:
     async with standing(FIRST) as group:
-        group.fabric.stop(group.ways[0])
+        group.fabric.stop(group.transfers[0])
         clock = asyncio.get_running_loop().time
         began = clock()
         await group.propose(COPIED, deadline=0.5)
@@ -473,29 +473,29 @@ async def test_a_reader_that_falls_silent_loses_its_lease_and_one_that_renews_it
 
 async def test_a_long_read_keeps_its_lease() -> None:
     async with standing(FIRST, TransferConfig(lease_seconds=LEASE, least_seconds=100.0)) as group:
-        group.ways[2].faults.append(PullFault(delay_seconds=10 * LEASE))
+        group.transfers[2].faults.append(PullFault(delay_seconds=10 * LEASE))
         await group.propose(COPIED, deadline=1000.0)
         await asyncio.sleep(9 * LEASE)
-        assert group.desks[0].conduct.residency.leases == 1
+        assert group.desks[0].protocol.cell_table.leases == 1
         await group.reaches(2, RankState.STAGED)
-        assert group.desks[0].conduct.residency.leases == 0
+        assert group.desks[0].protocol.cell_table.leases == 0
 
 
 async def test_a_late_read_ends_its_lease_when_it_settles() -> None:
     async with standing(FIRST, ONCE) as group:
-        group.fabric.stop(group.ways[0])
+        group.fabric.stop(group.transfers[0])
         await group.propose(COPIED)
         await group.reaches(2, RankState.FAILED)
         await group.abort(2)
         await asyncio.sleep(3 * LEASE)
-        assert group.desks[0].conduct.residency.leases == 1
-        group.fabric.resume(group.ways[0])
+        assert group.desks[0].protocol.cell_table.leases == 1
+        group.fabric.resume(group.transfers[0])
         await asyncio.sleep(0.1)
-        assert group.desks[0].conduct.residency.leases == 0
+        assert group.desks[0].protocol.cell_table.leases == 0
 
 
 @pytest.mark.parametrize(
-    ("request_", "told"),
+    ("request_", "status"),
     [
         (lease((0, 3, 2)), "slot 3 of this rank does not exist"),
         (lease((0, -1, 0)), "slot -1 of this rank does not exist"),
@@ -507,15 +507,17 @@ async def test_a_late_read_ends_its_lease_when_it_settles() -> None:
         (msgspec.structs.replace(lease((0, 0, 0)), seconds=float("nan")), "a lease for nan s"),
     ],
 )
-async def test_only_what_is_here_is_leased_and_only_to_other_ranks(request_: LeaseExperts, told: str) -> None:
+async def test_only_what_is_here_is_leased_and_only_to_other_ranks(
+    request_: LeaseExperts, status: str
+) -> None:
     async with standing(FIRST) as group:
-        with pytest.raises(Declined, match=told):
+        with pytest.raises(Declined, match=status):
             await ask(group, request_)
 
 
 async def test_the_bus_may_go_away_while_experts_are_read() -> None:
     async with standing(FIRST) as group:
-        group.ways[2].faults.append(PullFault(delay_seconds=0.5))
+        group.transfers[2].faults.append(PullFault(delay_seconds=0.5))
         await group.propose(COPIED)
         await asyncio.sleep(0.1)
         group.broker.reachable = False
@@ -534,7 +536,7 @@ async def test_the_bus_may_go_away_while_experts_are_read() -> None:
 async def test_everything_ends_within_a_bound_wherever_a_handover_is(seconds: float) -> None:
     """What hangs is a read that never settles."""
     async with standing(FIRST, ONCE) as group:
-        group.fabric.stop(group.ways[0])
+        group.fabric.stop(group.transfers[0])
         await group.propose(COPIED)
         await asyncio.sleep(seconds)
 
@@ -555,7 +557,7 @@ async def test_a_copy_that_is_not_needed_is_not_made() -> None:
                 ExpertCopy(layer=0, expert=1, source=1, slot=1),
             ],
         )
-        assert [len(way.asked) for way in group.ways] == [0, 0, 1]
+        assert [len(way.requested) for way in group.transfers] == [0, 0, 1]
 
 
 class Spans:
@@ -572,7 +574,7 @@ class Spans:
 async def test_what_staging_consists_of_is_traced() -> None:
     spans = Spans()
     async with standing(FIRST, tracing=spans) as group:
-        group.ways[2].faults.append(PullFault(broken=True))
+        group.transfers[2].faults.append(PullFault(broken=True))
         await group.hand_over(COPIED)
     names = [
         name for name, attributes, _ in spans.seen if attributes.get("roost.source") == 0 or name == "prepare"
@@ -591,12 +593,12 @@ async def test_memory_that_is_changed_while_it_is_served_ends_its_rank() -> None
     async with standing(FIRST, AUDITED) as group:
         await asyncio.sleep(3 * 60.0)
         assert not any(task.done() for task in group.running), "nothing was changed"
-        cell = int(group.desks[1].conduct.residency.table[1, 0])
+        cell = int(group.desks[1].protocol.cell_table.table[1, 0])
         group.ranks[1].experts.memory.cell(cell)[7] ^= 1
-        desk = group.running.pop(1)
+        handovers = group.running.pop(1)
         async with asyncio.timeout(2 * 60.0):
-            await asyncio.wait([desk])
-        failure = desk.exception()
+            await asyncio.wait([handovers])
+        failure = handovers.exception()
         assert isinstance(failure, ExceptionGroup)
         assert failure.subgroup(EngineFailed) is not None
         assert f"expert 1/2 (cell {cell}" in str(failure.exceptions)
@@ -608,12 +610,12 @@ async def test_experts_that_come_and_go_and_cells_that_serve_nothing_alarm_nobod
     swapped = after(FIRST, (0, 0, 5), (0, 7, 0))
     back = after(swapped, (0, 0, 0), (0, 7, 5))
     async with standing(FIRST, config) as group:
-        for wanted in (swapped, back, after(back, (1, 8, 0))):
-            await group.hand_over(wanted)
+        for expected in (swapped, back, after(back, (1, 8, 0))):
+            await group.hand_over(expected)
             await asyncio.sleep(1.0)
-        residency = group.desks[0].conduct.residency
+        cell_table = group.desks[0].protocol.cell_table
         free = next(
-            cell for cell in range(group.ranks[0].experts.memory.cells) if residency.use(cell) is Cell.FREE
+            cell for cell in range(group.ranks[0].experts.memory.cells) if cell_table.use(cell) is Cell.FREE
         )
         group.ranks[0].experts.memory.cell(free)[:] = 255
         await asyncio.sleep(1.0)
@@ -622,6 +624,6 @@ async def test_experts_that_come_and_go_and_cells_that_serve_nothing_alarm_nobod
 
 async def test_without_an_audit_nobody_looks() -> None:
     async with standing(FIRST, TransferConfig(lease_seconds=LEASE, audit_seconds=0.0)) as group:
-        group.ranks[1].experts.memory.cell(int(group.desks[1].conduct.residency.table[1, 0]))[7] ^= 1
+        group.ranks[1].experts.memory.cell(int(group.desks[1].protocol.cell_table.table[1, 0]))[7] ^= 1
         await asyncio.sleep(3600.0)
         assert not any(task.done() for task in group.running)

@@ -37,17 +37,17 @@ def feed_all(stream: TextStream, ids: list[int]) -> str:
     return text + stream.finish()
 
 
-def odd_ids(tokenizer: CheckpointTokenizer, dice: random.Random, length: int) -> list[int]:
+def odd_ids(tokenizer: CheckpointTokenizer, draws: random.Random, length: int) -> list[int]:
     """Ids with whole texts, halves of characters and noise in any mix."""
     ids: list[int] = []
     while len(ids) < length:
-        kind = dice.random()
+        kind = draws.random()
         if kind < 0.4:
-            text = dice.choice(["the ", "aba", "\u00fcber", "\U0001f600", "\u65e5\u672c", "\n\n", "a"])
+            text = draws.choice(["the ", "aba", "\u00fcber", "\U0001f600", "\u65e5\u672c", "\n\n", "a"])
             piece = tokenizer.encode(text)
-            ids += piece[: dice.randint(1, len(piece))]
+            ids += piece[: draws.randint(1, len(piece))]
         else:
-            ids.append(dice.randrange(tokenizer.vocabulary))
+            ids.append(draws.randrange(tokenizer.vocabulary))
     return ids
 
 
@@ -56,10 +56,10 @@ def odd_ids(tokenizer: CheckpointTokenizer, dice: random.Random, length: int) ->
 def test_a_stream_broken_anywhere_and_resumed_has_the_unbroken_text(
     tokenizer: CheckpointTokenizer, seed: int, stops: list[str]
 ) -> None:
-    dice = random.Random(seed)
-    ids = odd_ids(tokenizer, dice, dice.randint(1, 40))
+    draws = random.Random(seed)
+    ids = odd_ids(tokenizer, draws, draws.randint(1, 40))
     whole = feed_all(TextStream(tokenizer.detokenizer(), stops), ids)
-    cut = dice.randint(0, len(ids))
+    cut = draws.randint(0, len(ids))
     first = TextStream(tokenizer.detokenizer(), stops)
     before = "".join(first.feed(token) for token in ids[:cut])
     if first.stopped:
@@ -74,9 +74,9 @@ def test_a_stream_broken_anywhere_and_resumed_has_the_unbroken_text(
 @pytest.mark.parametrize("folder", ["byte_folder", "merging_folder"])
 def test_pieces_put_together_are_the_text_of_all_ids(folder: str, request: pytest.FixtureRequest) -> None:
     tokenizer = CheckpointTokenizer(request.getfixturevalue(folder))
-    dice = random.Random(1)
+    draws = random.Random(1)
     for _ in range(500):
-        ids = odd_ids(tokenizer, dice, dice.randint(1, 30))
+        ids = odd_ids(tokenizer, draws, draws.randint(1, 30))
         assert feed_all(TextStream(tokenizer.detokenizer()), ids) == tokenizer.decode(ids)
 
 
@@ -96,8 +96,8 @@ def test_no_half_of_a_character_is_let_out(by_bytes: CheckpointTokenizer) -> Non
 def test_endless_invalid_bytes_are_shown_as_they_come_and_in_linear_time(
     tokenizer: CheckpointTokenizer,
 ) -> None:
-    dice = random.Random(2)
-    noise = [dice.choice([0xFF, 0x80, 0xE2, 0xC0]) for _ in range(4000)]
+    draws = random.Random(2)
+    noise = [draws.choice([0xFF, 0x80, 0xE2, 0xC0]) for _ in range(4000)]
     stream = TextStream(tokenizer.detokenizer(), ["never"])
     began = time.perf_counter()
     held = 0
@@ -116,10 +116,10 @@ def test_ids_outside_the_vocabulary_and_special_ones_have_no_text(tokenizer: Che
 @given(
     text=st.text("abc", max_size=40),
     stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4),
-    dice=st.randoms(use_true_random=False),
+    draws=st.randoms(use_true_random=False),
 )
 def test_the_text_ends_before_the_first_stop_string_to_complete(
-    text: str, stops: list[str], dice: random.Random
+    text: str, stops: list[str], draws: random.Random
 ) -> None:
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     expected = text
@@ -129,7 +129,7 @@ def test_the_text_ends_before_the_first_stop_string_to_complete(
     filtered = StopStrings(stops)
     shown, rest = "", text
     while rest and not filtered.matched:
-        cut = dice.randint(1, len(rest))
+        cut = draws.randint(1, len(rest))
         shown += filtered.feed(rest[:cut])
         rest = rest[cut:]
         assert expected.startswith(shown), "a part of a stop string got out"

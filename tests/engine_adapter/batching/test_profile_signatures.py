@@ -57,8 +57,8 @@ class Case(NamedTuple):
     rank: int
     node: NDArray[np.intp]
 
-    def profiles(self, most_blocks: int = 100, sampled: bool = False) -> list[RequestProfile]:
-        wanted = [sampled] * len(self.requests)
+    def profiles(self, max_blocks: int = 100, sampled: bool = False) -> list[RequestProfile]:
+        expected = [sampled] * len(self.requests)
         return request_profiles(
             self.requests,
             self.model,
@@ -66,8 +66,8 @@ class Case(NamedTuple):
             self.rank,
             self.node,
             block_size=BLOCK,
-            most_blocks=most_blocks,
-            sampled=wanted,
+            max_blocks=max_blocks,
+            sampled=expected,
         )
 
 
@@ -180,17 +180,17 @@ def assert_packed(packed: bytes, model: ClusterModel, counts: np.ndarray) -> Non
     """It is the signature of counts, up to one step of its rounding: products of matrices are not added up in
     the same order."""
     nothing = np.zeros(model.clusters, np.float32)
-    wanted = pack(model.signature(counts)).tolist()
-    assert unpack(packed, nothing) == pytest.approx(unpack(wanted, nothing), abs=1.1 / 255)
+    expected = pack(model.signature(counts)).tolist()
+    assert unpack(packed, nothing) == pytest.approx(unpack(expected, nothing), abs=1.1 / 255)
 
 
 @given(cases(), st.integers(1, 4))
 def test_of_a_long_request_the_first_blocks_are_said_and_the_signature_stays_that_of_all(
-    case: Case, most: int
+    case: Case, limit: int
 ) -> None:
-    for part, whole in zip(case.profiles(most_blocks=most), case.profiles(), strict=True):
-        assert blocks_of(part) == blocks_of(whole)[:most]
-        assert part.block_signatures == whole.block_signatures[: most * PACKED]
+    for part, whole in zip(case.profiles(max_blocks=limit), case.profiles(), strict=True):
+        assert blocks_of(part) == blocks_of(whole)[:limit]
+        assert part.block_signatures == whole.block_signatures[: limit * PACKED]
         assert (part.parent, part.signature, part.tokens, part.local) == (
             whole.parent,
             whole.signature,

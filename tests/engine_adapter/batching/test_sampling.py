@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine_adapter.batching.sampling import GREEDY, Draw, Sampling, logprobs, probabilities, sample, uniform
 
-wishes = st.builds(
+all_options = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.1, 0.7, 1.0, 2.0]),
     top_k=st.sampled_from([0, 1, 3, 50, 1000]),
@@ -18,22 +18,24 @@ wishes = st.builds(
 )
 
 
-def reference(logits: list[float], wish: Sampling) -> list[float]:
+def reference(logits: list[float], options: Sampling) -> list[float]:
     """One row with plain Python floats and sorted lists."""
     peak = max(logits)
-    weights = [math.exp((value - peak) / wish.temperature) for value in logits]
-    if 0 < wish.top_k < len(weights):
-        least = sorted(logits, reverse=True)[wish.top_k - 1]
-        weights = [weight if value >= least else 0.0 for weight, value in zip(weights, logits, strict=True)]
+    weights = [math.exp((value - peak) / options.temperature) for value in logits]
+    if 0 < options.top_k < len(weights):
+        smallest = sorted(logits, reverse=True)[options.top_k - 1]
+        weights = [
+            weight if value >= smallest else 0.0 for weight, value in zip(weights, logits, strict=True)
+        ]
     total = math.fsum(weights)
     chances = [weight / total for weight in weights]
-    if wish.top_p < 1:
-        mass, least = 0.0, 0.0
+    if options.top_p < 1:
+        mass, smallest = 0.0, 0.0
         for chance in sorted(chances, reverse=True):
-            mass, least = mass + chance, chance
-            if mass >= wish.top_p:
+            mass, smallest = mass + chance, chance
+            if mass >= options.top_p:
                 break
-        chances = [chance if chance >= least else 0.0 for chance in chances]
+        chances = [chance if chance >= smallest else 0.0 for chance in chances]
     return [chance / math.fsum(chances) for chance in chances]
 
 
@@ -43,7 +45,7 @@ def rows(seed: int, count: int, vocabulary: int) -> np.ndarray:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(wishes.filter(lambda wish: wish.temperature > 0), min_size=1, max_size=6),
+    st.lists(all_options.filter(lambda options: options.temperature > 0), min_size=1, max_size=6),
     st.integers(0, 1000),
     st.sampled_from([2, 17, 256]),
 )
@@ -51,18 +53,21 @@ def test_every_row_has_the_reference_distribution(batch: list[Sampling], seed: i
     logits = rows(seed, len(batch), vocabulary)
     found = probabilities(
         logits,
-        *(np.array([getattr(wish, name) for wish in batch]) for name in ("temperature", "top_k", "top_p")),
+        *(
+            np.array([getattr(options, name) for options in batch])
+            for name in ("temperature", "top_k", "top_p")
+        ),
     )
     found = found / found.sum(axis=1, keepdims=True)
-    for row, wish in enumerate(batch):
-        np.testing.assert_allclose(found[row], reference(logits[row].tolist(), wish), atol=1e-12)
+    for row, options in enumerate(batch):
+        np.testing.assert_allclose(found[row], reference(logits[row].tolist(), options), atol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(wishes, min_size=1, max_size=6), st.integers(0, 1000))
+@given(st.lists(all_options, min_size=1, max_size=6), st.integers(0, 1000))
 def test_a_row_is_sampled_alike_alone_and_in_any_batch(batch: list[Sampling], seed: int) -> None:
     logits = rows(seed, len(batch), 64)
-    draws = [Draw(wish, 100 + row) for row, wish in enumerate(batch)]
+    draws = [Draw(options, 100 + row) for row, options in enumerate(batch)]
     together = sample(logits, draws).tolist()
     assert together == [int(sample(logits[row : row + 1], [draw])[0]) for row, draw in enumerate(draws)]
     assert together == sample(logits[::-1], draws[::-1]).tolist()[::-1]
@@ -71,8 +76,8 @@ def test_a_row_is_sampled_alike_alone_and_in_any_batch(batch: list[Sampling], se
 def test_draws_follow_the_distribution() -> None:
     logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
     count = 20_000
-    wish = Sampling(temperature=1.0, top_p=0.9, seed=7)
-    tokens = sample(np.repeat(logits, count, axis=0), [Draw(wish, position) for position in range(count)])
+    options = Sampling(temperature=1.0, top_p=0.9, seed=7)
+    tokens = sample(np.repeat(logits, count, axis=0), [Draw(options, position) for position in range(count)])
     shares = np.bincount(tokens, minlength=4) / count
     np.testing.assert_allclose(
         shares, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0], atol=4 * math.sqrt(0.25 / count)

@@ -90,14 +90,14 @@ requests = st.lists(st.tuples(prompts, st.integers(1, 20)), min_size=1, max_size
 @settings(max_examples=80, deadline=None)
 @given(requests, st.integers(13, 40), st.integers(1, 5), st.integers(1, 20))
 def test_every_request_finishes_with_the_output_it_has_alone_and_no_page_leaks(
-    wanted: list[tuple[list[int], int]], pages: int, running: int, more_budget: int
+    expected: list[tuple[list[int], int]], pages: int, running: int, more_budget: int
 ) -> None:
     scheduler, model = build(pages, running + more_budget, running)
-    generations = [SequenceState(list(prompt), count) for prompt, count in wanted]
+    generations = [SequenceState(list(prompt), count) for prompt, count in expected]
     for generation in generations:
         scheduler.submit(generation)
-    assert len(run_dry(scheduler, model)) == len(wanted)
-    for generation, (prompt, count) in zip(generations, wanted, strict=True):
+    assert len(run_dry(scheduler, model)) == len(expected)
+    for generation, (prompt, count) in zip(generations, expected, strict=True):
         assert generation.tokens == alone(prompt, count)
     assert scheduler.cache.held == 0
 
@@ -105,17 +105,17 @@ def test_every_request_finishes_with_the_output_it_has_alone_and_no_page_leaks(
 @settings(max_examples=60, deadline=None)
 @given(requests, st.integers(13, 30), st.randoms(use_true_random=False))
 def test_arrivals_and_cancellations_at_any_time_leave_nothing_behind(
-    wanted: list[tuple[list[int], int]], pages: int, dice: random.Random
+    expected: list[tuple[list[int], int]], pages: int, random: random.Random
 ) -> None:
     scheduler, model = build(pages)
     live: list[SequenceState] = []
-    queue = [SequenceState(list(prompt), count) for prompt, count in wanted]
+    queue = [SequenceState(list(prompt), count) for prompt, count in expected]
     while queue or not scheduler.idle:
-        if queue and dice.random() < 0.5:
+        if queue and random.random() < 0.5:
             live.append(queue.pop())
             scheduler.submit(live[-1])
-        if live and dice.random() < 0.2:
-            scheduler.remove(live.pop(dice.randrange(len(live))))
+        if live and random.random() < 0.2:
+            scheduler.remove(live.pop(random.randrange(len(live))))
         model.step(scheduler, scheduler.plan(), scheduler.max_batch_tokens)
         scheduler.check_integrity()
     assert scheduler.cache.held == 0

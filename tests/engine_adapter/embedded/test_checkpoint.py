@@ -48,7 +48,7 @@ def logits_of(folder, tokens, dtype="float32"):
         placement = linear(layers=checkpoint.config.layers, experts=checkpoint.config.experts, ranks=1)
         runner = ModelRunner(checkpoint, placement, kv_pages=64, dtype=dtype)
     work = [
-        SequenceWork(tokens[: end + 1], 0, [2 * end, 2 * end + 1], wants_logits=True)
+        SequenceWork(tokens[: end + 1], 0, [2 * end, 2 * end + 1], needs_logits=True)
         for end in range(len(tokens))
     ]
     return runner.forward(work).logits

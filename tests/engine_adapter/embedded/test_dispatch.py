@@ -93,13 +93,13 @@ def test_local_dispatch_and_combine_equal_a_dense_float64_reference(data):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 5))
-def test_groups_are_sorted_stable_padded_and_complete(slots, least_rows):
-    groups = group_by_slot(np.array(slots, np.int64), 8, least_rows)
+def test_groups_are_sorted_stable_padded_and_complete(slots, min_rows):
+    groups = group_by_slot(np.array(slots, np.int64), 8, min_rows)
     begins = np.concatenate([[0], groups.ends[:-1]])
     assert groups.counts.tolist() == [slots.count(slot) for slot in range(8)]
     for slot, (begin, end) in enumerate(zip(begins, groups.ends, strict=True)):
         pairs = [pair for pair, other in enumerate(slots) if other == slot]
-        assert end - begin == (max(len(pairs), least_rows) if pairs else 0)
+        assert end - begin == (max(len(pairs), min_rows) if pairs else 0)
         assert groups.row_of_pair[pairs].tolist() == list(range(begin, begin + len(pairs)))
         assert groups.pair_of_row[begin : begin + len(pairs)].tolist() == pairs
 
@@ -161,12 +161,12 @@ def test_ranks_together_equal_a_dense_float64_reference(groups, small_gather_byt
     joined, pool = groups
     placement = data.draw(placements(len(joined), 8, layers=2))
     brought = [data.draw(batches(8, 2)) for _ in joined]
-    told, cover = data.draw(st.booleans()), data.draw(st.booleans())
+    received, cover = data.draw(st.booleans()), data.draw(st.booleans())
 
     def run(group):
         x, chosen, weights = brought[group.rank]
         dispatch = GlooDispatch(group, placement, 64, cover=cover, small_gather_bytes=small_gather_bytes)
-        dispatch.begin_step(len(x), [len(other) for other, _, _ in brought] if told else None)
+        dispatch.begin_step(len(x), [len(other) for other, _, _ in brought] if received else None)
         found = []
         for layer in range(2):
             sent = dispatch.dispatch(layer, x, chosen)

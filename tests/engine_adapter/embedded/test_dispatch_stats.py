@@ -101,11 +101,11 @@ def test_what_nobody_takes_is_bounded_in_steps_and_epochs_and_loses_nothing_of_t
 ) -> None:
     monkeypatch.setattr(dispatch_stats, "KEPT_STEPS", 8)
     log, step = DispatchLog(0, layers=1, top_k=1), FinishedStep(0.5, [1, 0], [np.array([[1]])])
-    for epoch in range(dispatch_stats.MOST_EPOCHS + 4):
+    for epoch in range(dispatch_stats.MAX_EPOCHS + 4):
         for _ in range(20):
             log.add(epoch, step)
     taken = log.take()
-    assert [one.epoch for one in taken] == list(range(4, dispatch_stats.MOST_EPOCHS + 4))
+    assert [one.epoch for one in taken] == list(range(4, dispatch_stats.MAX_EPOCHS + 4))
     assert {(one.steps, one.step_seconds, one.remote_ranks[0]) for one in taken} == {(20, 10.0, 20.0)}
 
 

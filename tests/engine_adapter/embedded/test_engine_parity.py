@@ -26,7 +26,7 @@ from engine_adapter.serving.generation import AnswerDelta
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINT = ROOT / "deploy/demo_model/checkpoint"
-MOST_RANKS = 4
+MAX_RANKS = 4
 NEW = 64
 TEXT = (
     "def encode(self, text):\n    return [ord(letter) for letter in text]\n\nDie Datei wird gelesen. #include"
@@ -157,7 +157,7 @@ class RankProcess:
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
 
-    def hear(self, key: str) -> Any:
+    def read_message(self, key: str) -> Any:
         assert self.process.stdout is not None
         message = json.loads(self.process.stdout.readline())
         assert key in message, message
@@ -177,7 +177,7 @@ class RankPool:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._idle = [
-            RankProcess() for _ in range(MOST_RANKS)
+            RankProcess() for _ in range(MAX_RANKS)
         ]  # all at once: they import torch while the oracle is loaded
 
     @contextmanager
@@ -192,11 +192,11 @@ class RankPool:
                 "run_directory": mkdtemp(dir=self._folder),
                 "settings": {"checkpoint": str(CHECKPOINT), "ranks": ranks, **settings},
             }
-            told(taken, "ready", start=[{"rank": rank, **job} for rank in range(ranks)])
+            report(taken, "ready", start=[{"rank": rank, **job} for rank in range(ranks)])
             yield taken
             dead = [process for process in taken if process.process.poll() is not None]
             alive = [process for process in taken if process not in dead]
-            told(alive, "stopped", stop=[None] * len(alive))
+            report(alive, "stopped", stop=[None] * len(alive))
             on_failure.pop_all()
         for process in dead:
             process.end()
@@ -207,12 +207,12 @@ class RankPool:
             process.end()
 
 
-def told(processes: Sequence[RankProcess], reply: str, **orders: Sequence[Any]) -> list[Any]:
+def report(processes: Sequence[RankProcess], reply: str, **orders: Sequence[Any]) -> list[Any]:
     """Give each process its order, then hear each one's reply."""
     ((name, details),) = orders.items()
     for process, detail in zip(processes, details, strict=True):
         process.order(**{name: detail})
-    return [process.hear(reply) for process in processes]
+    return [process.read_message(reply) for process in processes]
 
 
 @pytest.fixture(scope="module")
@@ -226,8 +226,8 @@ def answers_of(ranks: Sequence[RankProcess], turn: int = 1) -> list[dict[str, An
     """All prompts at once, spread over the ranks, the last ones first when turn is -1; the answers in the
     order of the prompts."""
     shares = [PROMPTS[rank :: len(ranks)] for rank in range(len(ranks))]
-    told(ranks, "begun", ask=[{"prompts": share[::turn], "max_tokens": NEW} for share in shares])
-    by_rank = [rank.hear("answers")[::turn] for rank in ranks]
+    report(ranks, "begun", ask=[{"prompts": share[::turn], "max_tokens": NEW} for share in shares])
+    by_rank = [rank.read_message("answers")[::turn] for rank in ranks]
     return [by_rank[at % len(ranks)][at // len(ranks)] for at in range(len(PROMPTS))]
 
 
@@ -263,7 +263,7 @@ def test_twenty_prompts_together_continue_for_64_tokens_as_transformers_does(
 ) -> None:
     with pool.engine(ranks, **settings_for(way, ranks)) as processes:
         fresh = answers_of(processes)
-        work = told(processes, "work", work=[None] * ranks)
+        work = report(processes, "work", work=[None] * ranks)
         again = answers_of(processes, turn=-1)
     for prompt, first, second in zip(PROMPTS, fresh, again, strict=True):
         for answer in (first, second):
@@ -288,22 +288,22 @@ def test_twenty_prompts_together_continue_for_64_tokens_as_transformers_does(
 def test_two_ranks_serve_sleep_go_over_to_an_epoch_and_fail_as_one(pool: RankPool, oracle: Oracle) -> None:
     with pool.engine(2, kv_blocks=256) as (first, second):
         # only rank 1 has work; rank 0 takes part with empty batches
-        (_,) = told([second], "begun", ask=[{"prompts": [PROMPTS[9]], "max_tokens": NEW}])
-        oracle.assert_greedy(PROMPTS[9], second.hear("answers")[0]["ids"])
+        (_,) = report([second], "begun", ask=[{"prompts": [PROMPTS[9]], "max_tokens": NEW}])
+        oracle.assert_greedy(PROMPTS[9], second.read_message("answers")[0]["ids"])
         # nobody has work
-        for share in told([first, second], "cpu", cpu=[1.5, 1.5]):
+        for share in report([first, second], "cpu", cpu=[1.5, 1.5]):
             assert share < 0.03
         # both go over to the next epoch, one after the other says that it is ready
-        assert told([first], "waits", ready_for=[1]) == [0]
-        assert told([second], "waits", ready_for=[1]) == [0]
-        assert told([first, second], "epoch", epoch=[None, None]) == [1, 1]
+        assert report([first], "waits", ready_for=[1]) == [0]
+        assert report([second], "waits", ready_for=[1]) == [0]
+        assert report([first, second], "epoch", epoch=[None, None]) == [1, 1]
         # one is ready for the next, the other is lost
-        assert told([second], "waits", ready_for=[2]) == [1]
-        told([second], "begun", ask=[{"prompts": [PROMPTS[2]], "max_tokens": 2000}])
+        assert report([second], "waits", ready_for=[2]) == [1]
+        report([second], "begun", ask=[{"prompts": [PROMPTS[2]], "max_tokens": 2000}])
         first.process.kill()
         began = time.monotonic()
-        assert "rank 1" in second.hear("failed")
+        assert "rank 1" in second.read_message("failed")
         assert time.monotonic() - began < 1.0
         second.order(epoch=None)
-        assert "rank 1" in second.hear("failed")
+        assert "rank 1" in second.read_message("failed")
         first.process.wait(10)

@@ -123,10 +123,10 @@ async def fleet(ranks: int, folder: Path, broker: MemoryBroker) -> AsyncIterator
             await asyncio.wait(tasks)
 
 
-async def profile_of(heard: Subscription, decision: str) -> tuple[RequestsProfiled, RequestProfile]:
+async def profile_of(feed: Subscription, decision: str) -> tuple[RequestsProfiled, RequestProfile]:
     """The one profile of a decision, and the message it came in."""
     async with asyncio.timeout(10):
-        async for received in heard:
+        async for received in feed:
             assert isinstance(received.message, RequestsProfiled)
             found = [one for one in received.message.requests if one.decision == decision]
             if found:
@@ -135,13 +135,13 @@ async def profile_of(heard: Subscription, decision: str) -> tuple[RequestsProfil
     raise AssertionError("the subscription ended")
 
 
-async def clusters_are_known(rank: Rank, heard: Subscription) -> None:
+async def clusters_are_known(rank: Rank, feed: Subscription) -> None:
     async with asyncio.timeout(10):
         while True:
             await rank.complete([1], "warm", max_tokens=1)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.2):
-                    await profile_of(heard, "warm")
+                    await profile_of(feed, "warm")
                     return
 
 
@@ -157,12 +157,12 @@ async def test_a_request_is_profiled_as_the_models_own_routers_chose_and_a_secon
 ) -> None:
     broker, at = MemoryBroker(SUBJECTS), ranks - 1
     requests = MemoryBus(broker).subscribe(SUBJECTS.requests_profiled())
-    async with requests as heard, fleet(ranks, tmp_path, broker) as served:
-        await clusters_are_known(served[at], heard)
+    async with requests as feed, fleet(ranks, tmp_path, broker) as served:
+        await clusters_are_known(served[at], feed)
         for decision, tail, reused in (("one", TAILS[0], 0), ("two", TAILS[1], len(PREFIX) // BLOCK)):
             prompt = PREFIX + tail
             tokens = prompt + await served[at].complete(prompt, decision)
-            message, one = await profile_of(heard, decision)
+            message, one = await profile_of(feed, decision)
             assert (message.engine, message.rank, message.model, message.epoch, message.clusters) == (
                 "a",
                 at,
@@ -207,13 +207,13 @@ async def test_a_request_that_is_cancelled_half_way_is_profiled_as_far_as_it_cam
 ) -> None:
     broker = MemoryBroker(SUBJECTS)
     requests = MemoryBus(broker).subscribe(SUBJECTS.requests_profiled())
-    async with requests as heard, fleet(1, tmp_path, broker) as (rank,):
-        await clusters_are_known(rank, heard)
-        wanted = GenerationRequest(prompt=PREFIX, max_tokens=1500, ignore_eos=True, decision="gone")
-        answer = await rank.engine.submit(wanted)
+    async with requests as feed, fleet(1, tmp_path, broker) as (rank,):
+        await clusters_are_known(rank, feed)
+        expected = GenerationRequest(prompt=PREFIX, max_tokens=1500, ignore_eos=True, decision="gone")
+        answer = await rank.engine.submit(expected)
         assert (await anext(answer)).token_ids
         answer.cancel()
-        _, one = await profile_of(heard, "gone")
+        _, one = await profile_of(feed, "gone")
     assert len(PREFIX) <= one.tokens < len(PREFIX) + 1499
     assert one.sample is not None
     assert_counts(one.sample.prompt.array(), *routers.chosen(PREFIX))

@@ -19,7 +19,7 @@ from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.dispatch import SMALL_GATHER_BYTES, GlooDispatch
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.model_runner import Forward, ModelRunner, SequenceWork
-from engine_adapter.embedded.setup import RankSetup, build_machine
+from engine_adapter.embedded.setup import RankSetup, build_setup
 from engine_adapter.engine import EngineFailed
 from engine_adapter.serving.generation import AnswerStream
 from fleet.dispatch import COVER, SPLIT
@@ -68,7 +68,7 @@ class Witness:
 
     def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         assert self.machine.experts is not None
-        self.steps.append((self.machine.lockstep.collectives, self.machine.runner.placement.epoch))
+        self.steps.append((self.machine.step_sync.collectives, self.machine.runner.placement.epoch))
         found = self.machine.runner.forward(work, tokens_by_rank)
         self.rows += list(found.logits.numpy().copy())
         self.routed.append((self.machine.runner.placement, found.routed))
@@ -93,7 +93,7 @@ async def ranks_of(checkpoint: Path, folder: Path, ranks: int, **settings: Any) 
     seen: dict[int, Witness] = {}
 
     def build(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
-        machine = build_machine(config, rank, run_directory)
+        machine = build_setup(config, rank, run_directory)
         seen[rank] = Witness(machine)
         return replace(machine, runner=seen[rank])
 
@@ -122,31 +122,31 @@ async def ranks_of(checkpoint: Path, folder: Path, ranks: int, **settings: Any) 
         await asyncio.wait(runs)
 
 
-def scattered(dice: np.random.Generator, ranks: int, slots: int) -> np.ndarray:
+def scattered(random: np.random.Generator, ranks: int, slots: int) -> np.ndarray:
     """One layer: every expert somewhere, some of them several times, some slots empty. int16 [ranks *
     slots]"""
     row = np.full((ranks, slots), EMPTY, np.int16)
-    spots = dice.permutation(ranks * slots)
-    row.flat[spots[:EXPERTS]] = dice.permutation(EXPERTS)
+    spots = random.permutation(ranks * slots)
+    row.flat[spots[:EXPERTS]] = random.permutation(EXPERTS)
     for spot in spots[EXPERTS:]:
         others = np.setdiff1d(np.arange(EXPERTS), row[spot // slots])
-        if len(others) and dice.random() < 0.6:
-            row.flat[spot] = dice.choice(others)
+        if len(others) and random.random() < 0.6:
+            row.flat[spot] = random.choice(others)
     return row.reshape(-1)
 
 
-def one_layer_anew(dice: np.random.Generator, placement: Placement) -> Placement:
+def one_layer_anew(random: np.random.Generator, placement: Placement) -> Placement:
     """The next epoch: a layer's experts wherever chance puts them (no more of them arrive at a rank than it
     has room for), all splits new."""
     table = placement.expert_of_slot.copy()
-    table[dice.integers(len(table))] = scattered(dice, placement.ranks, placement.slots_per_rank)
-    split: Split = random_split(dice, table, EXPERTS, nodes=bool(dice.integers(2)))
+    table[random.integers(len(table))] = scattered(random, placement.ranks, placement.slots_per_rank)
+    split: Split = random_split(random, table, EXPERTS, nodes=bool(random.integers(2)))
     return Placement(table, experts=EXPERTS, ranks=placement.ranks, epoch=placement.epoch + 1, split=split)
 
 
-def staged(engines: Sequence[EmbeddedEngine], wanted: Placement) -> list[np.ndarray]:
+def staged(engines: Sequence[EmbeddedEngine], reference: Placement) -> list[np.ndarray]:
     """Bring what each rank lacks into its free cells; where its slots are then."""
-    return [_stage(engines, rank, wanted) for rank in range(len(engines))]
+    return [_stage(engines, rank, reference) for rank in range(len(engines))]
 
 
 def _cell_of(engine: EmbeddedEngine, rank: int) -> dict[tuple[int, int], int]:
@@ -158,10 +158,10 @@ def _cell_of(engine: EmbeddedEngine, rank: int) -> dict[tuple[int, int], int]:
     }
 
 
-def _stage(engines: Sequence[EmbeddedEngine], rank: int, wanted: Placement) -> np.ndarray:
+def _stage(engines: Sequence[EmbeddedEngine], rank: int, reference: Placement) -> np.ndarray:
     here, memory = _cell_of(engines[rank], rank), engines[rank].experts.memory
     free = sorted(set(range(memory.cells)) - set(engines[rank].experts.cells.ravel().tolist()))
-    mine = wanted.on_rank(rank)
+    mine = reference.on_rank(rank)
     cells = np.full(mine.shape, -1, np.int32)
     for layer, slot in np.argwhere(mine != EMPTY).tolist():
         key = (layer, int(mine[layer, slot]))
@@ -179,18 +179,18 @@ def _stage(engines: Sequence[EmbeddedEngine], rank: int, wanted: Placement) -> n
     return cells
 
 
-async def go_over(ranks: Sequence[Rank], wanted: Placement) -> None:
+async def go_over(ranks: Sequence[Rank], reference: Placement) -> None:
     engines = [rank.engine for rank in ranks]
-    cells = staged(engines, wanted)
+    cells = staged(engines, reference)
     prepared = [
-        await engine.experts.prepare(wanted, mine) for engine, mine in zip(engines, cells, strict=True)
+        await engine.experts.prepare(reference, mine) for engine, mine in zip(engines, cells, strict=True)
     ]
     async with asyncio.timeout(10):
         await asyncio.gather(
             *(engine.experts.adopt(one) for engine, one in zip(engines, prepared, strict=True))
         )
     for engine, mine in zip(engines, cells, strict=True):
-        assert engine.placement == wanted
+        assert engine.placement == reference
         assert np.array_equal(engine.experts.cells, mine)
 
 
@@ -217,12 +217,12 @@ async def bit_equal_under_live_flips(
         for answer in await all_prompts(alone):
             await answer.rest()
         expected = sorted_rows(alone)
-    dice = np.random.default_rng(ranks)
+    random = np.random.default_rng(ranks)
     async with ranks_of(checkpoint, folder, ranks, slots_per_rank=slots, dispatch=dispatch) as several:
         across = 0
         for _ in range(50):
             answers = await all_prompts(several)
-            await go_over(several, one_layer_anew(dice, several[0].engine.placement))
+            await go_over(several, one_layer_anew(random, several[0].engine.placement))
             across += sum(not answer.over for answer in answers)
             for answer in answers:
                 await answer.rest()
@@ -257,13 +257,13 @@ async def test_fifty_scattered_placements_on_four_ranks_change_no_bit(
 async def test_a_step_in_which_all_go_over_takes_no_collective_more(
     checkpoint: Path, tmp_path: Path, handovers: int
 ) -> None:
-    dice = np.random.default_rng(5)
+    random = np.random.default_rng(5)
     async with ranks_of(checkpoint, tmp_path, 2, slots_per_rank=5, max_running=1) as ranks:
         answers = [
             await ranks[0].submit(PROMPTS[0], 20) for _ in range(60)
         ]  # one after the other, without a pause
         for _ in range(handovers):
-            await go_over(ranks, one_layer_anew(dice, ranks[0].engine.placement))
+            await go_over(ranks, one_layer_anew(random, ranks[0].engine.placement))
         await answers[3].rest()
         assert not answers[-1].over
         seen = [list(rank.seen.steps) for rank in ranks]
@@ -308,11 +308,11 @@ async def test_where_tokens_were_sent_is_reported_per_epoch_as_counting_by_hand_
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_gather_bytes: int
 ) -> None:
     monkeypatch.setitem(GlooDispatch.__init__.__kwdefaults__, "small_gather_bytes", small_gather_bytes)
-    dice = np.random.default_rng(8)
+    random = np.random.default_rng(8)
     async with ranks_of(checkpoint, tmp_path, 2, slots_per_rank=3) as ranks:
         for _ in range(3):
             answers = await all_prompts(ranks)
-            await go_over(ranks, one_layer_anew(dice, ranks[0].engine.placement))
+            await go_over(ranks, one_layer_anew(random, ranks[0].engine.placement))
             for answer in answers:
                 await answer.rest()
         for answer in await all_prompts(ranks):
@@ -341,10 +341,10 @@ async def test_a_rank_that_alone_is_ready_goes_nowhere_and_serves_until_the_othe
 ) -> None:
     async with ranks_of(checkpoint, tmp_path, 2, slots_per_rank=5) as ranks:
         engines = [rank.engine for rank in ranks]
-        wanted = one_layer_anew(np.random.default_rng(6), engines[0].placement)
+        reference = one_layer_anew(np.random.default_rng(6), engines[0].placement)
         prepared = [
-            await engine.experts.prepare(wanted, mine)
-            for engine, mine in zip(engines, staged(engines, wanted), strict=True)
+            await engine.experts.prepare(reference, mine)
+            for engine, mine in zip(engines, staged(engines, reference), strict=True)
         ]
         first = asyncio.create_task(engines[0].experts.adopt(prepared[0]))
         for rank in ranks:
@@ -352,23 +352,26 @@ async def test_a_rank_that_alone_is_ready_goes_nowhere_and_serves_until_the_othe
         assert not first.done()
         assert [engine.placement.epoch for engine in engines] == [0, 0]
         with pytest.raises(ValueError, match="epoch 1 is still pending"):
-            await engines[0].experts.adopt(await engines[0].experts.prepare(wanted, engines[0].experts.cells))
+            await engines[0].experts.adopt(
+                await engines[0].experts.prepare(reference, engines[0].experts.cells)
+            )
         first.cancel()  # nobody waits any more, but what was said is said
         async with asyncio.timeout(5):
             await engines[1].experts.adopt(prepared[1])
         assert len((await (await ranks[0].submit(PROMPTS[2])).rest()).token_ids) == NEW
-        assert [engine.placement for engine in engines] == [wanted, wanted]
+        assert [engine.placement for engine in engines] == [reference, reference]
 
 
 async def test_an_engine_at_rest_goes_over_in_an_empty_step_and_rests_again(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     async with ranks_of(checkpoint, tmp_path, 2, slots_per_rank=5) as ranks:
-        before = [rank.seen.machine.lockstep.collectives for rank in ranks]
+        before = [rank.seen.machine.step_sync.collectives for rank in ranks]
         await go_over(ranks, one_layer_anew(np.random.default_rng(7), ranks[0].engine.placement))
         assert [rank.seen.steps for rank in ranks] == [[], []]
         assert all(
-            rank.seen.machine.lockstep.collectives - one <= 3 for rank, one in zip(ranks, before, strict=True)
+            rank.seen.machine.step_sync.collectives - one <= 3
+            for rank, one in zip(ranks, before, strict=True)
         )
 
 

@@ -75,7 +75,7 @@ def test_logits_of_every_prompt_position_are_those_of_transformers(oracle, runne
     for prompt in PROMPTS[:15:2]:
         pages = [list(range(at * 4, at * 4 + 4)) for at in range(len(prompt))]
         prefixes = [
-            SequenceWork(prompt[: at + 1], 0, pages[at], wants_logits=True) for at in range(len(prompt))
+            SequenceWork(prompt[: at + 1], 0, pages[at], needs_logits=True) for at in range(len(prompt))
         ]
         found = np.concatenate(
             [runner.forward(prefixes[at : at + 32]).logits.numpy() for at in range(0, len(prompt), 32)]
@@ -202,9 +202,9 @@ def test_replicas_scattered_experts_and_how_they_share_tokens_change_no_bit(tmp_
         ],
         np.int16,
     )
-    dice = np.random.default_rng(seed)
+    random = np.random.default_rng(seed)
     split = (
-        None if seed is None else [part.tolist() for part in random_split(dice, slots, 32, nodes=seed == 2)]
+        None if seed is None else [part.tolist() for part in random_split(random, slots, 32, nodes=seed == 2)]
     )
     tokens, logits, _ = run_ranks(tmp_path, 2, slots=slots.tolist(), split=split, cover=seed == 1, count=16)
     assert np.array_equal(tokens, alone[0][:, :16])

@@ -34,8 +34,8 @@ def decodes(runner):
         tokens = TEXT[at * 97 : at * 97 + length]
         pages = [next(free) for _ in range(-(-length // 16))]
         if length > 1:
-            runner.forward([SequenceWork(tokens[:-1], 0, pages, wants_logits=False)])
-        works.append(SequenceWork(tokens[-1:], length - 1, pages, wants_logits=True))
+            runner.forward([SequenceWork(tokens[:-1], 0, pages, needs_logits=False)])
+        works.append(SequenceWork(tokens[-1:], length - 1, pages, needs_logits=True))
     return works
 
 
@@ -59,7 +59,7 @@ def test_a_decoding_sequence_has_the_same_bits_alone_and_in_any_batch(runner, de
 def test_a_prefill_beside_decodes_changes_no_bit_of_either(runner, decodes):
     used = {page for work in decodes for page in work.pages}
     free = [page for page in range(runner.kv_pages) if page not in used][:5]
-    prefill = SequenceWork(TEXT[:77], 0, free, wants_logits=True)
+    prefill = SequenceWork(TEXT[:77], 0, free, needs_logits=True)
     alone = torch.cat([runner.forward([work]).logits for work in (decodes[9], prefill, decodes[13])])
     together = runner.forward([decodes[9], prefill, decodes[13]])
     assert torch.equal(together.logits, alone)
@@ -70,7 +70,7 @@ def test_the_tap_shows_the_experts_transformers_chose(runner):
     prompts = [TEXT[:40], TEXT[300:317]]
     found = runner.forward(
         [
-            SequenceWork(prompt, 0, list(range(at * 8, at * 8 + 8)), wants_logits=False)
+            SequenceWork(prompt, 0, list(range(at * 8, at * 8 + 8)), needs_logits=False)
             for at, prompt in enumerate(prompts)
         ]
     )
@@ -119,12 +119,12 @@ def test_a_step_without_work_is_empty(runner):
 
 
 def test_logits_come_in_the_order_of_the_works_that_want_them(runner, decodes):
-    asked = [
+    requested = [
         decodes[5],
-        SequenceWork(decodes[7].tokens, decodes[7].start, decodes[7].pages, wants_logits=False),
+        SequenceWork(decodes[7].tokens, decodes[7].start, decodes[7].pages, needs_logits=False),
         decodes[2],
     ]
-    found = runner.forward(asked)
+    found = runner.forward(requested)
     assert torch.equal(found.logits, torch.cat([runner.forward([decodes[at]]).logits for at in (5, 2)]))
 
 
@@ -147,7 +147,7 @@ def test_work_that_cannot_be_computed_is_refused_by_name(runner, work, message):
 
 def test_more_tokens_than_a_step_takes_are_refused(runner):
     with pytest.raises(CapacityError, match="1025 tokens"):
-        runner.forward([SequenceWork([1] * 1025, 0, range(65), wants_logits=False)])
+        runner.forward([SequenceWork([1] * 1025, 0, range(65), needs_logits=False)])
 
 
 @pytest.mark.parametrize("wrong", [{"kv_pages": 0}, {"max_tokens": 0}, {"dtype": "float64"}, {"threads": 0}])

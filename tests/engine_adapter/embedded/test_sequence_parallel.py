@@ -10,13 +10,13 @@ from engine_adapter.embedded.sequence_parallel import ThreadTeam, share
 
 
 @given(st.lists(st.integers(1, 300), max_size=30), st.integers(1, 4), st.integers(1, 200))
-def test_the_parts_are_whole_sequences_in_order_and_none_is_small(tokens, threads, least):
-    parts = share(tokens, threads, least)
+def test_the_parts_are_whole_sequences_in_order_and_none_is_small(tokens, threads, min_tokens):
+    parts = share(tokens, threads, min_tokens)
     assert 1 <= len(parts) <= threads
     assert [count for part in parts for count in tokens[part]] == tokens
     if len(parts) > 1:
         sums = [sum(tokens[part]) for part in parts]
-        assert min(sums) >= least
+        assert min(sums) >= min_tokens
         assert max(sums) - min(sums) <= 2 * max(tokens), "even, as far as whole sequences can be"
 
 
@@ -34,27 +34,27 @@ def test_small_steps_and_single_sequences_are_left_whole():
 
 
 @pytest.fixture
-def crew():
-    crew = ThreadTeam(3)
-    yield crew
-    crew.close()
+def team():
+    team = ThreadTeam(3)
+    yield team
+    team.close()
 
 
-def test_calls_run_at_the_same_time_and_answer_in_order(crew):
+def test_calls_run_at_the_same_time_and_answer_in_order(team):
     meeting = threading.Barrier(3, timeout=5)
 
     def call(number):
         meeting.wait()
         return number, threading.get_ident()
 
-    found = crew.run([lambda number=number: call(number) for number in range(3)])
+    found = team.run([lambda number=number: call(number) for number in range(3)])
     assert [number for number, _ in found] == [0, 1, 2]
     assert len({thread for _, thread in found}) == 3
     assert found[0][1] == threading.get_ident()
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_is_heard_after_all_calls_have_ended(crew, failing):
+def test_a_failure_is_heard_after_all_calls_have_ended(team, failing):
     go, ended = threading.Event(), []
 
     def good():
@@ -66,7 +66,7 @@ def test_a_failure_is_heard_after_all_calls_have_ended(crew, failing):
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        crew.run([bad, good] if failing == 0 else [good, bad])
+        team.run([bad, good] if failing == 0 else [good, bad])
     assert ended == [True]
 
 

@@ -206,11 +206,11 @@ def test_a_run_directory_too_long_for_a_socket_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "error", "least", "most"),
+    ("number", "error", "shortest", "longest"),
     [(signal.SIGKILL, "PeerLost", 0, 1.0), (signal.SIGSTOP, "PeerTimeout", 1.0, 4.0)],
 )
 def test_a_killed_peer_is_noticed_at_once_and_a_frozen_one_within_the_step_time_out(
-    tmp_path, number, error, least, most
+    tmp_path, number, error, shortest, longest
 ):
     (tmp_path / "job.json").write_text(json.dumps({"do": "exchange", "ranks": 2, "step_timeout_s": 1.5}))
     command = [sys.executable, str(HERE / "rank_process.py"), str(tmp_path / "job.json")]
@@ -232,4 +232,4 @@ def test_a_killed_peer_is_noticed_at_once_and_a_frozen_one_within_the_step_time_
             process.wait()
     found = json.loads((tmp_path / "0.json").read_text())
     assert found["error"] == error
-    assert least <= found["seconds"] < most
+    assert shortest <= found["seconds"] < longest

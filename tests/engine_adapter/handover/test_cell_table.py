@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from engine_adapter.handover.cell_table import (
-    MOST_LEASES,
+    MAX_LEASES,
     CellTable,
     Inconsistent,
     LeaseRefused,
@@ -47,24 +47,24 @@ def sums(layer: int, expert: int) -> tuple[int, ...]:
 
 
 def started(held: np.ndarray[tuple[int, int], np.dtype[np.int16]] = HELD) -> CellTable:
-    residency = CellTable(held, table(), CELLS)
-    for resident in residency.residents():
-        residency.seal(resident, sums(resident.layer, resident.expert))
-    return residency
+    cell_table = CellTable(held, table(), CELLS)
+    for resident in cell_table.residents():
+        cell_table.seal(resident, sums(resident.layer, resident.expert))
+    return cell_table
 
 
-def staged(residency: CellTable, layer: int, slot: int, expert: int) -> int:
-    cell = residency.reserve((layer, slot, expert), 0.0)
-    residency.landed(cell, 0.0)
-    residency.verified(cell, sums(layer, expert), 0.0)
+def staged(cell_table: CellTable, layer: int, slot: int, expert: int) -> int:
+    cell = cell_table.reserve((layer, slot, expert), 0.0)
+    cell_table.landed(cell, 0.0)
+    cell_table.verified(cell, sums(layer, expert), 0.0)
     return cell
 
 
-def adopt(residency: CellTable, *changes: tuple[int, int, int], now: float = 0.0) -> None:
-    held = residency.held.copy()
+def adopt(cell_table: CellTable, *changes: tuple[int, int, int], now: float = 0.0) -> None:
+    held = cell_table.held.copy()
     for layer, slot, expert in changes:
         held[layer, slot] = expert
-    residency.adopt(held, residency.arranged(held), now)
+    cell_table.adopt(held, cell_table.arranged(held), now)
 
 
 class Cells(RuleBasedStateMachine):
@@ -79,7 +79,7 @@ class Cells(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.now = 0.0
-        self.residency = started()
+        self.cell_table = started()
         self.memory: dict[int, Content] = {
             int(table()[place]): (place[0], int(expert))
             for place, expert in np.ndenumerate(HELD)
@@ -87,27 +87,27 @@ class Cells(RuleBasedStateMachine):
         }
         self.writers: set[int] = set()
         self.staged: dict[int, tuple[int, int, int]] = {}
-        self.wanted: dict[int, tuple[int, int, int]] = {}
-        self.promised: dict[int, tuple[ReadLease, dict[int, Content]]] = {}
+        self.requested: dict[int, tuple[int, int, int]] = {}
+        self.sums_of_lease: dict[int, tuple[ReadLease, dict[int, Content]]] = {}
 
-    def _wants(self, layer: int, slot: int, expert: int) -> bool:
+    def _requests(self, layer: int, slot: int, expert: int) -> bool:
         """Whether a placement could want this, beside what is on its way."""
-        return expert not in self.residency.held[layer] and not any(
+        return expert not in self.cell_table.held[layer] and not any(
             (one[0], one[1]) == (layer, slot) or (one[0], one[2]) == (layer, expert)
-            for one in self.wanted.values()
+            for one in self.requested.values()
         )
 
     def _reserve(self, layer: int, slot: int, expert: int) -> int | None:
         try:
-            cell = self.residency.reserve((layer, slot, expert), self.now)
+            cell = self.cell_table.reserve((layer, slot, expert), self.now)
         except NoFreeCell:
-            assert self.residency.count(Cell.FREE) == 0
+            assert self.cell_table.count(Cell.FREE) == 0
             return None
         assert cell not in self.writers
-        assert cell not in self.residency.table
-        assert not any(cell in promises for _, promises in self.promised.values())
+        assert cell not in self.cell_table.table
+        assert not any(cell in promises for _, promises in self.sums_of_lease.values())
         self.writers.add(cell)
-        self.wanted[cell] = (layer, slot, expert)
+        self.requested[cell] = (layer, slot, expert)
         self.memory[cell] = (-1, cell)
         return cell
 
@@ -118,7 +118,7 @@ class Cells(RuleBasedStateMachine):
         expert=st.integers(0, EXPERTS - 1),
     )
     def reserve(self, layer: int, slot: int, expert: int) -> object:
-        cell = self._reserve(layer, slot, expert) if self._wants(layer, slot, expert) else None
+        cell = self._reserve(layer, slot, expert) if self._requests(layer, slot, expert) else None
         return multiple() if cell is None else cell
 
     @rule(
@@ -126,7 +126,7 @@ class Cells(RuleBasedStateMachine):
     )
     def bring(self, layer: int, slot: int, expert: int) -> None:
         """All the way, for flips to happen often."""
-        cell = self._reserve(layer, slot, expert) if self._wants(layer, slot, expert) else None
+        cell = self._reserve(layer, slot, expert) if self._requests(layer, slot, expert) else None
         if cell is not None:
             self.land(cell)
             self.compare(cell, True)
@@ -137,27 +137,27 @@ class Cells(RuleBasedStateMachine):
         return cell
 
     def land(self, cell: int) -> None:
-        self.residency.landed(cell, self.now)
+        self.cell_table.landed(cell, self.now)
         self.writers.discard(cell)
-        layer, _, expert = self.wanted[cell]
+        layer, _, expert = self.requested[cell]
         self.memory[cell] = (layer, expert)
 
     @rule(cell=consumes(writing))
     def break_off(self, cell: int) -> None:
-        self.residency.broken(cell, self.now)
+        self.cell_table.broken(cell, self.now)
         self.writers.discard(cell)
-        del self.wanted[cell]
+        del self.requested[cell]
 
     @rule(target=late, cell=st.one_of(consumes(writing), consumes(landed)))
     def give_up(self, cell: int) -> int:
-        self.residency.overdue(cell, self.now)
+        self.cell_table.overdue(cell, self.now)
         self.writers.add(cell)
-        del self.wanted[cell]
+        del self.requested[cell]
         return cell
 
     @rule(cell=consumes(late))
     def settle(self, cell: int) -> None:
-        self.residency.settled(cell, self.now)
+        self.cell_table.settled(cell, self.now)
         self.writers.discard(cell)
 
     @rule(cell=consumes(landed), good=st.booleans())
@@ -165,38 +165,38 @@ class Cells(RuleBasedStateMachine):
         self.compare(cell, good)
 
     def compare(self, cell: int, good: bool) -> None:
-        layer, slot, expert = self.wanted[cell]
+        layer, slot, expert = self.requested[cell]
         if good:
-            self.residency.verified(cell, sums(layer, expert), self.now)
+            self.cell_table.verified(cell, sums(layer, expert), self.now)
             self.staged[cell] = (layer, slot, expert)
         else:
-            self.residency.refused(cell, self.now)
-            del self.wanted[cell]
+            self.cell_table.refused(cell, self.now)
+            del self.requested[cell]
 
     @rule()
     def drop(self) -> None:
-        self.residency.drop_staged(self.now)
+        self.cell_table.drop_staged(self.now)
         for cell in self.staged:
-            del self.wanted[cell]
+            del self.requested[cell]
         self.staged.clear()
 
-    @precondition(lambda self: len(self.wanted) == len(self.staged))
-    @rule(dice=st.randoms(use_true_random=False))
-    def flip(self, dice: object) -> None:
+    @precondition(lambda self: len(self.requested) == len(self.staged))
+    @rule(random=st.randoms(use_true_random=False))
+    def flip(self, random: object) -> None:
         """To what is staged, with the experts of each layer in any slots, and some of them gone."""
-        held = self.residency.held.copy()
+        held = self.cell_table.held.copy()
         for row in held:
-            dice.shuffle(row)  # type: ignore[attr-defined]
-            row[dice.randrange(SLOTS)] = EMPTY  # type: ignore[attr-defined]
+            random.shuffle(row)  # type: ignore[attr-defined]
+            row[random.randrange(SLOTS)] = EMPTY  # type: ignore[attr-defined]
         for layer, slot, expert in self.staged.values():
             held[layer, slot] = expert
-        before = self.residency.table.copy()
-        arranged = self.residency.arranged(held)
-        self.residency.adopt(held, arranged, self.now)
+        before = self.cell_table.table.copy()
+        arranged = self.cell_table.arranged(held)
+        self.cell_table.adopt(held, arranged, self.now)
         assert set(self.staged) <= set(arranged.flat)
         assert set(arranged.flat) <= set(before.flat) | set(self.staged)
         for cell in self.staged:
-            del self.wanted[cell]
+            del self.requested[cell]
         self.staged.clear()
 
     @rule(
@@ -206,64 +206,66 @@ class Cells(RuleBasedStateMachine):
         seconds=st.floats(0.5, 3),
     )
     def lease(self, reader: int, picks: set[int], seconds: float) -> object:
-        experts = [(*divmod(pick, SLOTS), int(self.residency.held.flat[pick])) for pick in sorted(picks)]
-        known = {lease.experts for lease, _ in self.promised.values() if lease.reader == reader}
+        experts = [(*divmod(pick, SLOTS), int(self.cell_table.held.flat[pick])) for pick in sorted(picks)]
+        known = {lease.experts for lease, _ in self.sums_of_lease.values() if lease.reader == reader}
         if any(expert == EMPTY for _, _, expert in experts) and tuple(experts) not in known:
             with pytest.raises(LeaseRefused):
-                self.residency.lease(reader, 1, experts, seconds, self.now)
+                self.cell_table.lease(reader, 1, experts, seconds, self.now)
             return multiple()
-        lease = self.residency.lease(reader, 1, experts, seconds, self.now)
+        lease = self.cell_table.lease(reader, 1, experts, seconds, self.now)
         assert lease.checksums == tuple(sums(layer, expert) for layer, _, expert in experts)
-        self.promised[lease.number] = (lease, {cell: self.memory[cell] for cell in lease.cells})
+        self.sums_of_lease[lease.number] = (lease, {cell: self.memory[cell] for cell in lease.cells})
         return lease
 
     @rule(lease=consumes(reading))
     def end(self, lease: ReadLease) -> None:
-        assert self.residency.end(lease.number, self.now) == (lease.number in self.promised)
-        self.promised.pop(lease.number, None)
+        assert self.cell_table.end(lease.number, self.now) == (lease.number in self.sums_of_lease)
+        self.sums_of_lease.pop(lease.number, None)
 
     @rule(seconds=st.floats(0, 2))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        silent = {lease.number for lease in self.residency.expire(self.now)}
-        assert silent == {number for number, (lease, _) in self.promised.items() if lease.until <= self.now}
+        silent = {lease.number for lease in self.cell_table.expire(self.now)}
+        assert silent == {
+            number for number, (lease, _) in self.sums_of_lease.items() if lease.until <= self.now
+        }
         for number in silent:
-            del self.promised[number]
+            del self.sums_of_lease[number]
 
     @invariant()
     def the_books_agree(self) -> None:
-        self.residency.check_integrity()
-        assert sum(self.residency.count(use) for use in Cell) == CELLS
+        self.cell_table.check_integrity()
+        assert sum(self.cell_table.count(use) for use in Cell) == CELLS
 
     @invariant()
     def what_is_served_or_read_is_as_it_was(self) -> None:
-        for resident in self.residency.residents():
+        for resident in self.cell_table.residents():
             assert self.memory[resident.cell] == (resident.layer, resident.expert)
             assert resident.cell not in self.writers
-        for _, promises in self.promised.values():
+        for _, promises in self.sums_of_lease.values():
             assert all(self.memory[cell] == content for cell, content in promises.items())
 
     @invariant()
     def nothing_that_may_be_written_or_read_is_free(self) -> None:
-        read = {cell for _, promises in self.promised.values() for cell in promises}
-        assert not [cell for cell in self.writers | read if self.residency.use(cell) is Cell.FREE]
+        read = {cell for _, promises in self.sums_of_lease.values() for cell in promises}
+        assert not [cell for cell in self.writers | read if self.cell_table.use(cell) is Cell.FREE]
 
     def teardown(self) -> None:
-        if not hasattr(self, "residency"):
+        if not hasattr(self, "cell_table"):
             return
-        for number in list(self.promised):
-            self.residency.end(number, self.now)
+        for number in list(self.sums_of_lease):
+            self.cell_table.end(number, self.now)
         for cell in range(CELLS):
-            match self.residency.use(cell):
+            match self.cell_table.use(cell):
                 case Cell.PULLING | Cell.VERIFYING:
-                    self.residency.overdue(cell, self.now)
-                    self.residency.settled(cell, self.now)
+                    self.cell_table.overdue(cell, self.now)
+                    self.cell_table.settled(cell, self.now)
                 case Cell.QUARANTINED:
-                    self.residency.settled(cell, self.now)
-        self.residency.drop_staged(self.now)
-        assert self.residency.idle
-        assert self.residency.count(Cell.FREE) == CELLS - LAYERS * SLOTS
-        self.residency.check_integrity()
+                    self.cell_table.settled(cell, self.now)
+        self.cell_table.drop_staged(self.now)
+        assert self.cell_table.idle
+        assert self.cell_table.count(Cell.FREE) == CELLS - LAYERS * SLOTS
+        self.cell_table.check_integrity()
 
 
 TestCells = Cells.TestCase
@@ -284,56 +286,56 @@ class TestManyCells(Cells.TestCase):
 
 
 def test_a_slot_takes_the_cell_that_was_staged_for_it_and_its_old_one_is_room_again() -> None:
-    residency = started()
-    cell = staged(residency, 0, 1, 4)
-    adopt(residency, (0, 1, 4))
-    assert residency.table[0, 1] == cell
-    assert residency.use(1) is Cell.FREE
+    cell_table = started()
+    cell = staged(cell_table, 0, 1, 4)
+    adopt(cell_table, (0, 1, 4))
+    assert cell_table.table[0, 1] == cell
+    assert cell_table.use(1) is Cell.FREE
 
 
 def test_an_expert_that_changes_slots_takes_its_cell_along_and_an_empty_slot_takes_what_is_left() -> None:
-    residency = started()
-    adopt(residency, (0, 0, EMPTY), (0, 2, 0))
-    assert residency.table[0].tolist() == [2, 1, 0]
-    assert residency.count(Cell.FREE) == SLOTS
+    cell_table = started()
+    adopt(cell_table, (0, 0, EMPTY), (0, 2, 0))
+    assert cell_table.table[0].tolist() == [2, 1, 0]
+    assert cell_table.count(Cell.FREE) == SLOTS
 
 
 def test_a_leased_cell_that_is_evicted_drains_until_its_reader_ends() -> None:
-    residency = started()
-    lease = residency.lease(1, 1, [(0, 1, 1)], 5.0, 0.0)
-    staged(residency, 0, 1, 4)
-    adopt(residency, (0, 1, 4), now=1.0)
-    assert residency.use(1) is Cell.DRAINING
-    assert residency.oldest(4.0) == 3.0
-    assert residency.end(lease.number, 4.0)
-    assert residency.use(1) is Cell.FREE
-    assert not residency.end(lease.number, 4.0)
+    cell_table = started()
+    lease = cell_table.lease(1, 1, [(0, 1, 1)], 5.0, 0.0)
+    staged(cell_table, 0, 1, 4)
+    adopt(cell_table, (0, 1, 4), now=1.0)
+    assert cell_table.use(1) is Cell.DRAINING
+    assert cell_table.oldest(4.0) == 3.0
+    assert cell_table.end(lease.number, 4.0)
+    assert cell_table.use(1) is Cell.FREE
+    assert not cell_table.end(lease.number, 4.0)
 
 
 def test_a_lease_of_a_reader_that_died_ends_by_its_silence() -> None:
-    residency = started()
-    residency.lease(1, 1, [(0, 1, 1)], 5.0, 0.0)
-    staged(residency, 0, 1, 4)
-    adopt(residency, (0, 1, 4), now=1.0)
-    assert residency.next_expiry == 5.0
-    assert residency.expire(4.9) == ()
-    assert [lease.reader for lease in residency.expire(5.0)] == [1]
-    assert residency.use(1) is Cell.FREE
-    assert residency.next_expiry == float("inf")
+    cell_table = started()
+    cell_table.lease(1, 1, [(0, 1, 1)], 5.0, 0.0)
+    staged(cell_table, 0, 1, 4)
+    adopt(cell_table, (0, 1, 4), now=1.0)
+    assert cell_table.next_expiry == 5.0
+    assert cell_table.expire(4.9) == ()
+    assert [lease.reader for lease in cell_table.expire(5.0)] == [1]
+    assert cell_table.use(1) is Cell.FREE
+    assert cell_table.next_expiry == float("inf")
 
 
 def test_a_lease_that_is_asked_for_again_is_renewed_even_when_its_expert_was_evicted_meanwhile() -> None:
-    residency = started()
-    first = residency.lease(1, 1, [(0, 1, 1)], 5.0, 0.0)
-    adopt(residency, (0, 1, EMPTY))
-    again = residency.lease(1, 1, [(0, 1, 1)], 5.0, 3.0)
+    cell_table = started()
+    first = cell_table.lease(1, 1, [(0, 1, 1)], 5.0, 0.0)
+    adopt(cell_table, (0, 1, EMPTY))
+    again = cell_table.lease(1, 1, [(0, 1, 1)], 5.0, 3.0)
     assert (again.number, again.until, again.cells) == (first.number, 8.0, first.cells)
     with pytest.raises(LeaseRefused, match="holds nothing, not expert 1"):
-        residency.lease(2, 1, [(0, 1, 1)], 5.0, 3.0)
+        cell_table.lease(2, 1, [(0, 1, 1)], 5.0, 3.0)
 
 
 @pytest.mark.parametrize(
-    ("experts", "told"),
+    ("experts", "summary"),
     [
         ([(0, 0, 1)], "holds expert 0/0, not expert 1"),
         ([(0, 2, EMPTY)], "holds nothing"),
@@ -343,38 +345,38 @@ def test_a_lease_that_is_asked_for_again_is_renewed_even_when_its_expert_was_evi
         ([(0, 0, 0), (0, 0, 0)], "each once"),
     ],
 )
-def test_only_what_is_served_is_leased(experts: list[tuple[int, int, int]], told: str) -> None:
-    with pytest.raises(LeaseRefused, match=told):
+def test_only_what_is_served_is_leased(experts: list[tuple[int, int, int]], summary: str) -> None:
+    with pytest.raises(LeaseRefused, match=summary):
         started().lease(1, 1, experts, 5.0, 0.0)
 
 
 def test_what_has_no_checksums_yet_is_not_leased() -> None:
-    residency = CellTable(HELD, table(), CELLS)
+    cell_table = CellTable(HELD, table(), CELLS)
     with pytest.raises(LeaseRefused, match="no checksums yet"):
-        residency.lease(1, 1, [(0, 0, 0)], 5.0, 0.0)
+        cell_table.lease(1, 1, [(0, 0, 0)], 5.0, 0.0)
 
 
 def test_leases_are_bounded() -> None:
-    residency = started()
-    for handover in range(MOST_LEASES):
-        residency.lease(1, handover, [(0, 0, 0)], 5.0, 0.0)
+    cell_table = started()
+    for handover in range(MAX_LEASES):
+        cell_table.lease(1, handover, [(0, 0, 0)], 5.0, 0.0)
     with pytest.raises(LeaseRefused, match="leases are open already"):
-        residency.lease(1, MOST_LEASES, [(0, 0, 0)], 5.0, 0.0)
+        cell_table.lease(1, MAX_LEASES, [(0, 0, 0)], 5.0, 0.0)
 
 
 def test_checksums_that_were_found_of_something_that_is_gone_are_no_news() -> None:
-    residency = CellTable(HELD, table(), CELLS)
-    old = next(iter(residency.residents()))
-    staged(residency, 0, 0, 4)
-    adopt(residency, (0, 0, 4))
-    residency.seal(old, (1, 2))
-    again = residency.reserve((0, 1, 3), 0.0)
+    cell_table = CellTable(HELD, table(), CELLS)
+    old = next(iter(cell_table.residents()))
+    staged(cell_table, 0, 0, 4)
+    adopt(cell_table, (0, 0, 4))
+    cell_table.seal(old, (1, 2))
+    again = cell_table.reserve((0, 1, 3), 0.0)
     assert again == old.cell
-    residency.landed(again, 0.0)
-    residency.seal(old, (1, 2))
-    residency.verified(again, sums(0, 3), 0.0)
-    adopt(residency, (0, 1, 3))
-    assert residency.lease(1, 1, [(0, 1, 3)], 5.0, 0.0).checksums == (sums(0, 3),)
+    cell_table.landed(again, 0.0)
+    cell_table.seal(old, (1, 2))
+    cell_table.verified(again, sums(0, 3), 0.0)
+    adopt(cell_table, (0, 1, 3))
+    assert cell_table.lease(1, 1, [(0, 1, 3)], 5.0, 0.0).checksums == (sums(0, 3),)
 
 
 def test_a_table_that_cannot_be_is_refused() -> None:
@@ -385,21 +387,21 @@ def test_a_table_that_cannot_be_is_refused() -> None:
 
 
 def test_books_that_do_not_agree_are_told_and_so_is_what_cannot_be() -> None:
-    residency = started()
+    cell_table = started()
     with pytest.raises(Inconsistent, match="expert 0/4 is neither here nor staged"):
-        adopt(residency, (0, 0, 4))
+        adopt(cell_table, (0, 0, 4))
     with pytest.raises(Inconsistent, match="cell 0 is live; only quarantined"):
-        residency.settled(0, 0.0)
+        cell_table.settled(0, 0.0)
     with pytest.raises(IllegalMove):
-        residency.landed(0, 0.0)
-    residency.table[0, 0] = 8
+        cell_table.landed(0, 0.0)
+    cell_table.table[0, 0] = 8
     with pytest.raises(Inconsistent, match="slots map to"):
-        residency.check_integrity()
+        cell_table.check_integrity()
 
 
 def test_room_that_is_used_up_says_what_for() -> None:
-    residency = started()
+    cell_table = started()
     for slot in range(SLOTS):
-        residency.reserve((0, slot, 4), 0.0)
+        cell_table.reserve((0, slot, 4), 0.0)
     with pytest.raises(NoFreeCell, match="no cell is free for expert 1/0: 3 pulling, 6 live"):
-        residency.reserve((1, 0, 0), 0.0)
+        cell_table.reserve((1, 0, 0), 0.0)

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine_adapter.config import TransferConfig
 from engine_adapter.handover.cell_table import CellTable
 from engine_adapter.handover.inbound_copies import (
-    MOST_SOURCES,
+    MAX_SOURCES,
     CellsVerified,
     LeaseDenied,
     LeaseGranted,
@@ -51,18 +51,18 @@ FIRST = Placement(np.array([[0, 1, -1, 2, 3, -1, 0, 4, 5]] * 2), experts=6, rank
 CONFIG = TransferConfig(retries=1, quarantine_cells=0)
 
 
-class Seat:
+class RankRig:
     """A rank, and whatever plays the world around it."""
 
     def __init__(self, placement: Placement = FIRST, config: TransferConfig = CONFIG) -> None:
         held = placement.on_rank(RANK)
-        self.residency = CellTable(
+        self.cell_table = CellTable(
             held,
             np.arange(held.size, dtype=np.int32).reshape(held.shape),
             held.size + placement.slots_per_rank,
         )
-        self.conduct = RankProtocol(
-            worker_id=1, rank=RANK, placement=placement, residency=self.residency, tensors=2, config=config
+        self.protocol = RankProtocol(
+            worker_id=1, rank=RANK, placement=placement, cell_table=self.cell_table, tensors=2, config=config
         )
         self.now = 0.0
 
@@ -75,24 +75,24 @@ class Seat:
         token: int = 1,
         deadline: float = 10.0,
     ) -> CommandVerdict:
-        stated = copies_to(self.conduct.placement, placement) if copies is None else copies
+        stated = copies_to(self.protocol.placement, placement) if copies is None else copies
         command = ProposeHandover(
             engine="a", worker_id=1, rank=RANK, token=token, handover=number, plan="p", placement=placement.record(), copies=tuple(stated),
             deadline_seconds=deadline,
         )  # fmt: skip
-        return self.conduct.propose(command, placement, self.now)
+        return self.protocol.propose(command, placement, self.now)
 
     def commit(self, number: int = 1, token: int = 1) -> CommandVerdict:
-        return self.conduct.commit(CommitHandover(worker_id=1, rank=RANK, token=token, handover=number))
+        return self.protocol.commit(CommitHandover(worker_id=1, rank=RANK, token=token, handover=number))
 
     def abort(self, number: int = 1, token: int = 1) -> CommandVerdict:
-        return self.conduct.abort(
+        return self.protocol.abort(
             AbortHandover(worker_id=1, rank=RANK, token=token, handover=number, reason="x"), self.now
         )
 
     def take(self, report: Any) -> list[Effect]:
-        self.conduct.take(report, self.now)
-        return self.conduct.drain()
+        self.protocol.take(report, self.now)
+        return self.protocol.drain()
 
     def lease(self, effect: Effect, lease: int = 9) -> ExpertsLeased:
         assert isinstance(effect, RequestLease)
@@ -122,44 +122,44 @@ class Seat:
         return [*more, *self.take(CellsVerified(read.batch, wrong or ("",) * len(check.cells)))]
 
     @property
-    def told(self) -> tuple[str, str]:
-        described = self.conduct.describe(self.now)
+    def status(self) -> tuple[str, str]:
+        described = self.protocol.describe(self.now)
         return described.state, described.fault
 
     def finish(self) -> None:
-        assert self.conduct.at_rest
-        assert self.residency.idle
-        self.residency.check_integrity()
-        assert self.residency.count(Cell.FREE) == self.conduct.placement.slots_per_rank
+        assert self.protocol.at_rest
+        assert self.cell_table.idle
+        self.cell_table.check_integrity()
+        assert self.cell_table.count(Cell.FREE) == self.protocol.placement.slots_per_rank
 
 
 def copy(layer: int, expert: int, source: int, slot: int) -> ExpertCopy:
     return ExpertCopy(layer=layer, expert=expert, source=source, slot=slot)
 
 
-WANTED = after(FIRST, (0, 5, 0))
+REQUESTED = after(FIRST, (0, 5, 0))
 """expert 0/0, which ranks 0 and 2 hold, comes to rank 1"""
 
 
 def test_a_handover_goes_from_the_proposal_over_staged_to_the_flip() -> None:
-    seat = Seat()
-    assert seat.propose(WANTED) is CommandVerdict.TAKE
-    (lease,) = seat.conduct.drain()
+    rig = RankRig()
+    assert rig.propose(REQUESTED) is CommandVerdict.TAKE
+    (lease,) = rig.protocol.drain()
     assert lease == RequestLease(1, 0, 1, ((0, 0, 0),), 10.0)
-    read = seat.read(lease)
+    read = rig.read(lease)
     assert (read.source, read.pulls, read.until) == (0, ((0, 6),), 10.0)
-    (prepare,) = seat.verify(read)
+    (prepare,) = rig.verify(read)
     assert isinstance(prepare, Prepare)
-    assert prepare.placement == WANTED
+    assert prepare.placement == REQUESTED
     assert prepare.cells.tolist() == [[0, 1, 6], [3, 4, 5]]
-    assert seat.told[0] == RankState.STAGING
-    assert seat.conduct.prepared(1)
-    assert seat.told[0] == RankState.STAGED
-    seat.now = 4.0
-    assert seat.commit() is CommandVerdict.TAKE
-    assert seat.conduct.drain() == [Adopt(1)]
-    seat.conduct.adopted(seat.now)
-    described = seat.conduct.describe(9.0)
+    assert rig.status[0] == RankState.STAGING
+    assert rig.protocol.prepared(1)
+    assert rig.status[0] == RankState.STAGED
+    rig.now = 4.0
+    assert rig.commit() is CommandVerdict.TAKE
+    assert rig.protocol.drain() == [Adopt(1)]
+    rig.protocol.adopted(rig.now)
+    described = rig.protocol.describe(9.0)
     assert (described.state, described.served, described.flipped, described.concluded, described.seconds) == (
         "serving",
         1,
@@ -167,34 +167,34 @@ def test_a_handover_goes_from_the_proposal_over_staged_to_the_flip() -> None:
         1,
         4.0,
     )
-    seat.finish()
+    rig.finish()
 
 
 def test_a_proposal_that_copies_nothing_is_prepared_at_once() -> None:
-    seat = Seat()
-    seat.propose(after(FIRST, (0, 6, EMPTY)))
-    (prepare,) = seat.conduct.drain()
+    rig = RankRig()
+    rig.propose(after(FIRST, (0, 6, EMPTY)))
+    (prepare,) = rig.protocol.drain()
     assert isinstance(prepare, Prepare)
     assert prepare.cells.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_an_expert_that_changes_slots_on_its_rank_is_not_read() -> None:
-    seat = Seat()
-    seat.propose(after(FIRST, (0, 3, EMPTY), (0, 5, 2)), copies=())
-    (prepare,) = seat.conduct.drain()
+    rig = RankRig()
+    rig.propose(after(FIRST, (0, 3, EMPTY), (0, 5, 2)), copies=())
+    (prepare,) = rig.protocol.drain()
     assert isinstance(prepare, Prepare)
     assert prepare.cells.tolist() == [[2, 1, 0], [3, 4, 5]]
     assert [
-        (pull.source, pull.transfer, pull.experts, pull.bytes) for pull in seat.conduct.describe(0.0).pulls
+        (pull.source, pull.transfer, pull.experts, pull.bytes) for pull in rig.protocol.describe(0.0).pulls
     ] == [(RANK, "local", 1, 0)]
 
 
-def _other_shape(seat: Seat) -> None:
-    seat.propose(Placement(FIRST.expert_of_slot[:1], experts=6, ranks=3, epoch=1))
+def _other_shape(rig: RankRig) -> None:
+    rig.propose(Placement(FIRST.expert_of_slot[:1], experts=6, ranks=3, epoch=1))
 
 
 @pytest.mark.parametrize(
-    ("propose", "fault", "told"),
+    ("propose", "fault", "status"),
     [
         (
             _other_shape,
@@ -202,198 +202,198 @@ def _other_shape(seat: Seat) -> None:
             r"\(1, 6, 3, 3\), and this engine has \(2, 6, 3, 3\); plan anew",
         ),
         (
-            lambda seat: seat.propose(WANTED, ()),
+            lambda rig: rig.propose(REQUESTED, ()),
             StagingFault.COPIES,
             "expert 0/0 is new in slot 5 of rank 1, and no copy names its source",
         ),
         (
-            lambda seat: seat.propose(WANTED, [copy(0, 0, 1, 5)]),
+            lambda rig: rig.propose(REQUESTED, [copy(0, 0, 1, 5)]),
             StagingFault.COPIES,
             "slot 1 does not hold it in epoch 0, which is served",
         ),
         (
-            lambda seat: seat.propose(WANTED, [copy(0, 1, 1, 5)]),
+            lambda rig: rig.propose(REQUESTED, [copy(0, 1, 1, 5)]),
             StagingFault.COPIES,
             "slot 5 of the new placement does not hold it",
         ),
         (
-            lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 6, 5)]),
+            lambda rig: rig.propose(REQUESTED, [copy(0, 0, 0, 5), copy(0, 0, 6, 5)]),
             StagingFault.COPIES,
             "another copy fills slot 5 too",
         ),
         (
-            lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 9, 5)]),
+            lambda rig: rig.propose(REQUESTED, [copy(0, 0, 0, 5), copy(0, 0, 9, 5)]),
             StagingFault.COPIES,
             "there are 2 layers of 9 slots",
         ),
         (
-            lambda seat: seat.propose(WANTED, [copy(-1, 0, 0, 5)]),
+            lambda rig: rig.propose(REQUESTED, [copy(-1, 0, 0, 5)]),
             StagingFault.COPIES,
             "there are 2 layers of 9 slots",
         ),
-        (lambda seat: seat.propose(WANTED, [copy(0, EMPTY, 2, 5)]), StagingFault.COPIES, "does not hold it"),
-        (lambda seat: seat.propose(WANTED, deadline=0.0), StagingFault.DEADLINE, "use more than 0"),
-        (lambda seat: seat.propose(WANTED, deadline=math.nan), StagingFault.DEADLINE, "nan s for staging"),
+        (lambda rig: rig.propose(REQUESTED, [copy(0, EMPTY, 2, 5)]), StagingFault.COPIES, "does not hold it"),
+        (lambda rig: rig.propose(REQUESTED, deadline=0.0), StagingFault.DEADLINE, "use more than 0"),
+        (lambda rig: rig.propose(REQUESTED, deadline=math.nan), StagingFault.DEADLINE, "nan s for staging"),
         (
-            lambda seat: seat.propose(WANTED, deadline=2 * LONGEST_SECONDS),
+            lambda rig: rig.propose(REQUESTED, deadline=2 * LONGEST_SECONDS),
             StagingFault.DEADLINE,
             "86400 at most",
         ),
     ],
 )
 def test_a_proposal_that_does_not_fit_fails_and_says_why(
-    propose: Callable[[Seat], None], fault: StagingFault, told: str
+    propose: Callable[[RankRig], None], fault: StagingFault, status: str
 ) -> None:
-    seat = Seat()
-    propose(seat)
-    assert seat.told == (RankState.FAILED, fault)
-    with pytest.raises(AssertionError, match=told):
-        raise AssertionError(seat.conduct.failure)
-    assert seat.abort() is CommandVerdict.TAKE
-    seat.finish()
-    assert seat.conduct.failure
-    assert seat.propose(WANTED, number=2) is CommandVerdict.TAKE
-    assert not seat.conduct.failure
+    rig = RankRig()
+    propose(rig)
+    assert rig.status == (RankState.FAILED, fault)
+    with pytest.raises(AssertionError, match=status):
+        raise AssertionError(rig.protocol.failure)
+    assert rig.abort() is CommandVerdict.TAKE
+    rig.finish()
+    assert rig.protocol.failure
+    assert rig.propose(REQUESTED, number=2) is CommandVerdict.TAKE
+    assert not rig.protocol.failure
 
 
 def test_a_proposal_that_cannot_be_read_fails() -> None:
-    seat = Seat()
+    rig = RankRig()
     command = ProposeHandover(
-        engine="a", worker_id=1, rank=RANK, token=1, handover=1, plan="p", placement=WANTED.record(), deadline_seconds=1.0
+        engine="a", worker_id=1, rank=RANK, token=1, handover=1, plan="p", placement=REQUESTED.record(), deadline_seconds=1.0
     )  # fmt: skip
-    assert seat.conduct.propose(command, "placement: 3 bytes of slots", 0.0) is CommandVerdict.TAKE
-    assert seat.told == (RankState.FAILED, StagingFault.PLACEMENT)
+    assert rig.protocol.propose(command, "placement: 3 bytes of slots", 0.0) is CommandVerdict.TAKE
+    assert rig.status == (RankState.FAILED, StagingFault.PLACEMENT)
 
 
 def test_more_experts_than_cells_are_free_fail_for_want_of_room() -> None:
-    seat = Seat()
-    seat.propose(after(FIRST, (0, 3, 0), (0, 4, 1), (0, 5, 4), (0, 0, 2), (0, 1, 3), (1, 5, 0)))
-    assert seat.told == (RankState.FAILED, StagingFault.ROOM)
-    assert "4 experts must be copied, but 3 cells are free (3 free, 6 live)" in seat.conduct.failure
-    seat.abort()
-    seat.finish()
+    rig = RankRig()
+    rig.propose(after(FIRST, (0, 3, 0), (0, 4, 1), (0, 5, 4), (0, 0, 2), (0, 1, 3), (1, 5, 0)))
+    assert rig.status == (RankState.FAILED, StagingFault.ROOM)
+    assert "4 experts must be copied, but 3 cells are free (3 free, 6 live)" in rig.protocol.failure
+    rig.abort()
+    rig.finish()
 
 
 def test_experts_of_one_source_are_one_batch_and_sources_take_turns() -> None:
     first = Placement(
         np.array([[0, 1, EMPTY, 2, EMPTY, EMPTY, 3, EMPTY, EMPTY, 4, EMPTY, EMPTY]]), experts=5, ranks=4
     )
-    seat = Seat(first)
-    wanted = after(first, (0, 3, 0), (0, 4, 3), (0, 5, 4), (0, 7, 2))
-    seat.propose(wanted)
-    leases = seat.conduct.drain()
+    rig = RankRig(first)
+    expected = after(first, (0, 3, 0), (0, 4, 3), (0, 5, 4), (0, 7, 2))
+    rig.propose(expected)
+    leases = rig.protocol.drain()
     assert [lease.source for lease in leases if isinstance(lease, RequestLease)] == [0, 2]
-    assert len(leases) == MOST_SOURCES
-    third = seat.verify(seat.read(leases[0]))
+    assert len(leases) == MAX_SOURCES
+    third = rig.verify(rig.read(leases[0]))
     assert [lease.source for lease in third if isinstance(lease, RequestLease)] == [3]
-    seat.verify(seat.read(leases[1]))
-    (prepare,) = seat.verify(seat.read(third[0]))
+    rig.verify(rig.read(leases[1]))
+    (prepare,) = rig.verify(rig.read(third[0]))
     assert isinstance(prepare, Prepare)
 
 
 def test_an_expert_is_read_from_its_other_holder_when_the_first_refuses_and_then_the_first_once_more() -> (
     None
 ):
-    seat = Seat(config=TransferConfig(retries=2))
-    seat.propose(WANTED)
+    rig = RankRig(config=TransferConfig(retries=2))
+    rig.propose(REQUESTED)
     sources = []
     for _ in range(3):
-        (lease,) = seat.conduct.drain()
+        (lease,) = rig.protocol.drain()
         assert isinstance(lease, RequestLease)
         sources.append((lease.source, lease.experts))
-        seat.conduct.take(LeaseDenied(lease.batch, f"rank {lease.source} says no"), seat.now)
+        rig.protocol.take(LeaseDenied(lease.batch, f"rank {lease.source} says no"), rig.now)
     assert sources == [(0, ((0, 0, 0),)), (2, ((0, 6, 0),)), (0, ((0, 0, 0),))]
-    assert seat.told == (RankState.FAILED, StagingFault.SOURCE)
-    assert seat.conduct.failure == "rank 0 says no"
-    assert seat.conduct.drain() == [Forget(1)]
-    seat.abort()
-    seat.finish()
+    assert rig.status == (RankState.FAILED, StagingFault.SOURCE)
+    assert rig.protocol.failure == "rank 0 says no"
+    assert rig.protocol.drain() == [Forget(1)]
+    rig.abort()
+    rig.finish()
 
 
 def test_a_broken_read_ends_its_lease_and_is_tried_from_the_other_holder() -> None:
-    seat = Seat()
-    seat.propose(WANTED)
-    read = seat.read(*seat.conduct.drain())
-    end, lease = seat.take(ReadBroken(read.batch, "it broke"))
+    rig = RankRig()
+    rig.propose(REQUESTED)
+    read = rig.read(*rig.protocol.drain())
+    end, lease = rig.take(ReadBroken(read.batch, "it broke"))
     assert end == ReleaseLease(read.batch, 0, 9)
     assert isinstance(lease, RequestLease)
     assert lease.source == 2
-    read = seat.read(lease)
-    end, forget = seat.take(ReadBroken(read.batch, "it broke again"))
+    read = rig.read(lease)
+    end, forget = rig.take(ReadBroken(read.batch, "it broke again"))
     assert (end, forget) == (ReleaseLease(read.batch, 2, 9), Forget(1))
-    assert seat.told == (RankState.FAILED, StagingFault.TRANSFER)
+    assert rig.status == (RankState.FAILED, StagingFault.TRANSFER)
 
 
 def test_a_damaged_expert_is_read_again_while_the_good_ones_of_its_batch_stay() -> None:
-    seat = Seat()
-    seat.propose(after(FIRST, (0, 5, 0), (1, 5, 1)), copies=[copy(0, 0, 0, 5), copy(1, 1, 1, 5)])
-    read = seat.read(*seat.conduct.drain())
-    (lease,) = seat.verify(read, "scale", "")
+    rig = RankRig()
+    rig.propose(after(FIRST, (0, 5, 0), (1, 5, 1)), copies=[copy(0, 0, 0, 5), copy(1, 1, 1, 5)])
+    read = rig.read(*rig.protocol.drain())
+    (lease,) = rig.verify(read, "scale", "")
     assert isinstance(lease, RequestLease)
     assert (lease.source, lease.experts) == (2, ((0, 6, 0),))
-    assert (seat.residency.count(Cell.STAGED), seat.residency.count(Cell.PULLING)) == (1, 1)
-    assert seat.verify(seat.read(lease), "scale") == [Forget(1)]
-    assert seat.told == (RankState.FAILED, StagingFault.CHECKSUM)
+    assert (rig.cell_table.count(Cell.STAGED), rig.cell_table.count(Cell.PULLING)) == (1, 1)
+    assert rig.verify(rig.read(lease), "scale") == [Forget(1)]
+    assert rig.status == (RankState.FAILED, StagingFault.CHECKSUM)
     assert (
-        "expert 0/0, as read from rank 2, does not match that rank's checksums: scale" in seat.conduct.failure
+        "expert 0/0, as read from rank 2, does not match that rank's checksums: scale" in rig.protocol.failure
     )
-    seat.abort()
-    seat.finish()
+    rig.abort()
+    rig.finish()
 
 
 def test_an_overdue_read_loses_its_cell_and_is_tried_where_another_holder_is_left() -> None:
-    seat = Seat(config=TransferConfig(retries=5))
-    seat.propose(WANTED)
-    first = seat.read(*seat.conduct.drain())
-    (lease,) = seat.take(ReadLate(first.batch, "too long"))
+    rig = RankRig(config=TransferConfig(retries=5))
+    rig.propose(REQUESTED)
+    first = rig.read(*rig.protocol.drain())
+    (lease,) = rig.take(ReadLate(first.batch, "too long"))
     assert isinstance(lease, RequestLease)
     assert lease.source == 2
-    second = seat.read(lease)
+    second = rig.read(lease)
     assert first.pulls[0][1] != second.pulls[0][1]
-    assert seat.take(ReadLate(second.batch, "too long again")) == [Forget(1)]
-    assert seat.told == (RankState.FAILED, StagingFault.OVERDUE)
-    seat.abort()
-    seat.conduct.drain()
-    assert seat.residency.count(Cell.QUARANTINED) == 2
-    assert seat.take(ReadSettled(first.batch)) == [ReleaseLease(first.batch, 0, 9)]
-    assert seat.take(ReadSettled(second.batch)) == [ReleaseLease(second.batch, 2, 9)]
-    seat.finish()
+    assert rig.take(ReadLate(second.batch, "too long again")) == [Forget(1)]
+    assert rig.status == (RankState.FAILED, StagingFault.OVERDUE)
+    rig.abort()
+    rig.protocol.drain()
+    assert rig.cell_table.count(Cell.QUARANTINED) == 2
+    assert rig.take(ReadSettled(first.batch)) == [ReleaseLease(first.batch, 0, 9)]
+    assert rig.take(ReadSettled(second.batch)) == [ReleaseLease(second.batch, 2, 9)]
+    rig.finish()
 
 
 def test_while_more_is_quarantined_than_may_be_proposals_fail_and_room_comes_back_when_it_settles() -> None:
-    seat = Seat()
-    seat.propose(WANTED)
-    read = seat.read(*seat.conduct.drain())
-    seat.abort()
-    assert seat.conduct.drain() == [StopReads(read.batch), Forget(1)]
-    assert seat.propose(WANTED, number=2) is CommandVerdict.TAKE
-    assert seat.told == (RankState.FAILED, StagingFault.QUARANTINE)
-    seat.abort(2)
-    seat.take(ReadSettled(read.batch))
-    seat.finish()
-    seat.propose(WANTED, number=3)
-    assert seat.told == (RankState.STAGING, "")
+    rig = RankRig()
+    rig.propose(REQUESTED)
+    read = rig.read(*rig.protocol.drain())
+    rig.abort()
+    assert rig.protocol.drain() == [StopReads(read.batch), Forget(1)]
+    assert rig.propose(REQUESTED, number=2) is CommandVerdict.TAKE
+    assert rig.status == (RankState.FAILED, StagingFault.QUARANTINE)
+    rig.abort(2)
+    rig.take(ReadSettled(read.batch))
+    rig.finish()
+    rig.propose(REQUESTED, number=3)
+    assert rig.status == (RankState.STAGING, "")
 
 
 def test_a_lease_that_is_granted_after_the_abort_is_ended_at_once() -> None:
-    seat = Seat()
-    seat.propose(WANTED)
-    (lease,) = seat.conduct.drain()
-    seat.abort()
-    assert seat.conduct.drain() == [Forget(1)]
-    assert not seat.conduct.at_rest
-    assert seat.take(LeaseGranted(lease[0], seat.lease(lease, 4))) == [ReleaseLease(lease[0], 0, 4)]
-    seat.finish()
+    rig = RankRig()
+    rig.propose(REQUESTED)
+    (lease,) = rig.protocol.drain()
+    rig.abort()
+    assert rig.protocol.drain() == [Forget(1)]
+    assert not rig.protocol.at_rest
+    assert rig.take(LeaseGranted(lease[0], rig.lease(lease, 4))) == [ReleaseLease(lease[0], 0, 4)]
+    rig.finish()
 
 
 def test_the_number_of_a_renewed_lease_is_the_one_that_is_ended() -> None:
-    seat = Seat()
-    seat.propose(WANTED)
-    read = seat.read(*seat.conduct.drain())
-    assert seat.take(LeaseRenewed(read.batch, 31)) == []
-    end, *_ = seat.take(ReadLanded(read.batch, "shared", 64, 0.1))
+    rig = RankRig()
+    rig.propose(REQUESTED)
+    read = rig.read(*rig.protocol.drain())
+    assert rig.take(LeaseRenewed(read.batch, 31)) == []
+    end, *_ = rig.take(ReadLanded(read.batch, "shared", 64, 0.1))
     assert end == ReleaseLease(read.batch, 0, 31)
-    assert seat.take(LeaseRenewed(77, 31)) == []
+    assert rig.take(LeaseRenewed(77, 31)) == []
 
 
 @pytest.mark.parametrize("cells", [(), (0, 1)])
@@ -401,51 +401,51 @@ def test_the_number_of_a_renewed_lease_is_the_one_that_is_ended() -> None:
 def test_a_lease_of_other_things_than_were_asked_for_is_refused(
     cells: tuple[int, ...], checksums: tuple[tuple[int, ...], ...]
 ) -> None:
-    seat = Seat()
-    seat.propose(WANTED)
-    (lease,) = seat.conduct.drain()
+    rig = RankRig()
+    rig.propose(REQUESTED)
+    (lease,) = rig.protocol.drain()
     answer = ExpertsLeased(worker_id=1, rank=0, lease=3, memory=MEMORY, cells=cells, checksums=checksums)
-    end, again = seat.take(LeaseGranted(lease[0], answer))
+    end, again = rig.take(LeaseGranted(lease[0], answer))
     assert end == ReleaseLease(lease[0], 0, 3)
     assert isinstance(again, RequestLease)
     assert again.source == 2
 
 
 def test_staging_that_takes_too_long_fails_and_says_what_it_waited_for() -> None:
-    seat = Seat()
-    seat.propose(WANTED, deadline=5.0)
-    read = seat.read(*seat.conduct.drain())
-    assert seat.conduct.wakes == 5.0
-    seat.conduct.tick(4.9)
-    assert seat.told[0] == RankState.STAGING
-    seat.conduct.tick(5.0)
-    assert seat.told == (RankState.FAILED, StagingFault.OVERDUE)
+    rig = RankRig()
+    rig.propose(REQUESTED, deadline=5.0)
+    read = rig.read(*rig.protocol.drain())
+    assert rig.protocol.wakes == 5.0
+    rig.protocol.tick(4.9)
+    assert rig.status[0] == RankState.STAGING
+    rig.protocol.tick(5.0)
+    assert rig.status == (RankState.FAILED, StagingFault.OVERDUE)
     assert (
-        seat.conduct.failure == "rank 1 had not staged 5 s after the proposal: reading 1 experts from rank 0"
+        rig.protocol.failure == "rank 1 had not staged 5 s after the proposal: reading 1 experts from rank 0"
     )
-    assert seat.conduct.drain() == [StopReads(read.batch), Forget(1)]
-    assert seat.conduct.wakes == float("inf")
+    assert rig.protocol.drain() == [StopReads(read.batch), Forget(1)]
+    assert rig.protocol.wakes == float("inf")
 
 
 def test_an_engine_that_cannot_prepare_fails_the_handover() -> None:
-    seat = Seat()
-    seat.propose(after(FIRST, (0, 6, EMPTY)))
-    seat.conduct.drain()
-    seat.conduct.unprepared(1, "out of memory", 1.0)
-    assert seat.told == (RankState.FAILED, StagingFault.ENGINE)
-    assert not seat.conduct.prepared(1)
+    rig = RankRig()
+    rig.propose(after(FIRST, (0, 6, EMPTY)))
+    rig.protocol.drain()
+    rig.protocol.unprepared(1, "out of memory", 1.0)
+    assert rig.status == (RankState.FAILED, StagingFault.ENGINE)
+    assert not rig.protocol.prepared(1)
 
 
 def test_commands_of_a_replaced_coordinator_are_fenced_and_tokens_are_remembered_whatever_becomes_of_a_command() -> (
     None
 ):
-    seat = Seat()
-    assert seat.commit(number=5, token=8) is CommandVerdict.UNKNOWN
-    assert seat.propose(WANTED, token=7) is CommandVerdict.FENCED
-    assert seat.propose(WANTED, token=8) is CommandVerdict.TAKE
-    assert seat.abort(token=7) is CommandVerdict.FENCED
-    assert seat.abort(token=9) is CommandVerdict.TAKE
-    assert seat.conduct.describe(0.0).token == 9
+    rig = RankRig()
+    assert rig.commit(number=5, token=8) is CommandVerdict.UNKNOWN
+    assert rig.propose(REQUESTED, token=7) is CommandVerdict.FENCED
+    assert rig.propose(REQUESTED, token=8) is CommandVerdict.TAKE
+    assert rig.abort(token=7) is CommandVerdict.FENCED
+    assert rig.abort(token=9) is CommandVerdict.TAKE
+    assert rig.protocol.describe(0.0).token == 9
 
 
 class Rank(RuleBasedStateMachine):
@@ -454,14 +454,14 @@ class Rank(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.seat = Seat(config=TransferConfig(retries=1, quarantine_cells=2))
+        self.rig = RankRig(config=TransferConfig(retries=1, quarantine_cells=2))
         self.pending: list[Effect] = []
         self.unsettled: set[int] = set()
         self.served = 0
         self.adopting = False
 
     def _collect(self) -> None:
-        for effect in self.seat.conduct.drain():
+        for effect in self.rig.protocol.drain():
             match effect:
                 case StopReads():
                     assert any(
@@ -490,24 +490,24 @@ class Rank(RuleBasedStateMachine):
         ahead=st.integers(1, 2),
     )
     def propose(self, seed: int, number: int, token: int, deadline: float, ahead: int) -> None:
-        served = self.seat.conduct.placement
+        served = self.rig.protocol.placement
         table = np.random.default_rng(seed).permuted(served.expert_of_slot, axis=1)
         try:
-            wanted = Placement(table, experts=6, ranks=3, epoch=served.epoch + ahead)
+            expected = Placement(table, experts=6, ranks=3, epoch=served.epoch + ahead)
         except ValueError:
-            wanted = (
+            expected = (
                 after(served, (seed % 2, 5, seed % 6))
                 if seed % 6 not in served.on_rank(RANK)[seed % 2]
                 else after(served)
             )
-        verdict = self.seat.propose(wanted, number=number, token=token, deadline=deadline)
-        assert verdict is not CommandVerdict.TAKE or wanted.epoch == served.epoch + 1
+        verdict = self.rig.propose(expected, number=number, token=token, deadline=deadline)
+        assert verdict is not CommandVerdict.TAKE or expected.epoch == served.epoch + 1
         self._collect()
 
     @rule(number=st.integers(1, 6), token=st.integers(1, 2))
     def commit(self, number: int, token: int) -> None:
-        before = self.seat.conduct.standing
-        verdict = self.seat.commit(number, token)
+        before = self.rig.protocol.standing
+        verdict = self.rig.commit(number, token)
         assert (verdict is CommandVerdict.TAKE) == (
             before.state is RankState.STAGED and before.handover == number and token >= before.token
         )
@@ -515,25 +515,25 @@ class Rank(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 6), token=st.integers(1, 2))
     def abort(self, number: int, token: int) -> None:
-        self.seat.abort(number, token)
+        self.rig.abort(number, token)
         self._collect()
 
     @rule(seconds=st.floats(0.0, 3.0))
     def wait(self, seconds: float) -> None:
-        self.seat.now += seconds
-        self.seat.conduct.tick(self.seat.now)
+        self.rig.now += seconds
+        self.rig.protocol.tick(self.rig.now)
         self._collect()
 
     @precondition(lambda self: self.pending)
     @rule(which=st.integers(0, 9), fate=st.sampled_from(["good", "good", "good", "bad", "late"]))
     def carry_out(self, which: int, fate: str) -> None:
         effect = self.pending.pop(which % len(self.pending))
-        seat, conduct, now = self.seat, self.seat.conduct, self.seat.now
+        rig, protocol, now = self.rig, self.rig.protocol, self.rig.now
         match effect:
             case RequestLease():
-                conduct.take(
+                protocol.take(
                     (
-                        LeaseGranted(effect.batch, seat.lease(effect))
+                        LeaseGranted(effect.batch, rig.lease(effect))
                         if fate == "good"
                         else LeaseDenied(effect.batch, "no")
                     ),
@@ -542,64 +542,64 @@ class Rank(RuleBasedStateMachine):
             case ReadCells():
                 self._read(effect, fate)
             case VerifyCells():
-                conduct.take(
+                protocol.take(
                     CellsVerified(effect.batch, ("" if fate == "good" else "scale",) * len(effect.cells)), now
                 )
             case Prepare():
                 if fate == "bad":
-                    conduct.unprepared(effect.handover, "no", now)
+                    protocol.unprepared(effect.handover, "no", now)
                 else:
-                    assert conduct.prepared(effect.handover)
+                    assert protocol.prepared(effect.handover)
             case Adopt():
-                conduct.adopted(now)
+                protocol.adopted(now)
                 self.served += 1
         self._collect()
 
     def _read(self, effect: ReadCells, fate: str) -> None:
-        assert all(self.seat.residency.use(cell) is Cell.PULLING for _, cell in effect.pulls)
+        assert all(self.rig.cell_table.use(cell) is Cell.PULLING for _, cell in effect.pulls)
         match fate:
             case "good":
-                self.seat.conduct.take(ReadLanded(effect.batch, "shared", 64, 0.1), self.seat.now)
+                self.rig.protocol.take(ReadLanded(effect.batch, "shared", 64, 0.1), self.rig.now)
             case "bad":
-                self.seat.conduct.take(ReadBroken(effect.batch, "broke"), self.seat.now)
+                self.rig.protocol.take(ReadBroken(effect.batch, "broke"), self.rig.now)
             case _:
                 self.unsettled.add(effect.batch)
-                self.seat.conduct.take(ReadLate(effect.batch, "late"), self.seat.now)
+                self.rig.protocol.take(ReadLate(effect.batch, "late"), self.rig.now)
 
     @precondition(lambda self: self.unsettled)
     @rule(which=st.integers(0, 9))
     def settle(self, which: int) -> None:
         batch = sorted(self.unsettled)[which % len(self.unsettled)]
         self.unsettled.discard(batch)
-        self.seat.conduct.take(ReadSettled(batch), self.seat.now)
+        self.rig.protocol.take(ReadSettled(batch), self.rig.now)
         self._collect()
 
     @invariant()
     def the_books_agree(self) -> None:
-        self.seat.residency.check_integrity()
-        assert self.seat.conduct.standing.served == self.seat.conduct.placement.epoch == self.served
-        assert (self.seat.residency.held == self.seat.conduct.placement.on_rank(RANK)).all()
-        described = self.seat.conduct.describe(self.seat.now)
+        self.rig.cell_table.check_integrity()
+        assert self.rig.protocol.standing.served == self.rig.protocol.placement.epoch == self.served
+        assert (self.rig.cell_table.held == self.rig.protocol.placement.on_rank(RANK)).all()
+        described = self.rig.protocol.describe(self.rig.now)
         assert bool(described.failure) == bool(described.fault)
-        if self.seat.conduct.at_rest:
-            assert self.seat.residency.idle
+        if self.rig.protocol.at_rest:
+            assert self.rig.cell_table.idle
             assert described.quarantined == 0
 
     def teardown(self) -> None:
         """Faults stop, and the coordinator ends what is open: all room is back."""
-        if not hasattr(self, "seat"):
+        if not hasattr(self, "rig"):
             return
         while self.pending:
             self.carry_out(0, "good")
-        standing = self.seat.conduct.standing
+        standing = self.rig.protocol.standing
         if standing.handover:
-            assert self.seat.abort(standing.handover, max(2, standing.token)) is CommandVerdict.TAKE
+            assert self.rig.abort(standing.handover, max(2, standing.token)) is CommandVerdict.TAKE
             self._collect()
         while self.pending:
             self.carry_out(0, "good")
         while self.unsettled:
             self.settle(0)
-        self.seat.finish()
+        self.rig.finish()
 
 
 TestRank = Rank.TestCase

@@ -91,11 +91,11 @@ class PuppetTracker:
 
     def __init__(self, model: ClusterModel) -> None:
         self.model = model
-        self.asked = 0
+        self.requests_seen = 0
 
     async def answer(self, request: Message) -> Message:
         assert request == DescribeClusters(model="m")
-        self.asked += 1
+        self.requests_seen += 1
         return published(self.model)
 
 
@@ -106,16 +106,16 @@ async def tracking(broker: MemoryBroker, model: ClusterModel) -> AsyncIterator[P
         yield tracker
 
 
-async def said(heard: Subscription) -> RequestsProfiled:
+async def published_profiles(subscription: Subscription) -> RequestsProfiled:
     async with asyncio.timeout(5):
-        async for received in heard:
+        async for received in subscription:
             assert isinstance(received.message, RequestsProfiled)
             return received.message
     raise AssertionError("the subscription ended")
 
 
 async def known(
-    profiles: RequestProfiler, heard: Subscription, placement: Placement = HERE
+    profiles: RequestProfiler, subscription: Subscription, placement: Placement = HERE
 ) -> RequestsProfiled:
     """Let a request end again and again until one is said: the clusters are known then."""
     async with asyncio.timeout(5):
@@ -123,16 +123,16 @@ async def known(
             profiles.take([ended("first")], 0, placement)
             try:
                 async with asyncio.timeout(0.05):
-                    return await said(heard)
+                    return await published_profiles(subscription)
             except TimeoutError:
                 continue
 
 
-async def said_until(heard: Subscription, decision: str) -> list[RequestsProfiled]:
+async def profiles_until(subscription: Subscription, decision: str) -> list[RequestsProfiled]:
     """Messages up to the one that holds the decision; what `known` let end is left out."""
     messages: list[RequestsProfiled] = []
     while not messages or decision not in decisions(messages[-1:]):
-        message = await said(heard)
+        message = await published_profiles(subscription)
         messages.append(
             msgspec.structs.replace(
                 message, requests=tuple(one for one in message.requests if one.decision != "first")
@@ -155,7 +155,7 @@ def expected(
         1,
         np.zeros(placement.ranks, np.intp),
         block_size=16,
-        most_blocks=CONFIG.profile_blocks,
+        max_blocks=CONFIG.profile_blocks,
         sampled=[sampled],
     )
     return profile
@@ -166,10 +166,10 @@ async def test_an_ended_request_is_said_with_all_that_a_reader_needs_to_place_it
 ) -> None:
     async with (
         tracking(broker, clusters(5)),
-        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as subscription,
         running(broker) as profiles,
     ):
-        message = await known(profiles, heard)
+        message = await known(profiles, subscription)
     assert (
         message.engine,
         message.worker_id,
@@ -185,15 +185,15 @@ async def test_what_ends_in_an_interval_is_said_together_and_each_once(broker: M
     config = replace(CONFIG, experts_seconds=0.2)
     async with (
         tracking(broker, clusters()),
-        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as subscription,
         running(broker, config) as profiles,
     ):
-        await known(profiles, heard)
+        await known(profiles, subscription)
         began = asyncio.get_running_loop().time()
         for at in range(20):
             profiles.take([ended(str(at), 20 + at)], 0, HERE)
             await asyncio.sleep(0.001)
-        messages = await said_until(heard, "19")
+        messages = await profiles_until(subscription, "19")
         intervals = (asyncio.get_running_loop().time() - began) / config.experts_seconds
     assert decisions(messages) == [str(at) for at in range(20)]
     assert len(messages) <= intervals + 1
@@ -201,26 +201,26 @@ async def test_what_ends_in_an_interval_is_said_together_and_each_once(broker: M
 
 async def test_a_tracker_that_comes_later_is_heard_or_asked(broker: MemoryBroker) -> None:
     bus = MemoryBus(broker)
-    async with bus.subscribe(SUBJECTS.requests_profiled()) as heard, running(broker) as profiles:
+    async with bus.subscribe(SUBJECTS.requests_profiled()) as subscription, running(broker) as profiles:
         profiles.take([ended()] * 3, 9, HERE)
         await asyncio.sleep(3 * CONFIG.heartbeat_seconds)
         assert (profiles.lost, profiles._waiting_bytes) == (0, 0), "without clusters nothing is kept"
         async with tracking(broker, clusters(2)):
-            assert (await known(profiles, heard)).clusters == 2
+            assert (await known(profiles, subscription)).clusters == 2
         publisher = bus.publisher(SUBJECTS.clusters)
         await publisher.publish(published(clusters(3)))
         async with asyncio.timeout(5):
-            while (await known(profiles, heard)).clusters != 3:
+            while (await known(profiles, subscription)).clusters != 3:
                 pass
         await publisher.publish(published(clusters(1), name="another model"))
         await publisher.publish(published(clusters(2)))
         await asyncio.sleep(0.02)
-        assert (await known(profiles, heard)).clusters == 3, (
+        assert (await known(profiles, subscription)).clusters == 3, (
             "an older version of the same tracker is late, not news"
         )
         await bus.publisher(SUBJECTS.clusters).publish(published(clusters(1)))
         async with asyncio.timeout(5):
-            while (await known(profiles, heard)).clusters != 1:
+            while (await known(profiles, subscription)).clusters != 1:
                 pass
 
 
@@ -231,19 +231,19 @@ async def test_clusters_that_cannot_be_used_are_refused_with_one_line_and_the_on
     publisher = bus.publisher(SUBJECTS.clusters)
     async with (
         tracking(broker, clusters(1)),
-        bus.subscribe(SUBJECTS.requests_profiled()) as heard,
+        bus.subscribe(SUBJECTS.requests_profiled()) as subscription,
         running(broker) as profiles,
     ):
-        await known(profiles, heard)
+        await known(profiles, subscription)
         for version in (2, 3, 4):
             await publisher.publish(published(clusters(version, layers=3)))
         broken = msgspec.structs.replace(clusters(5).record(), sharpness=float("nan"))
         await publisher.publish(ClustersPublished(model="m", record=broken))
         await asyncio.sleep(0.05)
-        assert (await known(profiles, heard)).clusters == 1
+        assert (await known(profiles, subscription)).clusters == 1
         await publisher.publish(published(clusters(6)))
         async with asyncio.timeout(5):
-            while (await known(profiles, heard)).clusters != 6:
+            while (await known(profiles, subscription)).clusters != 6:
                 pass
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(lines) == 2
@@ -255,18 +255,18 @@ async def test_after_the_bus_was_away_the_tracker_is_asked_again_and_never_witho
     broker: MemoryBroker,
 ) -> None:
     requests = MemoryBus(broker).subscribe(SUBJECTS.requests_profiled())
-    async with tracking(broker, clusters()) as tracker, requests as heard, running(broker) as profiles:
-        await known(profiles, heard)
+    async with tracking(broker, clusters()) as tracker, requests as subscription, running(broker) as profiles:
+        await known(profiles, subscription)
         await asyncio.sleep(5 * CONFIG.heartbeat_seconds)
-        assert tracker.asked == 1
+        assert tracker.requests_seen == 1
         broker.reachable = False
         await asyncio.sleep(5 * CONFIG.heartbeat_seconds)
         tracker.model = clusters(2)
         broker.reachable = True
         async with asyncio.timeout(5):
-            while (await known(profiles, heard)).clusters != 2:
+            while (await known(profiles, subscription)).clusters != 2:
                 pass
-        assert tracker.asked == 2
+        assert tracker.requests_seen == 2
 
 
 @pytest.mark.looptime
@@ -295,13 +295,13 @@ async def test_requests_of_another_epoch_or_cluster_version_are_another_message(
     later = Placement(HERE.expert_of_slot[:, ::-1], experts=4, ranks=2, epoch=4)
     async with (
         tracking(broker, clusters()),
-        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as subscription,
         running(broker) as profiles,
     ):
-        await known(profiles, heard)
+        await known(profiles, subscription)
         profiles.take([ended("x")], 0, HERE)
         profiles.take([ended("y"), ended("z")], 0, later)
-        messages = await said_until(heard, "z")
+        messages = await profiles_until(subscription, "z")
     by_epoch = {message.epoch: message.requests for message in messages}
     assert [one.decision for one in by_epoch[0]] == ["x"]
     assert by_epoch[4] == (expected(ended("y"), clusters(), later), expected(ended("z"), clusters(), later))
@@ -311,12 +311,12 @@ async def test_only_some_requests_carry_their_counts(broker: MemoryBroker) -> No
     config = replace(CONFIG, samples_per_second=1e-6, samples_burst=3.0)
     async with (
         tracking(broker, clusters()),
-        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as subscription,
         running(broker, config) as profiles,
     ):
-        await known(profiles, heard)
+        await known(profiles, subscription)
         profiles.take([ended(str(at)) for at in range(5)], 0, HERE)
-        (message,) = await said_until(heard, "4")
+        (message,) = await profiles_until(subscription, "4")
     sampled = [one.sample is not None for one in message.requests]
     assert sampled == sorted(sampled, reverse=True)
     assert sum(sampled) <= 2
@@ -328,12 +328,12 @@ async def test_large_batches_are_several_messages_in_order(
     monkeypatch.setattr(profile_reports, "MESSAGE_BYTES", 1000)
     async with (
         tracking(broker, clusters()),
-        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as subscription,
         running(broker) as profiles,
     ):
-        await known(profiles, heard)
+        await known(profiles, subscription)
         profiles.take([ended(str(at)) for at in range(40)], 0, HERE)
-        messages = await said_until(heard, "39")
+        messages = await profiles_until(subscription, "39")
     assert decisions(messages) == [str(at) for at in range(40)]
     assert all(len(message.requests) <= 6 for message in messages)
 
@@ -344,13 +344,13 @@ async def test_when_too_much_waits_the_oldest_are_left_out_and_counted(
     config = replace(CONFIG, profile_queue_bytes=1 << 20)
     async with (
         tracking(broker, clusters()),
-        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard,
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as subscription,
         running(broker, config) as profiles,
     ):
-        await known(profiles, heard)
+        await known(profiles, subscription)
         large = [ended(str(at), 40_000) for at in range(9)]  # 320 kB, and 160 kB of blocks
         profiles.take(large, 3, HERE)
-        messages = await said_until(heard, "8")
+        messages = await profiles_until(subscription, "8")
     assert decisions(messages) == ["7", "8"]
     assert [len(one.blocks) // 8 for message in messages for one in message.requests] == [
         CONFIG.profile_blocks

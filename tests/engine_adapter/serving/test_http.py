@@ -16,7 +16,7 @@ import uvicorn
 
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.serving.admission import RouterAdmission
-from engine_adapter.serving.http import MOST_BODY_BYTES, RankApp
+from engine_adapter.serving.http import MAX_BODY_BYTES, RankApp
 from fleet.completions import Completion
 
 Starter = Callable[..., AbstractAsyncContextManager[Any]]
@@ -94,9 +94,11 @@ async def test_ids_are_said_also_while_their_text_is_held_back(served: tuple[htt
     client, started = served
     alone = bytes(started.runner.alone(IDS, 12)).decode()
     never = alone[3:6] + "~"
-    told = events_of(await complete(client, max_tokens=12, stream=True, return_token_ids=True, stop=never))
-    assert sum(len(chunk.choices[0].token_ids or []) for chunk in told) == 12
-    assert "".join(chunk.choices[0].text for chunk in told) == alone
+    reported = events_of(
+        await complete(client, max_tokens=12, stream=True, return_token_ids=True, stop=never)
+    )
+    assert sum(len(chunk.choices[0].token_ids or []) for chunk in reported) == 12
+    assert "".join(chunk.choices[0].text for chunk in reported) == alone
     quiet = events_of(await complete(client, max_tokens=12, stream=True, stop=never))
     assert all(chunk.choices[0].text or chunk.choices[0].finish_reason for chunk in quiet)
 
@@ -283,7 +285,7 @@ async def test_wrong_places_models_and_sizes_have_their_own_status(
     )
     assert (await client.get("/v1/nowhere")).status_code == 404
     assert (await client.get("/v1/completions")).status_code == 405
-    large = await client.post("/v1/completions", content=b" " * (MOST_BODY_BYTES + 1))
+    large = await client.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1))
     assert large.status_code == 413
 
     async def pieces() -> AsyncIterator[bytes]:

@@ -124,9 +124,9 @@ async def test_busy_ranks_count_their_experts_now_and_then_and_idle_ones_at_once
             found.append(rank.take_facts().activations)
             await asyncio.sleep(0.05)
         found.append(rank.take_facts().activations)
-        told = [one for one in found if one is not None]
-        assert 4 <= len(told) <= 6
-        assert sum(one.tokens for one in told) == 20 + 399
+        reported = [one for one in found if one is not None]
+        assert 4 <= len(reported) <= 6
+        assert sum(one.tokens for one in reported) == 20 + 399
 
 
 async def test_what_is_sent_between_two_looks_adds_up_over_the_ranks_of_an_engine() -> None:

@@ -28,7 +28,7 @@ ASK = {
 }
 
 
-class House:
+class SimulatedFixture:
     """An engine of two ranks, and clients of it and of its bus."""
 
     def __init__(self, broker: MemoryBroker, host: SimulatedHost, http: aiohttp.ClientSession) -> None:
@@ -49,11 +49,11 @@ class House:
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[House]:
+async def sim() -> AsyncIterator[SimulatedFixture]:
     async with AsyncExitStack() as stack:
         broker = MemoryBroker()
         host = await stack.enter_async_context(simulated_engine(MemoryBus(broker), broker.subjects))
-        yield House(broker, host, await stack.enter_async_context(aiohttp.ClientSession()))
+        yield SimulatedFixture(broker, host, await stack.enter_async_context(aiohttp.ClientSession()))
 
 
 def test_loading_it_loads_no_torch():
@@ -61,21 +61,21 @@ def test_loading_it_loads_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-async def test_a_refused_and_a_failed_request_touch_nothing_else(house):
-    assert (await house.simulate(fault="refuse", rank=1))[0] == 200
-    status, text = await house.ask(1)
+async def test_a_refused_and_a_failed_request_touch_nothing_else(sim):
+    assert (await sim.simulate(fault="refuse", rank=1))[0] == 200
+    status, text = await sim.ask(1)
     assert status == 503
     assert "overloaded" in text
-    assert (await house.ask(0))[0] == 200
-    await house.simulate(fault="heal")
-    await house.simulate(fault="error", rank=0)
-    assert (await house.ask(0))[0] == 500
-    assert (await house.ask(1))[0] == 200
+    assert (await sim.ask(0))[0] == 200
+    await sim.simulate(fault="heal")
+    await sim.simulate(fault="error", rank=0)
+    assert (await sim.ask(0))[0] == 500
+    assert (await sim.ask(1))[0] == 200
 
 
-async def test_a_share_of_the_requests_is_a_share(house):
-    await house.simulate(fault="refuse", share=0.5)
-    found = [(await house.ask(0, max_tokens=1))[0] for _ in range(60)]
+async def test_a_share_of_the_requests_is_a_share(sim):
+    await sim.simulate(fault="refuse", share=0.5)
+    found = [(await sim.ask(0, max_tokens=1))[0] for _ in range(60)]
     assert 10 < found.count(503) < 50
 
 
@@ -87,95 +87,95 @@ async def test_shares_that_are_set_hit_without_being_told():
         ) as host,
         aiohttp.ClientSession() as http,
     ):
-        house = House(broker, host, http)
-        found = [(await house.ask(0, max_tokens=1))[0] for _ in range(60)]
+        sim = SimulatedFixture(broker, host, http)
+        found = [(await sim.ask(0, max_tokens=1))[0] for _ in range(60)]
     assert min(found.count(status) for status in (200, 500, 503)) > 5
 
 
-async def test_a_broken_stream_ends_in_the_middle_and_its_request_is_cancelled(house):
-    await house.simulate(fault="break_stream", rank=0)
+async def test_a_broken_stream_ends_in_the_middle_and_its_request_is_cancelled(sim):
+    await sim.simulate(fault="break_stream", rank=0)
     with pytest.raises(aiohttp.ClientPayloadError):
-        await house.ask(0)
+        await sim.ask(0)
     with pytest.raises(aiohttp.ClientError):
-        await house.ask(0, stream=False)
-    assert (await house.ask(1))[0] == 200
-    assert house.host.engine.ranks[0].take_facts().load.running == 0
+        await sim.ask(0, stream=False)
+    assert (await sim.ask(1))[0] == 200
+    assert sim.host.engine.ranks[0].take_facts().load.running == 0
 
 
-async def test_a_stalled_engine_takes_requests_and_goes_on_where_it_was(house):
-    await house.simulate(fault="stall")
-    asked = asyncio.create_task(house.ask(0))
-    steps = house.host.engine.steps
+async def test_a_stalled_engine_takes_requests_and_goes_on_where_it_was(sim):
+    await sim.simulate(fault="stall")
+    requested = asyncio.create_task(sim.ask(0))
+    steps = sim.host.engine.steps
     await asyncio.sleep(0.1)
-    assert house.host.engine.steps == steps
-    assert not asked.done()
-    await house.simulate(fault="heal")
-    assert (await asked)[0] == 200
+    assert sim.host.engine.steps == steps
+    assert not requested.done()
+    await sim.simulate(fault="heal")
+    assert (await requested)[0] == 200
 
 
-async def test_a_killed_engine_breaks_its_connections_and_says_no_word(house):
-    async with house.http.post(
-        f"{house.host.identity.urls[0]}/v1/completions", json=ASK | {"max_tokens": 2000}
+async def test_a_killed_engine_breaks_its_connections_and_says_no_word(sim):
+    async with sim.http.post(
+        f"{sim.host.identity.urls[0]}/v1/completions", json=ASK | {"max_tokens": 2000}
     ) as answer:
         await answer.content.readline()
-        await house.host.kill()
+        await sim.host.kill()
         with pytest.raises(aiohttp.ClientPayloadError):
             await answer.read()
     with pytest.raises(aiohttp.ClientConnectorError):
-        await house.ask(1)
+        await sim.ask(1)
     with pytest.raises(EngineFailed, match="ordered to die"):
-        await house.host.failed()
-    said = [one.message async for one in house.bus.replay(house.subjects.membership("sim-0"), follow=False)]
-    assert [type(one) for one in said] == [EngineJoined]
+        await sim.host.failed()
+    messages = [one.message async for one in sim.bus.replay(sim.subjects.membership("sim-0"), follow=False)]
+    assert [type(one) for one in messages] == [EngineJoined]
 
 
-async def test_a_slow_rank_makes_the_others_wait(house):
-    await house.ask(0)
-    usual = house.host.engine.step_seconds
-    await house.simulate(fault="slow", rank=1, factor=20)
-    await house.ask(0)
-    async with house.bus.subscribe(house.subjects.kv_metrics) as said:
+async def test_a_slow_rank_makes_the_others_wait(sim):
+    await sim.ask(0)
+    usual = sim.host.engine.step_seconds
+    await sim.simulate(fault="slow", rank=1, factor=20)
+    await sim.ask(0)
+    async with sim.bus.subscribe(sim.subjects.kv_metrics) as messages:
         load = await anext(
             one.message
-            async for one in said
+            async for one in messages
             if isinstance(one.message, KvMetrics) and one.message.step_seconds is not None
         )
     assert load.step_seconds > 2 * usual
 
 
-async def test_load_is_a_lie_as_long_as_it_is_told_to_be(house):
-    await house.simulate(fault="lie_load", rank=0)
-    asked = asyncio.create_task(house.ask(0, max_tokens=300))
-    ranks = house.host.engine.ranks
-    async with house.bus.subscribe(house.subjects.kv_events) as said:
-        await anext(said)
+async def test_load_is_a_lie_as_long_as_it_is_told_to_be(sim):
+    await sim.simulate(fault="lie_load", rank=0)
+    requested = asyncio.create_task(sim.ask(0, max_tokens=300))
+    ranks = sim.host.engine.ranks
+    async with sim.bus.subscribe(sim.subjects.kv_events) as messages:
+        await anext(messages)
     assert ranks[0].take_facts().load.running == 0
-    await house.simulate(fault="heal")
+    await sim.simulate(fault="heal")
     assert ranks[0].take_facts().load.running == 1
-    asked.cancel()
+    requested.cancel()
 
 
-async def test_kv_events_are_lost_without_a_trace(house):
-    await house.simulate(fault="lose_kv_events", rank=0)
-    async with house.bus.subscribe(house.subjects.kv_events) as said:
-        await house.ask(0)
-        await house.ask(1)
-        first = await anext(said)
+async def test_kv_events_are_lost_without_a_trace(sim):
+    await sim.simulate(fault="lose_kv_events", rank=0)
+    async with sim.bus.subscribe(sim.subjects.kv_events) as messages:
+        await sim.ask(0)
+        await sim.ask(1)
+        first = await anext(messages)
     assert {event.event.dp_rank for event in first.message} == {1}
 
 
-async def test_a_handover_is_announced_and_holds_the_steps(house):
-    async with house.bus.subscribe(house.subjects.heartbeats()) as beats:
-        await house.simulate(fault="handover", seconds=1.0)
-        asked = asyncio.create_task(house.ask(0, max_tokens=2))
+async def test_a_handover_is_announced_and_holds_the_steps(sim):
+    async with sim.bus.subscribe(sim.subjects.heartbeats()) as beats:
+        await sim.simulate(fault="handover", seconds=1.0)
+        requested = asyncio.create_task(sim.ask(0, max_tokens=2))
         beat = await anext(
             one.message
             async for one in beats
             if isinstance(one.message, EngineHeartbeat) and one.message.handover_seconds
         )
         assert 0 < beat.handover_seconds <= 1.0
-        assert not asked.done()
-        assert (await asked)[0] == 200
+        assert not requested.done()
+        assert (await requested)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -195,19 +195,19 @@ def test_an_order_that_makes_no_sense_is_refused_in_words(order, complaint):
         Faults(2).order(FaultOrder(**order), now=0.0)
 
 
-async def test_the_door_says_what_is_wrong_with_an_order(house):
+async def test_the_door_says_what_is_wrong_with_an_order(sim):
     for order, complaint in (
         ({"fault": "explode"}, "use one of die, stall"),
         ({"fault": "slow", "ranks": 1}, "unknown field `ranks`"),
     ):
-        status, told = await house.simulate(**order)
+        status, reported_load = await sim.simulate(**order)
         assert status == 400
-        assert complaint in told["error"]["message"]
+        assert complaint in reported_load["error"]["message"]
 
 
-async def test_the_door_tells_what_lasts(house):
-    await house.simulate(fault="refuse", rank=1, seconds=60, share=0.25)
-    async with house.http.get(f"{house.host.identity.urls[0]}/simulate") as answer:
+async def test_the_door_tells_what_lasts(sim):
+    await sim.simulate(fault="refuse", rank=1, seconds=60, share=0.25)
+    async with sim.http.get(f"{sim.host.identity.urls[0]}/simulate") as answer:
         (one,) = (await answer.json())["faults"]
     assert (one["fault"], one["rank"], one["share"]) == ("refuse", 1, 0.25)
     assert 0 < one["seconds_left"] <= 60

@@ -26,7 +26,7 @@ from fleet.timing import EngineSpeed
 from tests.fleet.splits import random_table
 
 CONFIG = SimulatedConfig(shape="demo", ranks=4, node_ranks=2, domains=3, domain_blocks=2)
-TASTES = RoutingModel(CONFIG)
+ROUTING = RoutingModel(CONFIG)
 TOKENIZER = WordTokenizer()
 tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=90)
 
@@ -35,19 +35,19 @@ tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=90)
 @settings(max_examples=40)
 def test_a_position_wants_the_same_experts_however_its_prompt_is_cut_and_goes_on(prompt, data):
     blocks = identify(prompt, 16)
-    rows = TASTES.rows_of(prompt, 0, blocks)
-    assert rows.tolist() == [TASTES.row(token, at, blocks) for at, token in enumerate(prompt)]
+    rows = ROUTING.rows_of(prompt, 0, blocks)
+    assert rows.tolist() == [ROUTING.row(token, at, blocks) for at, token in enumerate(prompt)]
     begin = data.draw(st.integers(0, len(prompt) - 1))
-    assert TASTES.rows_of(prompt[begin:], begin, blocks).tolist() == rows[begin:].tolist()
+    assert ROUTING.rows_of(prompt[begin:], begin, blocks).tolist() == rows[begin:].tolist()
     shorter = prompt[: begin + 1]
-    assert TASTES.rows_of(shorter, 0, identify(shorter, 16)).tolist() == rows[: begin + 1].tolist()
+    assert ROUTING.rows_of(shorter, 0, identify(shorter, 16)).tolist() == rows[: begin + 1].tolist()
 
 
 def test_the_first_blocks_choose_the_domain_and_the_rest_keeps_it():
-    dice = np.random.default_rng(3)
-    prompts = [dice.integers(0, 1000, 160).tolist() for _ in range(60)]
+    random = np.random.default_rng(3)
+    prompts = [random.integers(0, 1000, 160).tolist() for _ in range(60)]
     domains = [
-        (TASTES.rows_of(prompt, 0, identify(prompt, 16)) // BUCKETS).reshape(-1, 16) for prompt in prompts
+        (ROUTING.rows_of(prompt, 0, identify(prompt, 16)) // BUCKETS).reshape(-1, 16) for prompt in prompts
     ]
     for found in domains:
         assert (found[0] == CONFIG.domains).all()
@@ -56,14 +56,14 @@ def test_the_first_blocks_choose_the_domain_and_the_rest_keeps_it():
 
 
 def test_counts_are_those_of_the_tables():
-    by_row = np.random.default_rng(1).integers(0, 4, TASTES.rows)
-    rows = np.repeat(np.arange(TASTES.rows, dtype=np.int16), by_row)
-    assert np.array_equal(TASTES.counts(by_row), count_pairs(TASTES.chosen(rows), TASTES.shape.experts))
+    by_row = np.random.default_rng(1).integers(0, 4, ROUTING.rows)
+    rows = np.repeat(np.arange(ROUTING.rows, dtype=np.int16), by_row)
+    assert np.array_equal(ROUTING.counts(by_row), count_pairs(ROUTING.chosen(rows), ROUTING.shape.experts))
 
 
 def test_engines_of_one_seed_agree_and_of_another_do_not():
-    assert np.array_equal(TASTES.table, RoutingModel(dataclasses.replace(CONFIG, ranks=2)).table)
-    assert not np.array_equal(TASTES.table, RoutingModel(dataclasses.replace(CONFIG, seed=1)).table)
+    assert np.array_equal(ROUTING.table, RoutingModel(dataclasses.replace(CONFIG, ranks=2)).table)
+    assert not np.array_equal(ROUTING.table, RoutingModel(dataclasses.replace(CONFIG, seed=1)).table)
 
 
 def with_replicas() -> Placement:
@@ -78,23 +78,23 @@ def with_replicas() -> Placement:
 
 def unevenly() -> Placement:
     """The same, with splits that are not even: ranks keep some of their own, nodes take some of theirs."""
-    dice, replicated = np.random.default_rng(7), with_replicas()
+    random, replicated = np.random.default_rng(7), with_replicas()
     even, table = replicated.split, replicated.expert_of_slot
     spill = even.spill.copy()
     for layer, expert in itertools.product(range(4), (0, 5, 9, 17, 25, 31)):
         first, second = np.flatnonzero(table[layer] == expert)
-        spill[layer, first] = dice.choice([0, 20_000, FULL])
+        spill[layer, first] = random.choice([0, 20_000, FULL])
         spill[layer, second] = FULL - spill[layer, first]
     keep, near = (
-        np.where(table >= 0, dice.choice([0, 30_000, FULL], table.shape), 0).astype(np.uint16)
+        np.where(table >= 0, random.choice([0, 30_000, FULL], table.shape), 0).astype(np.uint16)
         for _ in range(2)
     )
     return Placement(table, experts=32, ranks=4, split=Split(keep, spill, near))
 
 
 PLACEMENTS = {
-    "linear": place(TASTES, CONFIG),
-    "aligned": aligned(TASTES, 4),
+    "linear": place(ROUTING, CONFIG),
+    "aligned": aligned(ROUTING, 4),
     "replicas": with_replicas(),
     "uneven": unevenly(),
 }
@@ -104,7 +104,7 @@ PLACEMENTS = {
 def test_traffic_is_what_counting_token_by_token_gives(placement):
     """Each expert of each token goes its own way: all ways that a token's experts may go together, by their
     probability."""
-    by_row = np.random.default_rng(2).integers(0, 3, (4, TASTES.rows)) * (np.arange(TASTES.rows) % 29 == 0)
+    by_row = np.random.default_rng(2).integers(0, 3, (4, ROUTING.rows)) * (np.arange(ROUTING.rows) % 29 == 0)
     node = CONFIG.node_of_rank
     part = np.stack([shares(placement, home, np.array(node)) for home in range(4)])
     ranks, nodes, served = np.zeros(4), np.zeros(4), np.zeros((4, 4))
@@ -112,7 +112,7 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
     unread = np.ones(placement.expert_of_slot.shape)
     for home, row in zip(*np.nonzero(by_row), strict=True):
         tokens = by_row[home, row]
-        for layer, experts in enumerate(TASTES.table[row]):
+        for layer, experts in enumerate(ROUTING.table[row]):
             ways = [
                 [
                     slot
@@ -132,7 +132,7 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
                     served[layer, slot // placement.slots_per_rank] += chance
             for slot in itertools.chain(*ways):
                 unread[layer, slot] *= (1 - part[home, layer, slot]) ** tokens
-    routes = DispatchModel(TASTES, placement, node)
+    routes = DispatchModel(ROUTING, placement, node)
     for home in range(4):
         assert np.stack(routes.sent(home, by_row[home])) == pytest.approx(
             np.stack([reached[home], local[home]]), rel=1e-5
@@ -142,14 +142,14 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
     assert found.remote_nodes == pytest.approx(nodes)
     assert found.served == pytest.approx(served)
     assert found.distinct_experts == pytest.approx((1 - unread).reshape(4, 4, -1).sum(axis=(0, 2)))
-    demand = np.stack([TASTES.counts(rows) for rows in by_row])
+    demand = np.stack([ROUTING.counts(rows) for rows in by_row])
     assert found.served == pytest.approx(loads(placement, demand, np.array(node)))
 
 
 def test_tokens_chosen_for_as_a_whole_reach_fewer_ranks_and_cause_the_same_else():
     placement = Placement(random_table(np.random.default_rng(3), 4, 4, 32, 6), experts=32, ranks=4)
-    tokens = np.random.default_rng(4).integers(0, 3, (4, TASTES.rows))
-    routes = [DispatchModel(TASTES, placement, (0, 0, 1, 1), cover=cover) for cover in (False, True)]
+    tokens = np.random.default_rng(4).integers(0, 3, (4, ROUTING.rows))
+    routes = [DispatchModel(ROUTING, placement, (0, 0, 1, 1), cover=cover) for cover in (False, True)]
     split, cover = (one.traffic(tokens) for one in routes)
     assert (cover.remote_ranks < 0.95 * split.remote_ranks).all()
     for home in range(4):
@@ -161,29 +161,31 @@ def test_tokens_chosen_for_as_a_whole_reach_fewer_ranks_and_cause_the_same_else(
     assert cover.served == pytest.approx(split.served)
     sole = linear(layers=4, experts=32, ranks=4)
     split, cover = (
-        DispatchModel(TASTES, sole, (0, 0, 1, 1), cover=cover).traffic(tokens) for cover in (False, True)
+        DispatchModel(ROUTING, sole, (0, 0, 1, 1), cover=cover).traffic(tokens) for cover in (False, True)
     )
     assert cover.remote_ranks.tolist() == split.remote_ranks.tolist()
 
 
 def test_alignment_keeps_domains_at_home_and_ranks_balanced():
     config = SimulatedConfig(shape="demo", ranks=4, domains=4, domain_skew=1.5)
-    tastes = RoutingModel(config)
+    routing = RoutingModel(config)
     shares, loads = [], []
-    for placement in (linear(layers=4, experts=32, ranks=4), aligned(tastes, 4)):
+    for placement in (linear(layers=4, experts=32, ranks=4), aligned(routing, 4)):
         held = placement.replicas_on_rank > 0
         local = [
             np.mean(
                 [
-                    held[layer, domain, tastes.table[domain * BUCKETS : (domain + 1) * BUCKETS, layer]].mean()
+                    held[
+                        layer, domain, routing.table[domain * BUCKETS : (domain + 1) * BUCKETS, layer]
+                    ].mean()
                     for layer in range(4)
                 ]
             )
             for domain in range(4)
         ]
-        wanted = tastes.counts(np.ones(tastes.rows, np.int64))
+        expected = routing.counts(np.ones(routing.rows, np.int64))
         shares.append(np.mean(local))
-        loads.append((held * wanted[:, None, :]).sum(axis=2).max(axis=1) / wanted.sum(axis=1) * 4)
+        loads.append((held * expected[:, None, :]).sum(axis=2).max(axis=1) / expected.sum(axis=1) * 4)
     assert shares[0] < 0.32
     assert shares[1] > shares[0] + 0.1
     assert loads[1].max() < 1.3
@@ -194,10 +196,10 @@ def test_a_step_costs_what_its_slices_say():
     running.blocks = identify(running.tokens, 16)
     running.table.pages = [4, 5, 6]
     begun = SequenceState(prompt, 9, blocks=identify(prompt, 16))
-    found = plan([Slice(running, 39, 1, last=True), Slice(begun, 16, 20, last=False)], TASTES)
+    found = plan([Slice(running, 39, 1, last=True), Slice(begun, 16, 20, last=False)], ROUTING)
     assert (found.prefill_tokens, found.sequences, found.blocks) == (20, 1, 3)
     assert found.prefill_pairs == sum(position + 1 for position in range(16, 36))
-    by_row = np.stack([tokens_of_row(found.parts, TASTES.rows), np.zeros(TASTES.rows, np.int64)])
+    by_row = np.stack([tokens_of_row(found.parts, ROUTING.rows), np.zeros(ROUTING.rows, np.int64)])
     assert by_row.sum() == 21
     speed = EngineSpeed(
         prefill_token=1.0,
@@ -210,7 +212,7 @@ def test_a_step_costs_what_its_slices_say():
         expert_read=1e-6,
         expert_pair=0.01,
     )
-    routes = DispatchModel(TASTES, linear(layers=4, experts=32, ranks=2), (0, 1))
+    routes = DispatchModel(ROUTING, linear(layers=4, experts=32, ranks=2), (0, 1))
     cause = routes.traffic(by_row)
     busy, idle = seconds(speed, [found, StepPlan([], 0, 0.0, 0, 0)], cause)
     waits = 0.01 * sum(float(layer.max() - layer.mean()) for layer in cause.served)
@@ -272,21 +274,21 @@ def test_set_speeds_win_and_real_ones_are_scaled():
 @settings(max_examples=60)
 def test_what_is_said_is_text_that_reads_back_as_it_was_said(prompt, seed, skipped):
     script = Script(TOKENIZER, prompt, seed, 0)
-    said = [script.token(len(prompt) + at) for at in range(skipped, skipped + 30)]
+    answer = [script.token(len(prompt) + at) for at in range(skipped, skipped + 30)]
     stream = TOKENIZER.detokenizer()
-    text = "".join(map(stream.feed, said)) + stream.finish()
-    assert TOKENIZER.encode(text) == said
+    text = "".join(map(stream.feed, answer)) + stream.finish()
+    assert TOKENIZER.encode(text) == answer
     again = Script(TOKENIZER, list(prompt), seed, 0)
-    assert [again.token(len(prompt) + at) for at in range(skipped, skipped + 30)] == said
+    assert [again.token(len(prompt) + at) for at in range(skipped, skipped + 30)] == answer
 
 
 def test_another_prompt_or_seed_says_something_else():
-    said = {
+    answer = {
         tuple(Script(TOKENIZER, prompt, seed, 0).token(3 + at) for at in range(20))
         for prompt in ([1, 2, 3], [1, 2, 4])
         for seed in (0, 1)
     }
-    assert len(said) == 4
+    assert len(answer) == 4
 
 
 def test_answers_that_end_by_themselves_have_the_mean_length_asked_for():
@@ -301,9 +303,9 @@ def test_answers_that_end_by_themselves_have_the_mean_length_asked_for():
 
 def test_the_archive_is_what_routers_read():
     with zipfile.ZipFile(io.BytesIO(TOKENIZER.archive)) as files:
-        told = json.loads(files.read("tokenizer_config.json"))
-        assert told["eos_token"] == END
-        assert "assistant:" in told["chat_template"]
+        reported = json.loads(files.read("tokenizer_config.json"))
+        assert reported["eos_token"] == END
+        assert "assistant:" in reported["chat_template"]
         assert len(json.loads(files.read("tokenizer.json"))["model"]["vocab"]) == TOKENIZER.end
     assert WordTokenizer().archive == TOKENIZER.archive
     assert [

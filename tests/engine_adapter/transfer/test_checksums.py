@@ -26,26 +26,26 @@ def a_cell() -> np.ndarray:
 @given(st.data())
 def test_any_changed_byte_is_found_and_its_tensor_named(data: st.DataObject) -> None:
     cell = a_cell()
-    promised = checksums(cell, EXPERT)
+    expected = checksums(cell, EXPERT)
     hit = data.draw(st.sampled_from(EXPERT))
     cell[hit.offset + data.draw(st.integers(0, hit.bytes - 1))] ^= data.draw(st.integers(1, 255))
-    assert compare(EXPERT, promised, checksums(cell, EXPERT)) == (hit.name,)
+    assert compare(EXPERT, expected, checksums(cell, EXPERT)) == (hit.name,)
 
 
 def test_bytes_between_tensors_do_not_count() -> None:
     cell, gap = a_cell(), EXPERT[2].offset + EXPERT[2].bytes
-    promised = checksums(cell, EXPERT)
+    expected = checksums(cell, EXPERT)
     cell[gap] ^= 1
     assert gap < EXPERT[3].offset
-    assert compare(EXPERT, promised, checksums(cell, EXPERT)) == ()
+    assert compare(EXPERT, expected, checksums(cell, EXPERT)) == ()
 
 
 def test_swapped_halves_are_found() -> None:
     cell = a_cell()
-    promised = checksums(cell, EXPERT)
+    expected = checksums(cell, EXPERT)
     gate_up = cell[: EXPERT[0].bytes]
     gate_up[:] = np.roll(gate_up, EXPERT[0].bytes // 2)
-    assert compare(EXPERT, promised, checksums(cell, EXPERT)) == ("gate_up",)
+    assert compare(EXPERT, expected, checksums(cell, EXPERT)) == ("gate_up",)
 
 
 def test_a_missing_checksum_is_a_difference() -> None:

@@ -111,12 +111,12 @@ def test_a_lie_about_an_agent_is_refused_and_harms_no_other_read(way: Ranks, pai
 
 def test_a_corrupted_byte_of_a_scale_is_named(pair: tuple[Rank, Rank]) -> None:
     source, reader = pair
-    promised = source.ask("sums", cell=1)["sums"]
+    source_sums = source.ask("sums", cell=1)["sums"]
     source.ask("put", cell=1, offset=MIB - 3, value=0)
     reader.ask("pull", address=source.address, pulls=[[1, 1]], seconds=20)
     found = reader.ask("sums", cell=1)["sums"]
     source.ask("fill", cell=1, seed=2)
-    assert [expected == got for expected, got in zip(promised, found, strict=True)] == [True, False]
+    assert [expected == got for expected, got in zip(source_sums, found, strict=True)] == [True, False]
 
 
 def test_a_stopped_source_makes_reads_overdue_and_they_settle_once_it_goes_on(

@@ -176,7 +176,7 @@ def test_without_nixl_all_else_loads_and_the_error_names_the_extra() -> None:
         " (8,))]), 1)\ntry: asyncio.run(selection.open_transfers(TransferConfig(way='nixl'), memory, 'a',"
         " one_machine=True))\nexcept TransferError as error: print(error)\n"
     )
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
         env={**os.environ},
@@ -185,4 +185,4 @@ def test_without_nixl_all_else_loads_and_the_error_names_the_extra() -> None:
         check=True,
         timeout=60,
     )
-    assert "extra `nixl`" in said.stdout
+    assert "extra `nixl`" in message.stdout

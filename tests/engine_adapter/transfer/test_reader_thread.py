@@ -122,17 +122,17 @@ async def given_up(worker: ReaderThread, script: Script, address: MemoryAddress,
 def test_requests_cover_every_byte_once_in_order_and_none_is_larger_than_a_piece(
     pulls: list[tuple[int, int]], cell: int, piece: int
 ) -> None:
-    asked = list(requests([Pull(*pull) for pull in pulls], cell, piece))
-    assert all(0 < sum(part.size for part in parts) <= piece for parts in asked)
+    requested = list(requests([Pull(*pull) for pull in pulls], cell, piece))
+    assert all(0 < sum(part.size for part in parts) <= piece for parts in requested)
     covered = [
         (part.source, part.cell, part.offset + at)
-        for parts in asked
+        for parts in requested
         for part in parts
         for at in range(part.size)
     ]
     assert covered == [(source, target, at) for source, target in pulls for at in range(cell)]
     assert all(
-        sum(part.size for part in first) + second[0].size > piece for first, second in pairwise(asked)
+        sum(part.size for part in first) + second[0].size > piece for first, second in pairwise(requested)
     ), "two requests that one would do for"
 
 

@@ -167,8 +167,8 @@ async def test_memory_that_may_shrink_under_its_readers_is_not_mapped(memory: Ma
     descriptor = os.memfd_create("unsealed", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, memory.cells * memory.cell_bytes)
     reader = SharedTransfer(memory, TransferConfig())
-    told = reader.address(own_address(memory))
-    lie = msgspec.structs.replace(told, descriptor=descriptor, inode=os.fstat(descriptor).st_ino)
+    announced = reader.address(own_address(memory))
+    lie = msgspec.structs.replace(announced, descriptor=descriptor, inode=os.fstat(descriptor).st_ino)
     with pytest.raises(AddressRefused, match="seal"):
         await reader.pull(lie, [Pull(0, 1)], 10)
     await reader.close()
