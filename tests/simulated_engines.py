@@ -17,7 +17,7 @@ from bus import Bus
 from bus.protocol.subjects import Subjects
 from deploy.http.sockets import listen, url_of
 from deploy.parts.simulated import OPEN, SimulatedHost, hosted, nodes
-from engine_adapter.agent.engine_agent import AgentIdentity
+from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.config import AgentConfig
 from engine_adapter.serving.admission import RouterAdmission
 from engine_adapter.simulated.model.config import SimulatedConfig

@@ -27,8 +27,9 @@ from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.demo_model import checkpoint_path
 from deploy.process import alongside, until_ready
-from engine_adapter.agent.engine_agent import Agent, AgentIdentity
-from engine_adapter.agent.handover_agent import Staging
+from engine_adapter.agent.copy_runner import Staging
+from engine_adapter.agent.engine_agent import Agent
+from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.embedded.engine import EmbeddedEngine

@@ -12,7 +12,8 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside, first_failure, first_of
-from engine_adapter.agent.engine_agent import Agent, AgentIdentity
+from engine_adapter.agent.engine_agent import Agent
+from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EngineFailed
 from engine_adapter.openai_backend import BackendAgent, BackendAgentConfig

@@ -23,8 +23,9 @@ from deploy.process import alongside, on_hangup, until_ready
 from deploy.security.rank_security import RankSecurity
 from deploy.security.tls import CertificateError, ServerTls
 from deploy.settings import WorkerConfig
-from engine_adapter.agent.engine_agent import Agent, AgentIdentity
-from engine_adapter.agent.handover_agent import Staging
+from engine_adapter.agent.copy_runner import Staging
+from engine_adapter.agent.engine_agent import Agent
+from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.engine import EngineFailed
 from engine_adapter.serving.admission import NoSecret, RouterAdmission

@@ -9,13 +9,12 @@ is renewed while a read may still use it.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from bus import Bus, BusError
-from bus.protocol.subjects import Subjects
+from bus import BusError, Message
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.handover.inbound_copies import (
@@ -36,6 +35,7 @@ from engine_adapter.handover.inbound_copies import (
     VerifyCells,
 )
 from engine_adapter.handover.read_deadlines import Deadlines
+from engine_adapter.reporting.rank_context import RankContext
 from engine_adapter.transfer.checksums import checksums, compare
 from engine_adapter.transfer.port import Overdue, PeerGone, Pull, Transfer, TransferError
 from fleet.requests.handovers import EndLease as EndLeaseRequest
@@ -61,6 +61,27 @@ class CopyTracing(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """Means by which a rank copies incoming experts."""
+
+    transfers: tuple[Transfer, ...] = ()
+    """Transfer backends for reading other ranks' memory, the best first. They belong to the caller, who
+    closes them after the rank's agent has ended."""
+    config: TransferConfig = field(default_factory=TransferConfig)
+    tracing: CopyTracing | None = None
+    executor: Executor | None = None
+    """Executor that compares checksums. None: a thread of its own, at lower priority than the computing
+    threads."""
+
+    def trace(
+        self, traceparent: str, name: str, began: int, attributes: Attributes, failure: str = ""
+    ) -> None:
+        """Record a stage that ended now, if its handover has a trace context."""
+        if self.tracing is not None and traceparent:
+            self.tracing.stage(traceparent, name, began, attributes, failure)
+
+
 @dataclass(slots=True)
 class _BatchTasks:
     """Tasks of one batch."""
@@ -75,16 +96,10 @@ class CopyRunner:
 
     def __init__(
         self,
-        bus: Bus,
-        subjects: Subjects,
-        *,
-        engine: str,
-        worker_id: int,
-        rank: int,
+        context: RankContext,
         memory: ExpertMemory,
-        transfers: Sequence[Transfer],
-        config: TransferConfig,
-        tracing: CopyTracing | None,
+        staging: Staging,
+        *,
         report: Callable[[Report], None],
         spawn: Spawn,
     ) -> None:
@@ -92,18 +107,14 @@ class CopyRunner:
         """Trace context of the open handover."""
         self.executor: Executor | None = None
         """Executor that compares checksums."""
-        self._bus = bus
-        self._subjects = subjects
-        self._engine = engine
-        self._worker_id = worker_id
-        self._rank = rank
+        self._context = context
+        self._rank = context.rank
         self._memory = memory
-        self._transfers = tuple(transfers)
-        self._config = config
-        self._tracing = tracing
+        self._staging = staging
+        self._config = staging.config
         self._report = report
         self._spawn = spawn
-        self._deadlines = Deadlines(config.least_seconds, config.bytes_per_second)
+        self._deadlines = Deadlines(staging.config.least_seconds, staging.config.bytes_per_second)
         self._batches: dict[int, _BatchTasks] = {}
         self._ended = False
 
@@ -160,16 +171,14 @@ class CopyRunner:
 
     async def _request_lease(self, effect: RequestLease, seconds: float) -> ExpertsLeased:
         request = LeaseExperts(
-            worker_id=self._worker_id,
+            worker_id=self._context.worker_id,
             rank=effect.source,
             reader=self._rank,
             handover=effect.handover,
             experts=effect.experts,
             seconds=self._config.lease_seconds,
         )
-        answer = await self._bus.request(
-            self._subjects.leases(self._engine, self._worker_id, effect.source), request, seconds
-        )
+        answer = await self._ask(effect.source, request, seconds)
         if not isinstance(answer, ExpertsLeased):
             raise TypeError(f"it answered with {type(answer).__name__}")
         return answer
@@ -199,11 +208,9 @@ class CopyRunner:
             self._spawn(self._release_lease(effect), f"rank {self._rank} has read from rank {effect.source}")
 
     async def _release_lease(self, effect: ReleaseLease) -> None:
-        request = EndLeaseRequest(worker_id=self._worker_id, rank=effect.source, lease=effect.lease)
+        request = EndLeaseRequest(worker_id=self._context.worker_id, rank=effect.source, lease=effect.lease)
         try:
-            await self._bus.request(
-                self._subjects.leases(self._engine, self._worker_id, effect.source), request, ANSWER_SECONDS
-            )
+            await self._ask(effect.source, request, ANSWER_SECONDS)
         except BusError as error:
             log.info(
                 "rank %d could not tell rank %d that it has read; the lease will run out: %s",
@@ -211,6 +218,11 @@ class CopyRunner:
                 effect.source,
                 error,
             )
+
+    async def _ask(self, source: int, request: Message, seconds: float) -> Message:
+        context = self._context
+        subject = context.subjects.leases(context.engine, context.worker_id, source)
+        return await context.bus.request(subject, request, seconds)
 
     # reads
 
@@ -226,9 +238,9 @@ class CopyRunner:
     async def _read(self, effect: ReadCells) -> None:
         began, now = time.time_ns(), _now()
         traceparent = self._batches[effect.batch].traceparent
-        transfer = next((one for one in self._transfers if one.reaches(effect.address)), None)
+        transfer = next((one for one in self._staging.transfers if one.reaches(effect.address)), None)
         if transfer is None:
-            known = ", ".join(one.name for one in self._transfers) or "none"
+            known = ", ".join(one.name for one in self._staging.transfers) or "none"
             self._report(
                 ReadBroken(
                     effect.batch,
@@ -252,14 +264,14 @@ class CopyRunner:
         except TransferError as error:
             if isinstance(error, PeerGone):
                 transfer.forget(effect.address)
-            self._trace(traceparent, "pull", began, attributes, str(error))
+            self._staging.trace(traceparent, "pull", began, attributes, str(error))
             self._report(
                 ReadBroken(
                     effect.batch, f"rank {self._rank} could not read from rank {effect.source}: {error}"
                 )
             )
         except Overdue as overdue:
-            self._trace(traceparent, "pull", began, attributes, str(overdue))
+            self._staging.trace(traceparent, "pull", began, attributes, str(overdue))
             await self._await_settled(effect, overdue)
         except Exception as error:
             log.exception(
@@ -267,7 +279,7 @@ class CopyRunner:
                 self._rank,
                 effect.source,
             )
-            self._trace(traceparent, "pull", began, attributes, str(error))
+            self._staging.trace(traceparent, "pull", began, attributes, str(error))
             self._report(
                 ReadLate(
                     effect.batch,
@@ -277,7 +289,7 @@ class CopyRunner:
             )
         else:
             self._deadlines.learn(effect.source, transfer.name, pulled.bytes, pulled.seconds)
-            self._trace(traceparent, "pull", began, attributes)
+            self._staging.trace(traceparent, "pull", began, attributes)
             self._report(ReadLanded(effect.batch, transfer.name, pulled.bytes, pulled.seconds))
 
     async def _await_settled(self, effect: ReadCells, overdue: Overdue) -> None:
@@ -294,7 +306,7 @@ class CopyRunner:
         began = time.time_ns()
         wrong = await asyncio.get_running_loop().run_in_executor(self.executor, self._compare, effect)
         found = next(filter(None, wrong), "")
-        self._trace(
+        self._staging.trace(
             self.traceparent,
             "verify",
             began,
@@ -313,12 +325,6 @@ class CopyRunner:
             ", ".join(compare(tensors, expected, checksums(self._memory.cell(cell), tensors)))
             for cell, expected in pairs
         )
-
-    def _trace(
-        self, traceparent: str, name: str, began: int, attributes: Attributes, failure: str = ""
-    ) -> None:
-        if self._tracing is not None and traceparent:
-            self._tracing.stage(traceparent, name, began, attributes, failure)
 
 
 def _now() -> float:

@@ -14,24 +14,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
-from bus import Bus, Message
-from bus.protocol.subjects import Subjects
-from engine_adapter.agent.copy_runner import Attributes, CopyRunner, CopyTracing
+from bus import Message
+from engine_adapter.agent.copy_runner import CopyRunner, Staging
 from engine_adapter.agent.memory_audit import MemoryAudit
-from engine_adapter.config import TransferConfig
 from engine_adapter.engine import Adoption, Engine, EngineFailed, Experts
 from engine_adapter.handover.cell_table import CellTable
 from engine_adapter.handover.inbound_copies import Report
 from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare, RankProtocol
+from engine_adapter.reporting.rank_context import RankContext
 from engine_adapter.transfer.checksums import checksums
-from engine_adapter.transfer.port import Transfer
 from engine_adapter.transfer.read_validation import own_address
 from fleet.handover import CommandVerdict
 from fleet.placement import Placement
@@ -58,70 +55,37 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staging:
-    """Means by which a rank copies incoming experts."""
-
-    transfers: tuple[Transfer, ...] = ()
-    """Transfer backends for reading other ranks' memory, the best first. They belong to the caller, who
-    closes them after the rank's agent has ended."""
-    config: TransferConfig = field(default_factory=TransferConfig)
-    tracing: CopyTracing | None = None
-    executor: Executor | None = None
-    """Executor that compares checksums. None: a thread of its own, at lower priority than the computing
-    threads."""
-
-
 class HandoverAgent:
     """Handover agent of one rank. `run` serves until it is cancelled."""
 
-    def __init__(
-        self, bus: Bus, subjects: Subjects, engine: Engine, name: str, worker_id: int, staging: Staging
-    ) -> None:
-        """name: name of the engine. ValueError for an engine that cannot move its experts."""
+    def __init__(self, context: RankContext, engine: Engine, staging: Staging) -> None:
+        """ValueError for an engine that cannot move its experts."""
         if engine.experts is None or engine.placement is None:
             raise ValueError("this engine cannot move its experts: it takes no part in handovers")
         self._experts: Experts = engine.experts
-        self._bus = bus
-        self._subjects = subjects
-        self._name = name
-        self._worker_id = worker_id
-        self._rank = engine.description.rank
-        self._ranks = engine.description.ranks
-        self._transfers = staging.transfers
-        self._config = staging.config
-        self._tracing = staging.tracing
+        self._context = context
+        self._worker_id = context.worker_id
+        self._rank = context.rank
+        self._staging = staging
         self._executor = staging.executor
         self._memory = self._experts.memory
         self._own = own_address(self._memory)
         self._slots = engine.placement.slots_per_rank
         cell_table = CellTable(engine.placement.on_rank(self._rank), self._experts.cells, self._memory.cells)
         self.protocol = RankProtocol(
-            worker_id=worker_id,
+            worker_id=self._worker_id,
             rank=self._rank,
             placement=engine.placement,
             cell_table=cell_table,
             tensors=len(self._memory.tensors),
             config=staging.config,
         )
-        self._publisher = bus.publisher(subjects.handovers(name))
+        self._publisher = context.bus.publisher(context.subjects.handovers(context.engine))
         self._last_status: HandoverDescribed | None = None
         self._changed = asyncio.Event()
         self._sealed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
-        self._copies = CopyRunner(
-            bus,
-            subjects,
-            engine=name,
-            worker_id=worker_id,
-            rank=self._rank,
-            memory=self._memory,
-            transfers=staging.transfers,
-            config=staging.config,
-            tracing=staging.tracing,
-            report=self._report,
-            spawn=self._spawn,
-        )
+        self._copies = CopyRunner(context, self._memory, staging, report=self._report, spawn=self._spawn)
         self._preparing: asyncio.Task[None] | None = None
         self._adoption: Adoption | None = None
         self._helping = False
@@ -132,7 +96,7 @@ class HandoverAgent:
         async with AsyncExitStack() as stack:
             if self._executor is None:
                 threads = ThreadPoolExecutor(
-                    1, f"checksums-{self._rank}", _lower_priority, (self._config.niceness,)
+                    1, f"checksums-{self._rank}", _lower_priority, (self._staging.config.niceness,)
                 )
                 self._executor = threads
                 stack.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -141,16 +105,9 @@ class HandoverAgent:
             self._tasks = tasks
             stack.callback(self._end)
             tasks.create_task(self._seal(), name=f"checksums of what rank {self._rank} serves")
-            await stack.enter_async_context(
-                self._bus.serve(
-                    self._subjects.handover(self._name, self._worker_id, self._rank), self._command
-                )
-            )
-            await stack.enter_async_context(
-                self._bus.serve(
-                    self._subjects.leases(self._name, self._worker_id, self._rank), self._answer_reader
-                )
-            )
+            bus, subjects, address = self._context.bus, self._context.subjects, self._context.address
+            await stack.enter_async_context(bus.serve(subjects.handover(*address), self._command))
+            await stack.enter_async_context(bus.serve(subjects.leases(*address), self._answer_reader))
             await self._run_protocol()
 
     def _end(self) -> None:
@@ -166,8 +123,8 @@ class HandoverAgent:
                 resident, await self._off_loop(checksums, self._memory.cell(resident.cell), tensors)
             )
         self._sealed.set()
-        if self._config.audit_seconds:
-            await MemoryAudit(cell_table, self._memory, self._config.audit_seconds, self._off_loop).run()
+        if seconds := self._staging.config.audit_seconds:
+            await MemoryAudit(cell_table, self._memory, seconds, self._off_loop).run()
 
     async def _run_protocol(self) -> None:
         """Advance the protocol's time, and publish the status whenever it changes."""
@@ -265,16 +222,16 @@ class HandoverAgent:
         return self._lease_out(request)
 
     def _lease_out(self, request: LeaseExperts) -> ExpertsLeased:
-        if not 0 <= request.reader < self._ranks or request.reader == self._rank:
+        if not 0 <= request.reader < self._context.about.ranks or request.reader == self._rank:
             raise ValueError(
                 f"rank {request.reader} asks to read rank {self._rank}; this engine has ranks 0 to"
-                f" {self._ranks - 1}"
+                f" {self._context.about.ranks - 1}"
             )
         if not request.seconds > 0:
             raise ValueError(f"a lease for {request.seconds} s: use more than 0")
         first = self._rank * self._slots
         experts = [(layer, slot - first, expert) for layer, slot, expert in request.experts]
-        seconds = min(request.seconds, self._config.lease_seconds)
+        seconds = min(request.seconds, self._staging.config.lease_seconds)
         lease = self.protocol.cell_table.lease(
             request.reader, request.handover, experts, seconds, self._now()
         )
@@ -291,7 +248,7 @@ class HandoverAgent:
 
     def _address(self) -> MemoryAddress:
         address = self._own
-        for transfer in self._transfers:
+        for transfer in self._staging.transfers:
             address = transfer.address(address)
         return address
 
@@ -300,7 +257,7 @@ class HandoverAgent:
         active = self.protocol.cell_table.leases > 0
         if active != self._helping:
             self._helping = active
-            for transfer in self._transfers:
+            for transfer in self._staging.transfers:
                 transfer.busy(active)
 
     # execution of effects
@@ -347,14 +304,16 @@ class HandoverAgent:
         # Engines may raise any exception here; the epoch before continues to be served.
         except Exception as error:
             log.warning("rank %d cannot prepare handover %d", self._rank, effect.handover, exc_info=True)
-            self._trace("prepare", began, {}, str(error))
+            self._staging.trace(self._copies.traceparent, "prepare", began, {}, str(error))
             self.protocol.unprepared(
                 effect.handover,
                 f"the engine of rank {self._rank} could not prepare: {error or type(error).__name__}",
                 self._now(),
             )
         else:
-            self._trace("prepare", began, {"roost.epoch": effect.placement.epoch})
+            self._staging.trace(
+                self._copies.traceparent, "prepare", began, {"roost.epoch": effect.placement.epoch}
+            )
             if self.protocol.prepared(effect.handover):
                 self._adoption = adoption
         self._on_event()
@@ -384,10 +343,6 @@ class HandoverAgent:
     async def _off_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Run on the executor, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
-
-    def _trace(self, name: str, began: int, attributes: Attributes, failure: str = "") -> None:
-        if self._tracing is not None and self._copies.traceparent:
-            self._tracing.stage(self._copies.traceparent, name, began, attributes, failure)
 
 
 def _read_placement(command: ProposeHandover) -> Placement | str:

@@ -1,28 +1,18 @@
 """Publish where a rank's tokens were actually sent (`fleet.facts.activity.DispatchMeasured`). A report never
 mixes epochs."""
 
-from bus import Bus
-from bus.protocol.subjects import Subjects
-from engine_adapter.engine import DispatchCounts, EngineDescription
+from engine_adapter.engine import DispatchCounts
+from engine_adapter.reporting.rank_context import RankContext
 from fleet.facts.activity import DispatchMeasured
 
 
 class DispatchReports:
     """Dispatch reports of one rank. All times are of one clock, in seconds."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        subjects: Subjects,
-        about: EngineDescription,
-        engine: str,
-        worker_id: int,
-        interval: float,
-    ) -> None:
+    def __init__(self, context: RankContext, interval: float) -> None:
         """interval: seconds between reports. A change of epoch ends an interval early."""
-        self._publisher = bus.publisher(subjects.dispatched(engine))
-        self._about = about
-        self._engine, self._worker_id = engine, worker_id
+        self._publisher = context.bus.publisher(context.subjects.dispatched(context.engine))
+        self._context = context
         self._interval = interval
         self._sent: DispatchCounts | None = None
         self._since = float("-inf")
@@ -48,10 +38,7 @@ class DispatchReports:
             return
         await self._publisher.publish(
             DispatchMeasured(
-                engine=self._engine,
-                worker_id=self._worker_id,
-                rank=self._about.rank,
-                model=self._about.model,
+                **self._context.sender,
                 epoch=sent.epoch,
                 # The first step may have begun before the interval. When two flips fall between two calls,
                 # the interval of the second is empty.

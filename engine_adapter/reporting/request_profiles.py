@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bus import Bus
-from bus.protocol.subjects import Subjects
 from engine_adapter.batching.profile_signatures import max_together, request_profiles
 from engine_adapter.config import AgentConfig
-from engine_adapter.engine import EndedRequest, EngineDescription
+from engine_adapter.engine import EndedRequest
 from engine_adapter.reporting.cluster_subscriber import ClusterSubscriber
+from engine_adapter.reporting.rank_context import RankContext
 from fleet.dispatch import numbered
 from fleet.experts import ModelShape
 from fleet.facts.activity import RequestProfile, RequestsProfiled
@@ -67,26 +66,18 @@ class RequestProfiler:
     """Profiles of one rank. `take` never blocks. `run` works until it is cancelled."""
 
     def __init__(
-        self,
-        bus: Bus,
-        subjects: Subjects,
-        about: EngineDescription,
-        shape: ModelShape,
-        engine: str,
-        worker_id: int,
-        config: AgentConfig,
-        nodes: tuple[str, ...] = (),
+        self, context: RankContext, shape: ModelShape, config: AgentConfig, nodes: tuple[str, ...] = ()
     ) -> None:
         """nodes: machine of each rank. Empty: all ranks are on one."""
         self.lost = 0
         """Requests that were dropped because they finished faster than they could be profiled."""
-        self._about = about
-        self._engine = engine
-        self._worker_id = worker_id
+        self._context = context
         self._config = config
-        self._node = np.array(numbered(nodes or ("",) * about.ranks), np.intp)
-        self._clusters = ClusterSubscriber(bus, subjects, about.model, shape, config.heartbeat_seconds)
-        self._publisher = bus.publisher(subjects.requests_profiled(engine))
+        self._node = np.array(numbered(nodes or ("",) * context.about.ranks), np.intp)
+        self._clusters = ClusterSubscriber(
+            context.bus, context.subjects, context.about.model, shape, config.heartbeat_seconds
+        )
+        self._publisher = context.bus.publisher(context.subjects.requests_profiled(context.engine))
         self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes = 0
         self._work = asyncio.Event()
@@ -115,17 +106,18 @@ class RequestProfiler:
             self._logged_lost = self.lost
             log.warning(
                 "requests of rank %d finish faster than they can be profiled; %d were dropped so far",
-                self._about.rank,
+                self._context.rank,
                 self.lost,
             )
 
     async def run(self) -> None:
         """Follow the clusters, and profile and publish until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._clusters.run(), name=f"follow the clusters of {self._about.model}")
             tasks.create_task(
-                self._profile_and_publish(),
-                name=f"profile the requests of rank {self._about.rank} of {self._engine}",
+                self._clusters.run(), name=f"follow the clusters of {self._context.about.model}"
+            )
+            tasks.create_task(
+                self._profile_and_publish(), name=f"profile the requests of {self._context.name}"
             )
 
     async def _profile_and_publish(self) -> None:
@@ -186,9 +178,9 @@ class RequestProfiler:
             [one.ended for one in turn],
             model,
             turn[0].placement,
-            self._about.rank,
+            self._context.rank,
             self._node,
-            block_size=self._about.block_size,
+            block_size=self._context.about.block_size,
             max_blocks=self._config.profile_blocks,
             sampled=sampled,
         )
@@ -199,13 +191,7 @@ class RequestProfiler:
             for part in _messages(profiles):
                 await self._publisher.publish(
                     RequestsProfiled(
-                        engine=self._engine,
-                        worker_id=self._worker_id,
-                        rank=self._about.rank,
-                        model=self._about.model,
-                        epoch=epoch,
-                        clusters=clusters,
-                        requests=tuple(part),
+                        **self._context.sender, epoch=epoch, clusters=clusters, requests=tuple(part)
                     )
                 )
 

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from engine_adapter.agent.handover_agent import HandoverAgent, Staging
+from engine_adapter.agent.copy_runner import Staging
+from engine_adapter.agent.handover_agent import HandoverAgent
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineDescription
+from engine_adapter.reporting.rank_context import RankContext
 from engine_adapter.transfer.in_process import MemoryFabric, MemoryTransfer
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from fleet.experts import ModelShape
@@ -290,7 +292,8 @@ async def standing(
             group.transfers.append(way)
         for one, way in zip(group.ranks, group.transfers, strict=True):
             staging = Staging(transfers=(way,), config=config, tracing=tracing, executor=Inline())
-            group.desks.append(HandoverAgent(MemoryBus(group.broker), SUBJECTS, one, "a", WORKER, staging))  # type: ignore[arg-type]
+            context = RankContext(MemoryBus(group.broker), SUBJECTS, "a", WORKER, one.description)
+            group.desks.append(HandoverAgent(context, one, staging))  # type: ignore[arg-type]
         running = [
             asyncio.create_task(handovers.run(), name=f"desk {rank}")
             for rank, handovers in enumerate(group.desks)

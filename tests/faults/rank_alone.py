@@ -21,14 +21,16 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from tests.faults.step_sync import Steps
+from tests.faults.lockstep import Steps
 
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside, first_failure, set_up_logging, until_ready
-from engine_adapter.agent.engine_agent import Agent, AgentIdentity
-from engine_adapter.agent.handover_agent import HandoverAgent, Staging
+from engine_adapter.agent.copy_runner import Staging
+from engine_adapter.agent.engine_agent import Agent
+from engine_adapter.agent.handover_agent import HandoverAgent
+from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.engine import EngineDescription, RankFacts, RankLoad
 from engine_adapter.transfer.mapped_memory import MappedCells

@@ -12,7 +12,8 @@ from bus import Declined, Message, Received, Subscription
 from bus.claims import NameTaken
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from engine_adapter.agent.engine_agent import Agent, AgentIdentity
+from engine_adapter.agent.engine_agent import Agent
+from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import (

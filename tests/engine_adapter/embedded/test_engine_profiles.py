@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from bus import Message, Subscription
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from engine_adapter.agent.engine_agent import Agent, AgentIdentity
+from engine_adapter.agent.engine_agent import Agent
+from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import AgentConfig, EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine

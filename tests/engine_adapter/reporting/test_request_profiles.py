@@ -22,6 +22,7 @@ from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EndedRequest, EngineDescription
 from engine_adapter.reporting import request_profiles as profile_reports
 from engine_adapter.reporting.cluster_subscriber import ClusterSubscriber
+from engine_adapter.reporting.rank_context import RankContext
 from engine_adapter.reporting.request_profiles import Allowance, RequestProfiler
 from fleet.experts import ModelShape
 from fleet.facts.activity import RequestProfile, RequestsProfiled
@@ -75,7 +76,7 @@ def broker() -> MemoryBroker:
 
 @asynccontextmanager
 async def running(broker: MemoryBroker, config: AgentConfig = CONFIG) -> AsyncIterator[RequestProfiler]:
-    profiles = RequestProfiler(MemoryBus(broker), SUBJECTS, ABOUT, SHAPE, "a", 7, config)
+    profiles = RequestProfiler(RankContext(MemoryBus(broker), SUBJECTS, "a", 7, ABOUT), SHAPE, config)
     task = asyncio.create_task(profiles.run())
     try:
         yield profiles
