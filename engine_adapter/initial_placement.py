@@ -6,6 +6,7 @@ Rank 0 asks the bus for the last epoch and writes it into the folder where the r
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -90,8 +91,18 @@ def resumed(meeting: Path, first: Placement) -> Placement:
     fits, else `first`, the configured placement."""
     if not last_is_left(meeting):
         return first
+
+    def read_last() -> PlacementRecord | None:
+        return msgspec.json.decode((meeting / _LAST).read_bytes(), type=PlacementRecord | None)
+
+    return fitting_or(first, read_last)
+
+
+def fitting_or(first: Placement, last: Callable[[], PlacementRecord | None]) -> Placement:
+    """Return the placement of the previous incarnation if it fits the engine that starts with `first`, else
+    `first`. last: reads its record, if there is one, and may raise OSError or ValueError."""
     try:
-        record = msgspec.json.decode((meeting / _LAST).read_bytes(), type=PlacementRecord | None)
+        record = last()
         return first if record is None else fitting(record, first)
     except (OSError, ValueError) as error:
         log.warning(
@@ -103,8 +114,7 @@ def resumed(meeting: Path, first: Placement) -> Placement:
 
 
 def fitting(record: PlacementRecord, first: Placement) -> Placement:
-    """Return the placement of the previous incarnation if it fits the engine that starts with `first`.
-    ValueError states why it does not."""
+    """Return the placement of a record. ValueError states why it does not fit `first`."""
     placement = Placement.from_record(record)
     found, expected = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, first))
     if found != expected:

@@ -17,10 +17,9 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,6 @@ STEP_TIMEOUT_SECONDS = 10.0
 """Step timeout: a rank that waits longer for another inside a step gives the engine up."""
 JOIN_TIMEOUT_SECONDS = 120.0
 """Join timeout: time that the ranks wait for each other at start."""
-HEADER_FIELDS = 8
 _PEER_CHECK_SECONDS = 1.0
 _WAKE_BYTES = 8
 _LONGEST_SOCKET_PATH = 107
@@ -54,10 +52,8 @@ class StepMismatch(StepSyncError):
     """The ranks are at different steps or serve different epochs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepHeader:
-    """Message from a rank to the others at the beginning of a step. On the wire: int64[8] in this order, the
-    last one spare."""
+class StepHeader(NamedTuple):
+    """Message from a rank to the others at the beginning of a step. On the wire: int64 in this order."""
 
     step: int
     tokens: int = 0
@@ -68,35 +64,6 @@ class StepHeader:
     epoch_ready: int = 0
     """Highest epoch that this rank could serve. All ranks switch before they compute, as soon as the minimum
     over all ranks exceeds the served epoch."""
-    boundary: int = 0
-    """h of the layout: layers below it hold sharded experts."""
-    membership: int = 0
-
-    def fields(self) -> list[int]:
-        """Return the wire format."""
-        return [
-            self.step,
-            self.tokens,
-            self.flags,
-            self.epoch_served,
-            self.epoch_ready,
-            self.boundary,
-            self.membership,
-            0,
-        ]
-
-    @classmethod
-    def from_fields(cls, fields: Sequence[int]) -> "StepHeader":
-        step, tokens, flags, served, ready, boundary, membership, _ = fields
-        return cls(
-            step=step,
-            tokens=tokens,
-            flags=flags,
-            epoch_served=served,
-            epoch_ready=ready,
-            boundary=boundary,
-            membership=membership,
-        )
 
 
 class RankGroup:
@@ -239,8 +206,8 @@ class StepSync:
         when the ranks are at different steps or serve different epochs."""
         if self._group is None:
             return (header,)
-        found = self._group.all_gather(torch.tensor(header.fields(), dtype=torch.int64))
-        headers = tuple(StepHeader.from_fields(fields) for fields in found.tolist())
+        found = self._group.all_gather(torch.tensor(header, dtype=torch.int64))
+        headers = tuple(StepHeader(*fields) for fields in found.tolist())
         if any(other.step != header.step for other in headers):
             raise StepMismatch(
                 f"rank {self.rank} is at step {header.step}, the ranks at"

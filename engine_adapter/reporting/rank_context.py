@@ -10,7 +10,7 @@ from engine_adapter.engine import EngineDescription
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """What all reports and handovers of a rank have in common."""
+    """Common inputs of all reports and handovers of a rank."""
 
     bus: Bus
     subjects: Subjects

@@ -1,7 +1,5 @@
 """Tokenizer of a checkpoint folder."""
 
-import io
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +8,9 @@ import msgspec
 from tokenizers import Tokenizer
 
 from engine_adapter.batching.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_letters
+from engine_adapter.batching.tokenizer_archive import archived
 
 _ARCHIVED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_ARCHIVE_TIME = (1980, 1, 1, 0, 0, 0)
-"""Fixed, so that equal tokenizers produce equal archives."""
 
 
 class CheckpointTokenizer:
@@ -38,7 +35,9 @@ class CheckpointTokenizer:
             if _is_byte_level(definition.get("decoder"))
             else None
         )
-        self.archive = _archive(folder)
+        self.archive = archived(
+            {name: (folder / name).read_bytes() for name in _ARCHIVED if (folder / name).exists()}
+        )
         """Zip archive of tokenizer.json, tokenizer_config.json, and the chat template if it is a separate
         file."""
 
@@ -118,14 +117,3 @@ def _token_bytes(tokenizer: Tokenizer, vocabulary: int) -> list[bytes]:
         )
         for token in spelt
     ]
-
-
-def _archive(folder: Path) -> bytes:
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in _ARCHIVED:
-            if (folder / name).exists():
-                archive.writestr(
-                    zipfile.ZipInfo(name, _ARCHIVE_TIME), (folder / name).read_bytes(), zipfile.ZIP_DEFLATED
-                )
-    return content.getvalue()

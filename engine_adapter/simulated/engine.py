@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from engine_adapter.engine import EngineFailed
-from engine_adapter.initial_placement import fitting, initial
+from engine_adapter.initial_placement import fitting_or, initial
 from engine_adapter.serving.fact_log import DecodeSteps
 from engine_adapter.simulated.handover import AdoptionRun
 from engine_adapter.simulated.link_model import SimulatedLinks
@@ -65,7 +65,7 @@ class SimulatedEngine:
         self.routing = RoutingModel(config)
         self.tokenizer = WordTokenizer()
         first = self._first() if placement is None else placement
-        self.placement = first if last is None else _resumed(last, first)
+        self.placement = fitting_or(first, lambda: last)
         self.at_death: Callable[[], None] = _ignore
         """Called when the engine is ordered to die, before its open requests fail."""
         self.steps = 0
@@ -241,18 +241,6 @@ class SimulatedEngine:
         self.adoptions.fail(failure)
         for event in (self._wake, self._alarm, self._over):
             event.set()
-
-
-def _resumed(last: PlacementRecord, first: Placement) -> Placement:
-    try:
-        return fitting(last, first)
-    except ValueError as error:
-        log.warning(
-            "the engine starts with its configured placement, not with the last epoch of its previous"
-            " run: %s",
-            error,
-        )
-        return first
 
 
 def _ignore() -> None:

@@ -6,9 +6,7 @@ with its own merge. So encoding an answer gives the IDs it was made of, and the 
 finds its prefix in the KV cache.
 """
 
-import io
 import struct
-import zipfile
 from array import array
 from collections.abc import Sequence
 from math import log
@@ -18,6 +16,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from engine_adapter.batching.detokenizer import ByteDetokenizer, byte_letters
+from engine_adapter.batching.tokenizer_archive import archived
 
 WORDS = (
     "the a of to and in it is on by at as we or if no so up roost bird nest wing flock perch owl heron crane"
@@ -41,7 +40,6 @@ TEMPLATE = (
 _STREAM = 0x73696D
 """xxh3 seed of all draws in this module."""
 _KEY = struct.Struct("<QQ")
-_ARCHIVE_TIME = (1980, 1, 1, 0, 0, 0)
 _SENTENCE = 11
 """Approximate number of words per sentence."""
 
@@ -64,7 +62,7 @@ class WordTokenizer:
         self.end: int = spelt[END]
         self.words = array("I", [spelt["\u0120" + word] for word in WORDS])
         self.full_stop: int = spelt["."]
-        self.archive = _archive({"tokenizer.json": definition, "tokenizer_config.json": settings})
+        self.archive = archived({"tokenizer.json": definition, "tokenizer_config.json": settings})
 
     def encode(self, text: str) -> list[int]:
         """Return the token IDs of a text."""
@@ -163,11 +161,3 @@ def _definition() -> dict[str, object]:
         "decoder": level,
         "model": model,
     }
-
-
-def _archive(files: dict[str, bytes]) -> bytes:
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in files.items():
-            archive.writestr(zipfile.ZipInfo(name, _ARCHIVE_TIME), data, zipfile.ZIP_DEFLATED)
-    return content.getvalue()

@@ -280,9 +280,9 @@ def test_twenty_prompts_together_continue_for_64_tokens_as_transformers_does(
     else:
         assert [answer["cached"] for answer in again] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
     if way == "at once":
-        assert [rank["most_sequences"] for rank in work] == [len(PROMPTS) // ranks] * ranks
+        assert [rank["max_sequences"] for rank in work] == [len(PROMPTS) // ranks] * ranks
     if way == "in chunks":
-        assert all(rank["most_tokens"] == BUDGET and rank["unfinished"] > 10 for rank in work)
+        assert all(rank["batch_tokens"] == BUDGET and rank["unfinished"] > 10 for rank in work)
 
 
 def test_two_ranks_serve_sleep_go_over_to_an_epoch_and_fail_as_one(pool: RankPool, oracle: Oracle) -> None:
