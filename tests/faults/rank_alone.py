@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from tests.faults.lockstep import Steps
 
 from bus.config import BusConfig
 from bus.nats import NatsBus
@@ -41,6 +40,7 @@ from fleet.layout import EP
 from fleet.placement import EMPTY, Placement, PlacementRecord
 from fleet.timing import EngineSpeed
 from tests.faults.expert_contents import CELLS, POISON, SHAPE, TENSORS, content
+from tests.faults.lockstep import Steps
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
