@@ -26,7 +26,7 @@ from benchmarks.rig.traffic import Request, Routings, counted, load, request, st
 from deploy.demo_model import routings_path
 from fleet.arrays import Float32Array
 from fleet.prediction import FLOOR, SOURCES
-from fleet.signatures import LEAST
+from fleet.signatures import MIN_PROBABILITY
 from fleet.timing import expected_local_share
 
 RECALL_GAIN, QUIET, LOUD = 0.12, 0.1, 0.3
@@ -125,7 +125,7 @@ def recall(predicted: Table, counts: Table) -> Table:
 def divergence(predicted: Table, counts: Table) -> Table:
     """Return float64 [n]: Kullback-Leibler divergence of counts from predictions, mean over layers."""
     truth = counts / np.maximum(counts.sum(axis=2, keepdims=True), 1.0)
-    ratios = np.log(np.maximum(truth, LEAST)) - np.log(np.maximum(predicted, LEAST))
+    ratios = np.log(np.maximum(truth, MIN_PROBABILITY)) - np.log(np.maximum(predicted, MIN_PROBABILITY))
     return np.asarray((truth * ratios).sum(axis=2).mean(axis=1))
 
 
@@ -135,7 +135,7 @@ def skill(predicted: Table, counts: Table) -> float:
     truth = counts / np.maximum(counts.sum(axis=2, keepdims=True), 1.0)
     one, two = ((table - table.mean(axis=0)).reshape(len(table), -1) for table in (predicted, truth))
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(two, axis=1)
-    return float(((one * two).sum(axis=1) / np.maximum(lengths, LEAST)).mean())
+    return float(((one * two).sum(axis=1) / np.maximum(lengths, MIN_PROBABILITY)).mean())
 
 
 def _pooled(shares: Float32Array, ratios: NDArray[np.float32]) -> Float32Array:
@@ -160,7 +160,7 @@ def _best_trust(fleet: Fleet, source: int) -> float:
         )
         return float(
             sum(
-                said.observed @ np.log(np.maximum(weights, LEAST))
+                said.observed @ np.log(np.maximum(weights, MIN_PROBABILITY))
                 for said, weights in zip(heard, pooled, strict=True)
             )
         )

@@ -286,7 +286,7 @@ def tables(prompts: list[Query]) -> Tables:
         )
         learning.profiled(profile, 1, float(number))
         learning.finished(outcome, float(number))
-    found = TableReplica(256 << 20).prepare(read(learning.whole("model"))).tables
+    found = TableReplica(256 << 20).prepare(read(learning.snapshot("model"))).tables
     assert found is not None
     return found
 
@@ -299,7 +299,7 @@ def predictions(known: Tables, prompts: list[Query], repeats: int, *, guess: boo
         query = prompts[repeat % KNOWN]
         if guess:
             query = query._replace(guess=len(query.prefix) // 2 + repeat % 5 - 2)
-        known.heard.clear()  # row look-ups are cached; here every request is the first
+        known.decoded.clear()  # row look-ups are cached; here every request is the first
         began = time.perf_counter_ns()
         predict(known, query)
         took.append((time.perf_counter_ns() - began) / 1e3)
@@ -391,7 +391,7 @@ def watch(flow: Flow, before: Mix, after: Mix, rate: float, seed: int) -> Watche
         drift.observe(counts, tokens, now)
         if (
             second % round(config.publish_seconds) == 0
-            and (shift := drift.judge(now)) is not None
+            and (shift := drift.evaluate(now)) is not None
             and not shift.settled
         ):
             alarms.append(now)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fleet.blocks import BLOCK_SIZE
 from fleet.dispatch import DISPATCHES, SPLIT
 from fleet.settings import FilePath
-from fleet.timing import MOST_SECONDS
+from fleet.timing import MAX_SECONDS
 
 DTYPES = ("float32", "bfloat16")
 """Data types that the embedded engine can compute in."""
@@ -116,7 +116,7 @@ class EmbeddedConfig:
                 "use a positive number of seconds",
             )
         _need(
-            self.dispatch_seconds is None or 0 <= self.dispatch_seconds <= MOST_SECONDS,
+            self.dispatch_seconds is None or 0 <= self.dispatch_seconds <= MAX_SECONDS,
             "dispatch_seconds",
             self.dispatch_seconds,
             "use seconds >= 0, or leave it out",

@@ -8,7 +8,7 @@ import msgspec
 _ENCODER = msgspec.json.Encoder()
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for JSON of unknown origin: not JSON or of another form, not UTF-8, nested too deeply."""
-MOST_NAME, MOST_DETAIL, MOST_MESSAGE = 256, 500, 2000
+MAX_NAME, MAX_DETAIL, MAX_MESSAGE = 256, 500, 2000
 """Limits in characters for external text: names chosen by clients, error texts in logs and spans, and our own
 error messages, which may quote both.
 """
@@ -33,12 +33,12 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after: float | None = None,
     ) -> None:
-        message = shortened(message, MOST_MESSAGE)
+        message = shortened(message, MAX_MESSAGE)
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
-        self.param = None if param is None else shortened(param, MOST_NAME)
+        self.param = None if param is None else shortened(param, MAX_NAME)
         self.retry_after = retry_after
 
     @property

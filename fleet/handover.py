@@ -253,7 +253,7 @@ def heard(rank: ProtocolState, token: int) -> ProtocolState:
     return rank if token <= rank.token else rank._replace(token=token)
 
 
-def heed_propose(rank: ProtocolState, token: int, handover: int, epoch: int) -> CommandVerdict:
+def handle_propose(rank: ProtocolState, token: int, handover: int, epoch: int) -> CommandVerdict:
     """Return the verdict on a proposal. epoch: the epoch that it creates."""
     if token < rank.token:
         return CommandVerdict.FENCED
@@ -266,7 +266,7 @@ def heed_propose(rank: ProtocolState, token: int, handover: int, epoch: int) -> 
     return CommandVerdict.TAKE if epoch == rank.served + 1 else CommandVerdict.PAST
 
 
-def heed_commit(rank: ProtocolState, token: int, handover: int) -> CommandVerdict:
+def handle_commit(rank: ProtocolState, token: int, handover: int) -> CommandVerdict:
     """Return the verdict on a commit."""
     if token < rank.token:
         return CommandVerdict.FENCED
@@ -279,7 +279,7 @@ def heed_commit(rank: ProtocolState, token: int, handover: int) -> CommandVerdic
     return CommandVerdict.PAST if handover <= rank.concluded else CommandVerdict.UNKNOWN
 
 
-def heed_abort(rank: ProtocolState, token: int, handover: int) -> CommandVerdict:
+def handle_abort(rank: ProtocolState, token: int, handover: int) -> CommandVerdict:
     """Return the verdict on an abort.
 
     An abort of a handover that was never proposed to this rank is accepted too: its proposal may still

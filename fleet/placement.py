@@ -13,7 +13,7 @@ from fleet.experts import ExpertId
 
 EMPTY = -1
 """Value of an empty slot."""
-MOST_CELLS = 1 << 27
+MAX_CELLS = 1 << 27
 """Limit for layers x ranks x experts of a placement, so that input from other processes cannot exhaust
 memory.
 """
@@ -108,10 +108,10 @@ class Placement:
             raise ValueError(
                 f"placement: {self.experts} experts do not fit into the {table.shape[1]} slots of a layer"
             )
-        if self.layers * self.ranks * self.experts > MOST_CELLS:
+        if self.layers * self.ranks * self.experts > MAX_CELLS:
             raise ValueError(
                 f"placement: {self.layers} layers x {self.ranks} ranks x {self.experts} experts are more than"
-                f" {MOST_CELLS} cells"
+                f" {MAX_CELLS} cells"
             )
         outside = np.argwhere((table < EMPTY) | (table >= self.experts))
         if len(outside):

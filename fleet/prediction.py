@@ -2,9 +2,9 @@
 shrinkage. Pure.
 
 Each source s gives log-ratios r_s[k] = log(w_s[k] / share[k]) over the clusters, shrunk towards 0 when it has
-little evidence. The prediction is w[k] ~ share[k] * exp(sum_s trust_s * r_s[k]): a logarithmic opinion pool
-(Genest & Zidek 1986, Combining Probability Distributions) around the current traffic mix. The weights
-(`trust`) are learnt from outcomes. A source that does not help has weight 0. With all weights 0 the
+little evidence. The prediction is w[k] ~ share[k] * exp(sum_s weight_s * r_s[k]): a logarithmic opinion pool
+(Genest & Zidek 1986, Combining Probability Distributions) around the current traffic mix. The
+source weights are learnt from outcomes. A source that does not help has weight 0. With all weights 0 the
 prediction is the mix.
 """
 
@@ -23,25 +23,25 @@ from fleet.arrays import Float32Array
 from fleet.signatures import PACKED
 
 SOURCES = ("prefix", "session", "tokens", "tenant")
-"""Sources, best first. Index into the columns of `trust`, `reliability` and `ratios`."""
+"""Sources, best first. Index into the columns of `source_weights`, `reliability` and `ratios`."""
 PREFIX, SESSION, TOKENS, TENANT = range(len(SOURCES))
 PATTERNS = 1 << len(SOURCES)
 STRIDE = 64
 """Maximum step, in blocks, of the search for the longest known prefix."""
-MOST_TOKENS = 128
+MAX_TOKENS = 128
 """Prompt tokens that are looked up in the token table: those after the longest known prefix."""
 SHRINK = (16.0, 64.0, 64.0, 512.0)
 """Tokens of evidence at which a source counts half. The sum over a prompt's tokens counts as `half` tokens at
 most: the tokens of one text are redundant, and n of them together count n * half / (n + half) (measured on
 the demo model: the best exponent falls from 0.4 at 8 tokens to 0.14 at 96).
 """
-LEAST_SHARE = 1e-6
-MOST_HEARD = 1024
+MIN_SHARE = 1e-6
+MAX_DECODED = 1024
 FLOOR = 0.01
 """Share of a source's weights that is replaced by the mix, so that no cluster gets probability 0."""
 
 _INDEPENDENT = tuple(
-    np.full(count, SHRINK[TOKENS] / (SHRINK[TOKENS] + count), np.float32) for count in range(MOST_TOKENS + 1)
+    np.full(count, SHRINK[TOKENS] / (SHRINK[TOKENS] + count), np.float32) for count in range(MAX_TOKENS + 1)
 )
 """Weight of each token, by the number of tokens."""
 _ROW = struct.Struct(f"<{PACKED}BI")
@@ -74,7 +74,7 @@ class Tables:
     may replace them.
 
     blocks: by sequence hash, the signature of the whole prefix that ends there. tokens: float32 [buckets, K]
-    log-ratios, indexed by id modulo buckets. trust: weights of the sources, float32 [sources], or [PATTERNS,
+    log-ratios, indexed by id modulo buckets. source_weights: float32 [sources], or [PATTERNS,
     sources] by the set of sources with evidence. reliability: float32 [sources]. gain: in [0, 1], factor on
     the expert-locality term of the cost. gains: the same per cluster, float32 [K]; None: `gain` for all.
     """
@@ -87,7 +87,7 @@ class Tables:
     sessions: Mapping[int, bytes]
     tenants: Mapping[int, bytes]
     tokens: NDArray[np.float32]
-    trust: NDArray[np.float32]
+    source_weights: NDArray[np.float32]
     reliability: NDArray[np.float32]
     gain: float = 0.0
     gains: NDArray[np.float32] | None = None
@@ -97,8 +97,8 @@ class Tables:
         return self.gain if self.gains is None else float(self.gains @ weights)
 
     @cached_property
-    def heard(self) -> dict[tuple[int, int], tuple[float, NDArray[np.float32]]]:
-        """Cache of decoded rows at this version, by source and key; at most MOST_HEARD entries."""
+    def decoded(self) -> dict[tuple[int, int], tuple[float, NDArray[np.float32]]]:
+        """Cache of decoded rows at this version, by source and key; at most MAX_DECODED entries."""
         return {}
 
     @cached_property
@@ -112,8 +112,8 @@ class Tables:
 
     @cached_property
     def inverse_shares(self) -> list[float]:
-        """1 / max(share, LEAST_SHARE); 0 where the share is 0."""
-        return [1.0 / max(share, LEAST_SHARE) if share > 0 else 0.0 for share in self.shares.tolist()]
+        """1 / max(share, MIN_SHARE); 0 where the share is 0."""
+        return [1.0 / max(share, MIN_SHARE) if share > 0 else 0.0 for share in self.shares.tolist()]
 
 
 class SourceEvidence(NamedTuple):
@@ -174,8 +174,8 @@ def confidence(reliabilities: Sequence[float], evidence: Sequence[float]) -> flo
 def predict(tables: Tables, query: Query) -> Prediction:
     """Predict the clusters that a request will activate. Without evidence this is the traffic mix."""
     known = know(tables, query)
-    trust = tables.trust if tables.trust.ndim == 1 else tables.trust[pattern(known.evidence)]
-    likely = trust @ known.ratios
+    weights = tables.source_weights
+    likely = (weights if weights.ndim == 1 else weights[pattern(known.evidence)]) @ known.ratios
     likely += tables.log_shares
     likely -= np.maximum.reduce(likely)
     np.exp(likely, out=likely)
@@ -205,14 +205,14 @@ def know(tables: Tables, query: Query) -> SourceEvidence:
         (SESSION, query.session, tables.sessions),
         (TENANT, query.tenant, tables.tenants),
     ):
-        entry = tables.heard.get((source, key)) if key else None
+        entry = tables.decoded.get((source, key)) if key else None
         if entry is None and key:
             held = found if rows is None else rows.get(key)
             entry = None if held is None else _decode(tables, source, key, held)
         if entry is not None:
             evidence[source], ratios[source] = entry
     start = blocks * query.block_size
-    looked_up = slice(start, start + MOST_TOKENS)
+    looked_up = slice(start, start + MAX_TOKENS)
     ids = query.tokens[looked_up]
     if len(ids) and len(tables.tokens):
         evidence[TOKENS] = len(ids)
@@ -262,9 +262,9 @@ def _decode(tables: Tables, source: int, key: int, held: bytes) -> tuple[float, 
     """
     *packed, tokens = _ROW.unpack(held)
     found = float(tokens), _shrunk(tables.inverse_shares, packed, tokens / (tokens + SHRINK[source]))
-    if len(tables.heard) >= MOST_HEARD:
-        tables.heard.clear()  # otherwise rows used once would keep out rows that recur
-    tables.heard[source, key] = found
+    if len(tables.decoded) >= MAX_DECODED:
+        tables.decoded.clear()  # otherwise rows used once would keep out rows that recur
+    tables.decoded[source, key] = found
     return found
 
 

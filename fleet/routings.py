@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 UNKNOWN = -1
 """Expert of a position that was not computed but reused from the prefix cache, which activates nothing."""
-MOST_EXPERTS = 1 << 15
+MAX_EXPERTS = 1 << 15
 
 
 def count_pairs(chosen: NDArray[Any], experts: int) -> NDArray[np.int64]:
@@ -90,7 +90,7 @@ def _decoded(text: str) -> bytes:
 def _checked(table: NDArray[Any], experts: int | None) -> NDArray[np.int32]:
     if table.ndim != 3 or 0 in table.shape[1:]:
         raise ValueError(f"routed_experts: shape {table.shape}; expected [tokens, layers, k]")
-    most = MOST_EXPERTS if experts is None else experts
+    most = MAX_EXPERTS if experts is None else experts
     if table.size and (table.min() < 0 or table.max() >= most):
         raise ValueError(
             f"routed_experts: ids run from {table.min()} to {table.max()}; expected 0 to {most - 1}"

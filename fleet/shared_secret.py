@@ -7,28 +7,28 @@ import hashlib
 import hmac
 from collections.abc import Iterator
 
-LEAST_CHARACTERS = 16
-MOST_SECRETS = 2
+MIN_CHARACTERS = 16
+MAX_SECRETS = 2
 
 
 class SharedSecret:
     """One secret, or two during a rotation. Its text form shows neither."""
 
     def __init__(self, *secrets: str) -> None:
-        """Raise ValueError unless there are one or two secrets of at least LEAST_CHARACTERS printable ASCII
+        """Raise ValueError unless there are one or two secrets of at least MIN_CHARACTERS printable ASCII
         characters. The error contains no secret.
         """
-        if not 1 <= len(secrets) <= MOST_SECRETS:
+        if not 1 <= len(secrets) <= MAX_SECRETS:
             raise ValueError(f"it must hold one secret, or two while it is changed; it holds {len(secrets)}")
         for number, secret in enumerate(secrets, 1):
             if (
-                len(secret) < LEAST_CHARACTERS
+                len(secret) < MIN_CHARACTERS
                 or not secret.isascii()
                 or not secret.isprintable()
                 or " " in secret
             ):
                 raise ValueError(
-                    f"secret {number} must be at least {LEAST_CHARACTERS} printable ASCII characters without"
+                    f"secret {number} must be at least {MIN_CHARACTERS} printable ASCII characters without"
                     " spaces"
                 )
         self._secrets = secrets

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array
 
-MOST_CLUSTERS = 64
+MAX_CLUSTERS = 64
 NAMED = 4
 """Clusters in a packed signature. The remaining mass is distributed over all clusters in proportion to their
 shares.
 """
 PACKED = 2 * NAMED
 """Bytes of a packed signature: NAMED times (cluster, weight in 1/255)."""
-LEAST = 1e-6
+MIN_PROBABILITY = 1e-6
 """Floor of a cluster's probabilities, to keep logarithms finite."""
 
 
@@ -105,7 +105,9 @@ class ClusterModel:
     @cached_property
     def log_ratios(self) -> NDArray[np.float32]:
         """log(c_k / c): float32 [layers * experts, K]."""
-        ratios = np.log(np.maximum(self.profiles, LEAST)) - np.log(np.maximum(self.mean, LEAST))
+        ratios = np.log(np.maximum(self.profiles, MIN_PROBABILITY)) - np.log(
+            np.maximum(self.mean, MIN_PROBABILITY)
+        )
         return np.ascontiguousarray(ratios.reshape(self.clusters, -1).T, np.float32)
 
     def signature(self, counts: NDArray[Any]) -> Float32Array:
@@ -140,13 +142,13 @@ class ClusterModel:
         """Decode a record. ValueError if the bytes do not fit or are not probabilities."""
         shape = (record.clusters, record.layers, record.experts)
         if (
-            not 1 <= record.clusters <= MOST_CLUSTERS
+            not 1 <= record.clusters <= MAX_CLUSTERS
             or min(shape) < 1
             or len(record.shares) != 4 * record.clusters
         ):
             raise ValueError(
                 f"cluster model: {record.clusters} clusters and {len(record.shares)} bytes of shares; 1 to"
-                f" {MOST_CLUSTERS} are allowed"
+                f" {MAX_CLUSTERS} are allowed"
             )
         if len(record.profiles) != 2 * record.clusters * record.layers * record.experts:
             raise ValueError(

@@ -23,7 +23,7 @@ _ZERO, _ONE = np.zeros(()), np.ones(())
 Amounts = NDArray[np.float64] | NDArray[np.int64]
 Seconds = TypeVar("Seconds", float, FloatArray)
 """Seconds of one rank, or of all candidates."""
-MOST_SECONDS = 1e6
+MAX_SECONDS = 1e6
 """Upper limit of every duration, so that sums stay far from infinity."""
 _SURE = 1.0 - 1e-9
 """Highest probability whose complement has a finite logarithm."""
@@ -61,9 +61,9 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not 0 <= value <= MOST_SECONDS:
+            if not 0 <= value <= MAX_SECONDS:
                 raise ValueError(
-                    f"engine speed: {name} must be finite seconds >= 0 (and at most {MOST_SECONDS:g}), not"
+                    f"engine speed: {name} must be finite seconds >= 0 (and at most {MAX_SECONDS:g}), not"
                     f" {value}"
                 )
 

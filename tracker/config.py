@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from fleet.settings import FilePath
-from fleet.signatures import MOST_CLUSTERS
+from fleet.signatures import MAX_CLUSTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class TrackerConfig:
             )
         if self.shift_settle >= 1:
             raise ValueError(f"tracker.shift_settle is a share and must be below 1, not {self.shift_settle}")
-        if self.clusters > MOST_CLUSTERS:
-            raise ValueError(f"tracker.clusters must be at most {MOST_CLUSTERS}, not {self.clusters}")
+        if self.clusters > MAX_CLUSTERS:
+            raise ValueError(f"tracker.clusters must be at most {MAX_CLUSTERS}, not {self.clusters}")
         if self.change >= 1:
             raise ValueError(f"tracker.change is a share and must be below 1, not {self.change}")

@@ -45,7 +45,7 @@ class ModelStore:
     ) -> None:
         self.activity = EngineActivity(config, first_version)
         self.drifts: dict[str, DriftDetector] = {}
-        self.lessons = Learners(config, first_version)
+        self.learners = Learners(config, first_version)
         """only for functions in the learning thread"""
         self.config = config
         self._clock = clock
@@ -84,12 +84,12 @@ class ModelStore:
             drift = self.drifts[seen.model] = DriftDetector(self.config, *seen.counts.shape)
         drift.observe(seen.counts, seen.tokens, now)
 
-    def judge(self, now: float) -> list[PopularityShifted]:
+    def evaluate(self, now: float) -> list[PopularityShifted]:
         """Return the shifts that started or settled since the last call."""
         for name in self.drifts.keys() - self.activity.shapes.keys():
             del self.drifts[name]
         found = [
-            (name, shift) for name, drift in self.drifts.items() if (shift := drift.judge(now)) is not None
+            (name, shift) for name, drift in self.drifts.items() if (shift := drift.evaluate(now)) is not None
         ]
         return [
             PopularityShifted(model=name, version=self.activity.next_version(), **shift._asdict())
@@ -98,16 +98,16 @@ class ModelStore:
 
     async def follow(self) -> None:
         """Learn about exactly the tracked models."""
-        await self.learning(self.lessons.follow, self.activity.shapes)
+        await self.learning(self.learners.follow, self.activity.shapes)
 
-    async def asked(self, about: Callable[[str], T], name: str) -> T:
-        """Query `lessons` about a model. A model named for the first time is tracked at once."""
+    async def query(self, about: Callable[[str], T], name: str) -> T:
+        """Query `learners` about a model. A model named for the first time is tracked at once."""
         await self.follow()
         return await self.learning(about, name)
 
     async def popularity(self, name: str) -> PopularityDescribed | None:
         """Return the complete state of a model, for display; None for a model that was never named."""
-        learnt, now = await self.asked(self.lessons.learnt, name), self.now()
+        learnt, now = await self.query(self.learners.learnt, name), self.now()
         slow, fast, drift = (
             self.activity.profile(name, now),
             self.activity.fast_profile(name, now),
@@ -163,9 +163,9 @@ class ModelStore:
         return SavedState(
             saved_at=wall_now,
             now=self.now(),
-            meaning_from=self.lessons.meaning_from,
+            meaning_from=self.learners.meaning_from,
             activity=tuple(pieces),
-            learnt=await self.learning(self.lessons.state),
+            learnt=await self.learning(self.learners.state),
             drifts={name: drift.state() for name, drift in self.drifts.items()},
         )
 
@@ -182,14 +182,14 @@ class ModelStore:
             logger.warning("the saved activity cannot be restored: %s", error)
             return
         self.activity = activity
-        self.lessons.meaning_from = min(self.lessons.meaning_from, saved.meaning_from)
+        self.learners.meaning_from = min(self.learners.meaning_from, saved.meaning_from)
         for name, shape in activity.shapes.items():
             await self._restore_model(name, shape, saved)
 
     async def _restore_model(self, name: str, shape: tuple[int, int], saved: SavedState) -> None:
         try:
             if name in saved.learnt:
-                await self.learning(self.lessons.restore, name, shape, saved.learnt[name])
+                await self.learning(self.learners.restore, name, shape, saved.learnt[name])
         except ValueError as error:
             logger.warning("the learnt state of %s cannot be restored: %s", name, error)
         try:

@@ -49,7 +49,7 @@ WARN_SECONDS = 60.0
 """Minimum interval between two log lines about the same reason for rejection."""
 STOP_SECONDS = 5.0
 """Time limit for writing the state at shutdown."""
-WHOLE_SECONDS = 5.0
+SNAPSHOT_SECONDS = 5.0
 """A model's snapshot answers all requests within this time, until the next version."""
 
 
@@ -108,7 +108,7 @@ class TrackerService:
         self._store = ModelStore(config, clock, time.time_ns() // 1000, learning, fitting)
         self._sequences = Sequences(limit=4 * config.most_ranks)
         self._learnt: dict[str, LearntTables] = {}
-        self._whole: dict[str, TablesPublished] = {}
+        self._snapshots: dict[str, TablesPublished] = {}
         """published snapshots by model, cached while routers request them"""
         self._versions: dict[str, int] = {}
         """version of the last published tables, by model"""
@@ -153,7 +153,7 @@ class TrackerService:
                 tasks.create_task(
                     self._publish(telemetry, requests), name="publishes profiles, demands and shifts"
                 )
-                tasks.create_task(self._teach(), name="publishes clusters and tables")
+                tasks.create_task(self._publish_learnt(), name="publishes clusters and tables")
                 tasks.create_task(self._fit(), name="refits clusters")
                 if self._state_file is not None:
                     tasks.create_task(self._save_regularly(self._state_file), name="writes the state")
@@ -188,14 +188,14 @@ class TrackerService:
                 await self._receive_request(received)
 
     async def _receive_request(self, received: Received) -> None:
-        lessons, now = self._store.lessons, self._store.now()
+        learners, now = self._store.learners, self._store.now()
         match received.message:
             case RequestsProfiled() as profiled:
                 self.metrics.profiled.inc(len(profiled.requests))
-                refused = await self._store.learning(lessons.profiled, profiled, now)
+                refused = await self._store.learning(learners.profiled, profiled, now)
             case RequestsFinished() as finished:
                 self.metrics.finished.inc(len(finished.requests))
-                refused = await self._store.learning(lessons.finished, finished, now)
+                refused = await self._store.learning(learners.finished, finished, now)
             case _:
                 return self._receive(received)
         for reason, count in refused.items():
@@ -312,7 +312,7 @@ class TrackerService:
                 await self._send(message)
                 if number % AT_ONCE == 0:
                     await asyncio.sleep(0)
-            for shift in self._store.judge(now):
+            for shift in self._store.evaluate(now):
                 self.metrics.shifts.inc(not shift.settled)
                 logger.info(
                     "popularity of %s %s (%.4g nats)",
@@ -324,23 +324,25 @@ class TrackerService:
                     await self._send(traced)
             self._measure(now, sum(subscription.dropped for subscription in subscriptions))
 
-    async def _teach(self) -> None:
+    async def _publish_learnt(self) -> None:
         """Publish changed clusters, and the changes of the tables."""
         while True:
             await self._store.follow()
-            for message in await self._store.learning(self._store.lessons.news):
+            for message in await self._store.learning(self._store.learners.changes):
                 if isinstance(message, TablesPublished):
                     self._versions[message.model] = message.version
-                    self._whole.pop(message.model, None)
+                    self._snapshots.pop(message.model, None)
                     message = announced(message)
                 await self._send(message)
-            self._learnt = await self._store.learning(self._store.lessons.all_learnt)
+            self._learnt = await self._store.learning(self._store.learners.all_learnt)
             await asyncio.sleep(self._config.publish_seconds)
 
     async def _fit(self) -> None:
         while True:
             await asyncio.sleep(self._config.publish_seconds)
-            for name, clusters, job in await self._store.learning(self._store.lessons.due, self._store.now()):
+            for name, clusters, job in await self._store.learning(
+                self._store.learners.due, self._store.now()
+            ):
                 await self._fit_one(name, clusters, job)
 
     async def _fit_one(self, name: str, clusters: OnlineClusters, job: Refit | None) -> None:
@@ -348,7 +350,7 @@ class TrackerService:
         if job is not None:
             with self.metrics.refits.time():
                 fitted = await self._store.aside(job.run)
-        await self._store.learning(self._store.lessons.adopt, name, clusters, fitted, self._store.now())
+        await self._store.learning(self._store.learners.adopt, name, clusters, fitted, self._store.now())
 
     def _measure(self, now: float, dropped: int) -> None:
         self.metrics.reports.inc(self.reports - self._measured)
@@ -371,14 +373,14 @@ class TrackerService:
             case DescribeProfile(model=name):
                 answer: Message | None = store.activity.profile(name, store.now())
             case DescribeClusters(model=name):
-                answer = await store.asked(store.lessons.clusters, name)
+                answer = await store.query(store.learners.clusters, name)
             case DescribeTables(model=name):
                 answer = await self._tables(name)
             case DescribePopularity(model=name):
                 answer = await store.popularity(name)
             case other:
-                wanted = "DescribeProfile, DescribeClusters, DescribeTables or DescribePopularity"
-                return RequestRefused(reason=f"expected {wanted}, got {type(other).__name__}")
+                expected = "DescribeProfile, DescribeClusters, DescribeTables or DescribePopularity"
+                return RequestRefused(reason=f"expected {expected}, got {type(other).__name__}")
         return answer or RequestRefused(
             reason=f"no engine with model {name!r} has joined or reported; ask again when one has"
         )
@@ -386,17 +388,17 @@ class TrackerService:
     async def _tables(self, name: str) -> TablesPublished | None:
         """Return one object to all requesters until the next version, so that it is encoded and stored
         once."""
-        if name in self._whole:
-            return self._whole[name]
-        tables = await self._store.asked(self._store.lessons.tables, name)
+        if name in self._snapshots:
+            return self._snapshots[name]
+        tables = await self._store.query(self._store.learners.tables, name)
         if tables is not None and tables.version == self._versions.get(name):
-            self._whole[name] = tables
-            asyncio.get_running_loop().call_later(WHOLE_SECONDS, self._forget_whole, tables)
+            self._snapshots[name] = tables
+            asyncio.get_running_loop().call_later(SNAPSHOT_SECONDS, self._forget_snapshot, tables)
         return tables
 
-    def _forget_whole(self, tables: TablesPublished) -> None:
-        if self._whole.get(tables.model) is tables:
-            del self._whole[tables.model]
+    def _forget_snapshot(self, tables: TablesPublished) -> None:
+        if self._snapshots.get(tables.model) is tables:
+            del self._snapshots[tables.model]
 
     # State file
 
@@ -419,7 +421,7 @@ class TrackerService:
         saved = await self._store.aside(read, path)
         if saved is not None:
             await self._store.restore(saved, self._wall_clock())
-            for publisher, newest in self._store.activity.heard():
+            for publisher, newest in self._store.activity.last_sequences():
                 self._sequences.cover(publisher, newest)
 
     async def _save_regularly(self, path: Path) -> None:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"roost tracker 1\n"
 _DIGEST = 32
-MOST_BYTES = 4 << 30
+MAX_BYTES = 4 << 30
 """Limit of the bytes read from a file."""
 
 
@@ -66,7 +66,7 @@ def read(path: Path) -> SavedState | None:
     """
     try:
         with path.open("rb") as file:
-            return _parsed(file.read(MOST_BYTES))
+            return _parsed(file.read(MAX_BYTES))
     except FileNotFoundError:
         return None
     except OSError as error:

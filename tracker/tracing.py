@@ -16,9 +16,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from fleet.facts.demand import PopularityShifted
 
-MOST_LAYERS = 64
+MAX_LAYERS = 64
 """limit of changed layers named in a span"""
-MOST_SHIFTS = 1024
+MAX_SHIFTS = 1024
 """limit of unsettled shifts whose spans are remembered"""
 
 
@@ -53,7 +53,7 @@ class ShiftTracing:
 
     def _remember(self, model: str, context: SpanContext) -> None:
         self._open[model] = context
-        if len(self._open) > MOST_SHIFTS:  # models come and go without notice
+        if len(self._open) > MAX_SHIFTS:  # models come and go without notice
             del self._open[next(iter(self._open))]
 
 
@@ -63,5 +63,5 @@ def _about(shift: PopularityShifted) -> dict[str, str | int | float | tuple[int,
         "roost.version": shift.version,
         "roost.divergence": shift.divergence,
         "roost.threshold": shift.threshold,
-        "roost.layers": shift.layers[:MOST_LAYERS],
+        "roost.layers": shift.layers[:MAX_LAYERS],
     }

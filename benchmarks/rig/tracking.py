@@ -63,7 +63,7 @@ class Fleet:
         self.clusters = OnlineClusters(self.config, self.layers, self.experts)
         self.learning = ModelLearner(self.config)
         self.learning.adopt(self.clusters.model, [])
-        self.replica = TableReplica(REPLICA_BYTES).prepare(read(self.learning.whole(MODEL)))
+        self.replica = TableReplica(REPLICA_BYTES).prepare(read(self.learning.snapshot(MODEL)))
         self.placement = aligned(self.clusters.model, RANKS)
 
     @property
@@ -95,7 +95,7 @@ class Fleet:
         other.learning = ModelLearner.restore(self.config, self.learning.state(), self.learning.version + 1)
         other.learning.adopt(other.clusters.model, [])
         other.placement = self.placement
-        other.replica = TableReplica(REPLICA_BYTES).prepare(read(other.learning.whole(MODEL)))
+        other.replica = TableReplica(REPLICA_BYTES).prepare(read(other.learning.snapshot(MODEL)))
         return other
 
     def leave_prefix(self, request: Request) -> None:

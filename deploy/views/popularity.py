@@ -287,7 +287,7 @@ def show_load(file: Path, plot: Path | None, *, as_json: bool) -> None:
                 {
                     "file": str(file),
                     "form": load.form,
-                    "whole": load.whole,
+                    "whole": load.is_counts,
                     **shape,
                     "skew": skew(load.counts),
                 }
@@ -295,7 +295,7 @@ def show_load(file: Path, plot: Path | None, *, as_json: bool) -> None:
         )
     else:
         left_out = f", {load.empty_layers} layers without any left out" if load.empty_layers else ""
-        amount = f"{load.counts.sum():,.0f} (token, k) pairs" if load.whole else "proportions"
+        amount = f"{load.counts.sum():,.0f} (token, k) pairs" if load.is_counts else "proportions"
         console().print(
             f"[bold]{file}[/bold]: {load.form}; {load.layers} layers x {load.experts} experts, {load.steps}"
             f" step{'s' * (load.steps != 1)}, {amount}{left_out}"

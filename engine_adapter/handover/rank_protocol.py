@@ -35,10 +35,10 @@ from fleet.handover import (
     aborted,
     committed,
     flipped,
+    handle_abort,
+    handle_commit,
+    handle_propose,
     heard,
-    heed_abort,
-    heed_commit,
-    heed_propose,
     proposed,
     staged,
 )
@@ -123,7 +123,7 @@ class RankProtocol:
 
     def verdict_on_proposal(self, command: ProposeHandover) -> CommandVerdict:
         """Return the verdict on a proposal without changing any state."""
-        return heed_propose(self.standing, command.token, command.handover, command.placement.epoch)
+        return handle_propose(self.standing, command.token, command.handover, command.placement.epoch)
 
     def propose(self, command: ProposeHandover, placement: Placement | str, now: float) -> CommandVerdict:
         """Take a proposal. placement: the decoded placement of the command, or the error text when it cannot
@@ -140,7 +140,7 @@ class RankProtocol:
         return verdict
 
     def commit(self, command: CommitHandover) -> CommandVerdict:
-        verdict = heed_commit(self.standing, command.token, command.handover)
+        verdict = handle_commit(self.standing, command.token, command.handover)
         self.standing = heard(self.standing, command.token)
         if verdict is CommandVerdict.TAKE:
             self.standing = committed(self.standing, command.token)
@@ -148,7 +148,7 @@ class RankProtocol:
         return verdict
 
     def abort(self, command: AbortHandover, now: float) -> CommandVerdict:
-        verdict = heed_abort(self.standing, command.token, command.handover)
+        verdict = handle_abort(self.standing, command.token, command.handover)
         self.standing = heard(self.standing, command.token)
         if verdict is not CommandVerdict.TAKE:
             return verdict

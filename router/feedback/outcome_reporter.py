@@ -14,7 +14,7 @@ import numpy as np
 from bus import Bus, BusError
 from bus.protocol.subjects import Subjects
 from fleet.facts.activity import RequestOutcome, RequestsFinished
-from fleet.prediction import MOST_TOKENS
+from fleet.prediction import MAX_TOKENS
 from fleet.signatures import PACKED, pack
 from router.prefix_index.prompt import Prompt
 from router.scheduling.decision import Decision
@@ -55,7 +55,7 @@ class OutcomeReporter:
         if len(self._waiting) >= self._most:
             self._metrics.outcomes_dropped.inc()
             return
-        looked_up = slice(0, MOST_TOKENS) if decision.outlook is None else decision.outlook.forecast.looked_up
+        looked_up = slice(0, MAX_TOKENS) if decision.outlook is None else decision.outlook.forecast.looked_up
         self._waiting.append(_Ended(decision, list(prompt.ids[looked_up])))
         if len(self._waiting) >= BATCH:
             self._many.set()

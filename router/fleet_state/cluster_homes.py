@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.facts.placements import HomesPublished
-from fleet.signatures import MOST_CLUSTERS
+from fleet.signatures import MAX_CLUSTERS
 
 AT_HOME = 1.5
 """A rank is a home of a request if it gets at least this multiple of its even share, and at least half of the
@@ -48,7 +48,7 @@ def homes_of(said: HomesPublished, ranks: int) -> ClusterHomes:
         )
     if not said.homes:
         return ClusterHomes(said.version, said.epoch, None)
-    if not 1 <= said.count <= MOST_CLUSTERS or len(said.homes) != 4 * said.count * ranks:
+    if not 1 <= said.count <= MAX_CLUSTERS or len(said.homes) != 4 * said.count * ranks:
         raise ValueError(
             f"homes of engine {said.engine!r}: {len(said.homes)} bytes do not make shares of {said.count}"
             f" clusters on {ranks} ranks"

@@ -16,7 +16,7 @@ from fleet.layout import Layout
 from fleet.membership import Heartbeats, Membership
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
-from fleet.timing import MOST_SECONDS
+from fleet.timing import MAX_SECONDS
 from router.fleet_state.cluster_homes import ClusterHomes
 from router.fleet_state.dispatch_cost import DispatchCost
 from router.fleet_state.engine_state import (
@@ -224,10 +224,10 @@ class FleetView:
         """Set the cost in seconds that a migration or layout switch in progress adds to a new request; 0:
         there is none. ValueError for an impossible cost.
         """
-        if not 0 <= seconds <= MOST_SECONDS:
+        if not 0 <= seconds <= MAX_SECONDS:
             raise ValueError(
                 f"worker {worker_id}: a handover must cost finite seconds >= 0 (and at most"
-                f" {MOST_SECONDS:g}), not {seconds}"
+                f" {MAX_SECONDS:g}), not {seconds}"
             )
         state = self._engines.get(worker_id)
         if state is not None and state.handover_seconds != seconds:

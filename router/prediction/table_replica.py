@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fleet.arrays import ByteArray, Float32Array, KeyArray
 from fleet.facts.demand import KeyedRows, TablesPublished
 from fleet.prediction import PATTERNS, ROW, SOURCES, Tables
-from fleet.signatures import MOST_CLUSTERS
+from fleet.signatures import MAX_CLUSTERS
 from router.prediction.row_table import RowTable
 
 MAX_WEIGHT = 64.0
@@ -43,7 +43,7 @@ class TableChange(NamedTuple):
     clusters: int
     shares: Float32Array
     trust: NDArray[np.float32]
-    """as `Tables.trust`"""
+    """as `Tables.source_weights`"""
     reliability: NDArray[np.float32]
     gain: float
     gains: NDArray[np.float32] | None
@@ -65,9 +65,9 @@ def read(published: TablesPublished) -> TableChange:
     range.
     """
     shares = _floats("shares", published.shares, "<f4").astype(np.float64)
-    if not 1 <= len(shares) <= MOST_CLUSTERS or (shares < 0).any() or shares.sum() <= 0:
+    if not 1 <= len(shares) <= MAX_CLUSTERS or (shares < 0).any() or shares.sum() <= 0:
         raise ValueError(
-            f"tables: {len(shares)} shares that are no probabilities; 1 to {MOST_CLUSTERS} are allowed"
+            f"tables: {len(shares)} shares that are no probabilities; 1 to {MAX_CLUSTERS} are allowed"
         )
     if not 0.0 <= published.gain <= 1.0:
         raise ValueError(f"tables: a gain of {published.gain}; it must be in [0, 1]")
@@ -263,7 +263,7 @@ class TableReplica:
             sessions=self._sessions,
             tenants=self._tenants,
             tokens=self._tokens,
-            trust=change.trust,
+            source_weights=change.trust,
             reliability=change.reliability,
             gain=change.gain,
             gains=change.gains,

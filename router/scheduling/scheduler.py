@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.completions import MOST_NAME, ApiError, shortened
+from fleet.completions import MAX_NAME, ApiError, shortened
 from fleet.prediction import Query
 from router.admission.queue_policy import Saturated
 from router.config import RouterConfig
@@ -167,7 +167,7 @@ class Scheduler(BookingObserver):
                 raise ApiError(503, "no engine has joined yet", code="no_engine", retry_after=2.0)
             if model not in known:
                 message = (
-                    f"the model {shortened(model, MOST_NAME)!r} does not exist; models served here:"
+                    f"the model {shortened(model, MAX_NAME)!r} does not exist; models served here:"
                     f" {', '.join(known)}"
                 )
                 raise ApiError(404, message, code="model_not_found", param="model")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from fleet.blocks import salted_seed
-from fleet.completions import MOST_DETAIL, MOST_NAME, shortened
+from fleet.completions import MAX_DETAIL, MAX_NAME, shortened
 from router.access.api_keys import TRUSTED, Caller
 from router.http.asgi_response import Headers
 from router.openai_api.completion_state import AttemptFailure
@@ -174,7 +174,7 @@ class RequestLog:
                     "roost.queued_ms": _ms(self.queued_seconds),
                     "roost.time_to_first_token_ms": None if ttft is None else 1000.0 * ttft,
                     "roost.time_per_output_token_ms": _ms(tpot),
-                    "gen_ai.response.model": shortened(self.model, MOST_NAME) or None,
+                    "gen_ai.response.model": shortened(self.model, MAX_NAME) or None,
                     "gen_ai.response.id": self.answer_id,
                     "gen_ai.response.finish_reasons": self.finish_reasons or None,
                     "gen_ai.usage.input_tokens": self.prompt_tokens or None,
@@ -189,7 +189,7 @@ class RequestLog:
             "request_id": self.request_id,
             "decision_id": None if self.decision is None else self.decision.id,
             "path": self.path,
-            "model": shortened(self.model, MOST_NAME),
+            "model": shortened(self.model, MAX_NAME),
             "stream": self.stream,
             "worker": None if target is None else target.engine.engine,
             "rank": None if target is None else target.rank,
@@ -205,7 +205,7 @@ class RequestLog:
             "total_ms": _ms(now - self.started),
             "retries": len(self.failures),
             "failures": [failure.value for failure in self.failures],
-            "error": None if self.detail is None else shortened(self.detail, MOST_DETAIL),
+            "error": None if self.detail is None else shortened(self.detail, MAX_DETAIL),
         }
 
 

@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from fleet.completions import MOST_NAME, shortened
+from fleet.completions import MAX_NAME, shortened
 from fleet.redaction import without_secrets
 from router.prediction.predictor import LayerExperts, PredictionRecord
 from router.scheduling.cost import TERMS
@@ -111,7 +111,7 @@ class RequestTrace:
 
     def asked(self, model: str, settings: Mapping[str, Value | None]) -> None:
         """Record the request once it is decoded; settings are names below `gen_ai.request.`."""
-        model = shortened(model, MOST_NAME)
+        model = shortened(model, MAX_NAME)
         self._span.update_name(f"{self._operation} {model}")
         self._span.set_attribute("gen_ai.request.model", model)
         for name, value in settings.items():

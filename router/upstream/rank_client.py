@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fleet.completions import MOST_DETAIL, UNREADABLE, ApiError, shortened
+from fleet.completions import MAX_DETAIL, UNREADABLE, ApiError, shortened
 from router.config import RouterConfig
 from router.http.asgi_response import not_ready
 from router.openai_api.completion_state import AttemptFailure
@@ -37,7 +37,7 @@ class UpstreamFailed(Exception):
     """A rank gave no answer, or an incomplete one. `refused`: its own error answer, if there is one."""
 
     def __init__(self, how: AttemptFailure, detail: str, refused: UpstreamRefusal | None = None) -> None:
-        super().__init__(f"{how.value}: {shortened(detail, MOST_DETAIL)}")
+        super().__init__(f"{how.value}: {shortened(detail, MAX_DETAIL)}")
         self.how = how
         self.refused = refused
 

@@ -13,9 +13,9 @@ from fleet.handover import (
     ProtocolState,
     RankState,
     flips,
-    heed_abort,
-    heed_commit,
-    heed_propose,
+    handle_abort,
+    handle_commit,
+    handle_propose,
     moved,
 )
 from tests.fleet.exploration import Kind
@@ -117,8 +117,8 @@ class Rules:
 
     def heed(self, rank: ProtocolState, kind: int, token: int, handover: int, epoch: int) -> CommandVerdict:
         if kind == PROPOSE:
-            return heed_propose(rank, token, handover, epoch)
-        return heed_commit(rank, token, handover) if kind == COMMIT else heed_abort(rank, token, handover)
+            return handle_propose(rank, token, handover, epoch)
+        return handle_commit(rank, token, handover) if kind == COMMIT else handle_abort(rank, token, handover)
 
     def fenced(self, rank: ProtocolState, token: int) -> int:
         """Return the token that a rank assumes for a command."""

@@ -27,10 +27,10 @@ from fleet.handover import (
     committed,
     flipped,
     flips,
+    handle_abort,
+    handle_commit,
+    handle_propose,
     heard,
-    heed_abort,
-    heed_commit,
-    heed_propose,
     is_open,
     moved,
     proposed,
@@ -113,13 +113,13 @@ def _acts(
     """One command, or one autonomous step of the rank."""
     match what:
         case "propose":
-            verdict = heed_propose(rank, token, handover, rank.served + 1)
+            verdict = handle_propose(rank, token, handover, rank.served + 1)
             after = proposed(rank, token, handover) if verdict is CommandVerdict.TAKE else rank
         case "commit":
-            verdict = heed_commit(rank, token, handover)
+            verdict = handle_commit(rank, token, handover)
             after = committed(rank, token) if verdict is CommandVerdict.TAKE else rank
         case "abort":
-            verdict = heed_abort(rank, token, handover)
+            verdict = handle_abort(rank, token, handover)
             after = aborted(rank, token, handover) if verdict is CommandVerdict.TAKE else rank
         case "flip":
             return (flipped(rank) if rank.state is RankState.READY else rank), None
@@ -152,7 +152,7 @@ def test_whatever_comes_in_whatever_order_a_rank_keeps_its_promises(
         if what == "abort" and verdict in (CommandVerdict.TAKE, CommandVerdict.REPEAT):
             over.add(handover)
         assert after.handover not in over
-        assert heed_commit(after, after.token, handover) is not CommandVerdict.TAKE or handover not in over
+        assert handle_commit(after, after.token, handover) is not CommandVerdict.TAKE or handover not in over
         rank = after
 
 
@@ -173,11 +173,11 @@ def test_a_command_that_was_taken_is_not_taken_again(
 def test_an_abort_of_a_handover_that_comes_later_leaves_the_open_one_open() -> None:
     rank = aborted(proposed(ProtocolState(RankState.SERVING, served=3), 1, 7), 1, 9)
     assert is_open(rank, 7)
-    assert heed_propose(rank, 1, 7, 4) is CommandVerdict.REPEAT
-    assert heed_abort(rank, 1, 7) is CommandVerdict.TAKE
+    assert handle_propose(rank, 1, 7, 4) is CommandVerdict.REPEAT
+    assert handle_abort(rank, 1, 7) is CommandVerdict.TAKE
     rank = flipped(committed(staged(rank), 1))
     assert rank.concluded == 9
-    assert heed_propose(rank, 1, 9, 5) is CommandVerdict.PAST
+    assert handle_propose(rank, 1, 9, 5) is CommandVerdict.PAST
 
 
 def test_a_late_command_about_a_handover_that_is_over_is_told_from_one_about_a_handover_never_heard_of() -> (
@@ -187,7 +187,8 @@ def test_a_late_command_about_a_handover_that_is_over_is_told_from_one_about_a_h
         flipped(committed(staged(proposed(ProtocolState(RankState.SERVING, served=0), 1, 2)), 1)), 1, 3
     )
     verdicts = {
-        handover: (heed_commit(rank, 1, handover), heed_abort(rank, 1, handover)) for handover in (1, 2, 3, 4)
+        handover: (handle_commit(rank, 1, handover), handle_abort(rank, 1, handover))
+        for handover in (1, 2, 3, 4)
     }
     assert verdicts == {
         1: (CommandVerdict.PAST, CommandVerdict.REPEAT),

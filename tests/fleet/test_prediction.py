@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fleet.prediction import (
     FLOOR,
-    MOST_TOKENS,
+    MAX_TOKENS,
     PATTERNS,
     PREFIX,
     ROW,
@@ -53,7 +53,7 @@ def tables(
         sessions=sessions or {},
         tenants=tenants or {},
         tokens=np.zeros((0, K), np.float32) if tokens is None else np.asarray(tokens, np.float32),
-        trust=np.asarray(trust, np.float32),
+        source_weights=np.asarray(trust, np.float32),
         reliability=np.asarray(reliability, np.float32),
     )
 
@@ -127,7 +127,7 @@ def test_without_evidence_the_mix_is_predicted_and_nothing_is_certain(found: Tab
 @settings(max_examples=60, deadline=None)
 @given(learnt, queries)
 def test_without_trust_the_mix_is_predicted(found: Tables, query: Query) -> None:
-    distrusted = Tables(**{**vars_of(found), "trust": np.zeros(4, np.float32)})
+    distrusted = Tables(**{**vars_of(found), "source_weights": np.zeros(4, np.float32)})
     assert predict(distrusted, query).weights == pytest.approx(found.shares, abs=1e-6)
 
 
@@ -155,7 +155,7 @@ def test_the_more_a_source_is_trusted_the_more_the_prediction_is_what_it_says(
     raised[source] += more
     before, after = (
         predict(one, EVIDENCE).weights
-        for one in (found, Tables(**{**vars_of(found), "trust": np.array(raised, np.float32)}))
+        for one in (found, Tables(**{**vars_of(found), "source_weights": np.array(raised, np.float32)}))
     )
     assert after[source] >= before[source] - 1e-6
 
@@ -195,9 +195,9 @@ def test_the_tokens_after_the_known_prefix_are_looked_up_and_no_more_than_256_of
     found = tables(tokens=ratios, blocks={11: speaks_for(0), 12: speaks_for(0)})
     known = know(found, Query(prefix=(11, 12, 13), tokens=list(range(10_000)), block_size=16))
     assert (known.blocks, known.hash) == (2, 12)
-    assert known.looked_up == slice(32, 32 + MOST_TOKENS)
-    assert known.evidence[TOKENS] == MOST_TOKENS
-    worth = MOST_TOKENS * SHRINK[TOKENS] / (MOST_TOKENS + SHRINK[TOKENS])
+    assert known.looked_up == slice(32, 32 + MAX_TOKENS)
+    assert known.evidence[TOKENS] == MAX_TOKENS
+    worth = MAX_TOKENS * SHRINK[TOKENS] / (MAX_TOKENS + SHRINK[TOKENS])
     assert known.ratios[TOKENS] == pytest.approx(0.01 * worth * (np.arange(K) == 3), rel=1e-4)
     assert know(found, Query(prefix=(11, 12), tokens=list(range(32)))).evidence[TOKENS] == 0
 
@@ -294,7 +294,7 @@ def test_trust_depends_on_who_else_speaks_where_the_tables_say_so() -> None:
     trust = np.ones((PATTERNS, len(SOURCES)), np.float32)
     trust[1 << PREFIX | 1 << SESSION, SESSION] = 0.0
     by_source = tables(blocks={11: speaks_for(1)}, sessions={5: speaks_for(2)})
-    by_pattern = replace(by_source, trust=trust)
+    by_pattern = replace(by_source, source_weights=trust)
     alone, both = Query(session=5), Query(prefix=(11,), session=5)
     assert predict(by_pattern, alone).weights == pytest.approx(predict(by_source, alone).weights)
     assert predict(by_pattern, both).weights == pytest.approx(predict(by_source, Query(prefix=(11,))).weights)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from fleet.routings import MOST_EXPERTS, UNKNOWN, count_pairs, from_sglang, from_vllm, read_npy
+from fleet.routings import MAX_EXPERTS, UNKNOWN, count_pairs, from_sglang, from_vllm, read_npy
 
 SHAPES = npst.array_shapes(min_dims=3, max_dims=3, max_side=6)
 IDS = npst.arrays(
@@ -142,7 +142,7 @@ def test_nothing_pickled_is_ever_loaded(capsys: pytest.CaptureFixture[str]) -> N
         (np.zeros((2, 0, 3), np.int32), None, "expected .tokens, layers, k"),
         (np.full((1, 1, 1), 8), 8, "from 8 to 8; expected 0 to 7"),
         (np.full((1, 1, 1), -1), 8, "from -1"),
-        (np.full((1, 1, 1), MOST_EXPERTS), None, str(MOST_EXPERTS)),
+        (np.full((1, 1, 1), MAX_EXPERTS), None, str(MAX_EXPERTS)),
         (np.array([[["a"]]]), None, "no integers"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fleet.signatures import MOST_CLUSTERS, NAMED, PACKED, ClusterModel, pack, posterior, unpack
+from fleet.signatures import MAX_CLUSTERS, NAMED, PACKED, ClusterModel, pack, posterior, unpack
 
 
 def simplex(clusters: int, zeros: bool = False) -> st.SearchStrategy[Any]:
@@ -20,7 +20,7 @@ def simplex(clusters: int, zeros: bool = False) -> st.SearchStrategy[Any]:
     )
 
 
-pairs = st.integers(1, MOST_CLUSTERS).flatmap(
+pairs = st.integers(1, MAX_CLUSTERS).flatmap(
     lambda k: st.tuples(simplex(k, zeros=True), simplex(k, zeros=True))
 )
 
@@ -149,7 +149,7 @@ def test_a_model_comes_through_the_bus_within_half_precision() -> None:
     [
         ({"clusters": 0, "shares": b"", "profiles": b""}, "0 clusters"),
         ({"clusters": 4}, "4 clusters"),
-        ({"clusters": MOST_CLUSTERS + 1, "shares": bytes(4 * (MOST_CLUSTERS + 1))}, "are allowed"),
+        ({"clusters": MAX_CLUSTERS + 1, "shares": bytes(4 * (MAX_CLUSTERS + 1))}, "are allowed"),
         ({"layers": 3}, "do not make profiles"),
         ({"layers": 0, "profiles": b""}, "are allowed"),
         ({"layers": -1}, "are allowed"),

@@ -16,10 +16,10 @@ from fleet.handover import (
     aborted,
     committed,
     flipped,
+    handle_abort,
+    handle_commit,
+    handle_propose,
     heard,
-    heed_abort,
-    heed_commit,
-    heed_propose,
     proposed,
     staged,
 )
@@ -124,18 +124,18 @@ class Ranks:
         now = self.standing[rank]
         match message:
             case ProposeHandover():
-                verdict = heed_propose(now, message.token, message.handover, message.placement.epoch)
+                verdict = handle_propose(now, message.token, message.handover, message.placement.epoch)
                 if verdict is CommandVerdict.TAKE:
                     self.standing[rank] = proposed(now, message.token, message.handover)
                     self._proposed[rank] = Placement.from_record(message.placement)
                     self._staging[rank] = asyncio.create_task(self._stage(rank))
             case CommitHandover():
-                verdict = heed_commit(now, message.token, message.handover)
+                verdict = handle_commit(now, message.token, message.handover)
                 if verdict is CommandVerdict.TAKE:
                     self.standing[rank] = committed(now, message.token)
                     self._flip()
             case AbortHandover():
-                verdict = heed_abort(now, message.token, message.handover)
+                verdict = handle_abort(now, message.token, message.handover)
                 if verdict is CommandVerdict.TAKE:
                     self.standing[rank] = aborted(now, message.token, message.handover)
                     if rank in self._staging:

@@ -169,9 +169,9 @@ async def test_lost_reports_are_counted_and_not_taken_for_silence() -> None:
         broker.reachable = True
         await publisher.publish(report())
         await asyncio.sleep(3)
-        heard = (await anext(aiter(demands))).message
-        assert isinstance(heard, DemandPublished)
-        assert heard.tokens_per_second == pytest.approx(10.0, rel=1e-6)
+        received = (await anext(aiter(demands))).message
+        assert isinstance(received, DemandPublished)
+        assert received.tokens_per_second == pytest.approx(10.0, rel=1e-6)
         assert b"roost_tracker_lost_total 30.0" in service.metrics.exposition()
 
 

@@ -90,7 +90,7 @@ def test_a_shift_is_the_first_span_of_a_trace_and_its_end_is_below_it(
 def test_a_settling_whose_beginning_nobody_remembers_is_a_trace_of_its_own(
     provider: TracerProvider, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracing, "MOST_SHIFTS", 1)
+    monkeypatch.setattr(tracing, "MAX_SHIFTS", 1)
     said = ShiftTracing(provider)
     for message in (
         shift("first"),

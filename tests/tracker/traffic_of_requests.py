@@ -143,7 +143,7 @@ def watch(
     said, divergences, thresholds = [], [], []
     for second, counts, tokens in traffic:
         drift.observe(counts, tokens, float(second))
-        if second % judge_every == 0 and (shift := drift.judge(float(second) + 0.5)) is not None:
+        if second % judge_every == 0 and (shift := drift.evaluate(float(second) + 0.5)) is not None:
             said.append((second, shift))
         divergences.append(np.nan if drift.divergence is None else drift.divergence)
         thresholds.append(np.nan if drift.threshold is None else drift.threshold)

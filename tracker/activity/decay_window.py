@@ -37,7 +37,7 @@ MOVE = 30.0
 """Time constants from one reference to the next. Weights stay below e^30, far inside the range of float32."""
 BATCH = 8
 """Reports accumulated together."""
-LEAST = -700.0
+MIN_EXPONENT = -700.0
 """Exponents below this are treated as zero weight."""
 
 
@@ -69,7 +69,7 @@ class WindowReport:
 
 def weight_of(seconds: float, end: float, constant: float, reference: float) -> float:
     """Integral of exp((t - reference) / constant) over the seconds before end."""
-    return -constant * expm1(-seconds / constant) * exp(max(LEAST, (end - reference) / constant))
+    return -constant * expm1(-seconds / constant) * exp(max(MIN_EXPONENT, (end - reference) / constant))
 
 
 class _Sums:
@@ -185,25 +185,25 @@ class DecayWindow:
         """Return tokens per second to each expert: float32 [layers, experts]; zeros before the first
         report."""
         self._add_up()
-        sums, judged = self._sums[level], self._judged(now)
-        return sums.counts * np.float32(sums.fade(judged) / self._exposure(sums, judged))
+        sums, at = self._sums[level], self._evaluation_time(now)
+        return sums.counts * np.float32(sums.fade(at) / self._exposure(sums, at))
 
     def tokens_per_second(self, level: int, now: float) -> float:
         self._add_up()
-        sums, judged = self._sums[level], self._judged(now)
-        return sums.tokens * sums.fade(judged) / self._exposure(sums, judged)
+        sums, at = self._sums[level], self._evaluation_time(now)
+        return sums.tokens * sums.fade(at) / self._exposure(sums, at)
 
-    def _judged(self, now: float) -> float:
+    def _evaluation_time(self, now: float) -> float:
         """Return the time up to which activity is known: the end of the newest report plus certain idle
         time."""
         end, seconds = self._newest
         return end + max(0.0, now - end - PATIENCE * seconds) if end > -inf else now
 
-    def _exposure(self, sums: _Sums, judged: float) -> float:
+    def _exposure(self, sums: _Sums, at: float) -> float:
         if self._began == inf:
             return 1.0
-        share = sums.fade(judged) / self.sources
-        elapsed = -sums.constant * expm1((self._began - judged) / sums.constant)
+        share = sums.fade(at) / self.sources
+        elapsed = -sums.constant * expm1((self._began - at) / sums.constant)
         return max(elapsed - sums.lost * share, sums.own * share) or 1.0
 
     @property

@@ -260,11 +260,11 @@ class EngineActivity:
                 ReportFault.RANK,
                 f"worker {report.worker_id} has ranks 0..{ranks - 1} and reports for rank {report.rank}",
             )
-        least, most = self._config.shortest_interval_seconds, self._config.longest_interval_seconds
-        if not least <= report.seconds <= most:
+        shortest, longest = self._config.shortest_interval_seconds, self._config.longest_interval_seconds
+        if not shortest <= report.seconds <= longest:
             raise InvalidReport(
                 ReportFault.INTERVAL,
-                f"an interval of {report.seconds} s; it must be between {least} and {most} s",
+                f"an interval of {report.seconds} s; it must be between {shortest} and {longest} s",
             )
 
     def _check_room(self) -> None:
@@ -544,12 +544,12 @@ class EngineActivity:
         restored, model = DecayWindow.restore(self._constants, window), self._models[worker.model].window
         if (restored.layers, restored.experts) != (model.layers, model.experts):
             raise ValueError(f"rank {number} of worker {worker_id} has another shape than its model")
-        heard = OrderedDict(
+        last_sequences = OrderedDict(
             (int(publisher), ReportGaps.restore(gaps)) for publisher, gaps in publishers[-PUBLISHERS:]
         )
-        worker.windows[int(number)] = _Rank(restored, heard, bool(reported), float(published_rate))
+        worker.windows[int(number)] = _Rank(restored, last_sequences, bool(reported), float(published_rate))
 
-    def heard(self) -> Iterator[tuple[int, int]]:
+    def last_sequences(self) -> Iterator[tuple[int, int]]:
         """Yield the publishers of reports, each with its highest sequence."""
         for worker in self._workers.values():
             for rank in worker.windows.values():

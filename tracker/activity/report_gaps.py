@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-MOST = 64
+MAX_OPEN = 64
 """Gaps that a late report can still narrow. Older gaps are final."""
 
 
@@ -55,7 +55,7 @@ class ReportGaps:
     def _missing(self, before: tuple[int, float], behind: tuple[int, float]) -> Iterator[SilentSpan]:
         if behind[0] > before[0] + 1:
             self._open[before[0]] = (behind[0], before[1], behind[1])
-            if len(self._open) > MOST:
+            if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
             yield SilentSpan(before[1], behind[1])
 
@@ -86,7 +86,7 @@ class ReportGaps:
             gaps._last = (int(last[0]), float(last[1]))
             gaps._open = OrderedDict(
                 (int(low), (int(high), float(since), float(until)))
-                for low, high, since, until in spans[-MOST:]
+                for low, high, since, until in spans[-MAX_OPEN:]
             )
         except (IndexError, TypeError, ValueError) as error:
             raise ValueError(f"no state of gaps: {error}") from error

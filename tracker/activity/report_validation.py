@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from fleet.popularity import ExpertCounts
 
-MOST = float(1 << 53)
+MAX_COUNT = float(1 << 53)
 """Numbers above this are not counts."""
 
 
@@ -42,24 +42,24 @@ class InvalidReport(ValueError):
 
 
 def checked_counts(
-    told: ExpertCounts, tokens: int, cached_tokens: int, most_cells: int
+    table: ExpertCounts, tokens: int, cached_tokens: int, most_cells: int
 ) -> NDArray[np.unsignedinteger[Any]]:
     """Return the counts in place: unsigned [layers, experts]. InvalidReport if they are impossible or exceed
     `most_cells`.
     """
     for name, value in (("tokens", tokens), ("cached_tokens", cached_tokens)):
-        if not 0 <= value <= MOST:
+        if not 0 <= value <= MAX_COUNT:
             raise InvalidReport(ReportFault.COUNTS, f"{name} must be a count, not {value}")
-    if told.layers * told.experts > most_cells:
+    if table.layers * table.experts > most_cells:
         raise InvalidReport(
             ReportFault.CAPACITY,
-            f"a table of {told.layers} x {told.experts}; raise tracker.most_cells to follow such a model",
+            f"a table of {table.layers} x {table.experts}; raise tracker.most_cells to follow such a model",
         )
     try:
-        counts = told.array()
+        counts = table.array()
     except ValueError as error:
         raise InvalidReport(ReportFault.COUNTS, str(error)) from error
-    if (told.width == 8 and counts.max() > MOST) or (tokens == 0 and counts.any()):
+    if (table.width == 8 and counts.max() > MAX_COUNT) or (tokens == 0 and counts.any()):
         raise InvalidReport(
             ReportFault.COUNTS, f"{tokens} tokens cannot have activated experts {counts.sum():g} times"
         )

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array, FloatArray
-from fleet.signatures import LEAST, posterior
+from fleet.signatures import MIN_PROBABILITY, posterior
 
 ENOUGH = 2048.0
 """(token, k) pairs per layer at which a request's weight in a pool is half of its limit. Requests of a
@@ -37,7 +37,7 @@ FEWEST = 12
 """Minimum number of requests to split."""
 AXES = 3
 """Principal axes along which a split is tried."""
-JUDGES = 256
+MAX_EVALUATED = 256
 """Limit of requests that judge the sharpness."""
 GRID = tuple(float(10.0 ** (-5.0 + step / 4.0)) for step in range(25))
 """Candidate sharpnesses: four per decade, 1e-5 to 10."""
@@ -106,18 +106,19 @@ class FitSample:
         )
 
     @cached_property
-    def trusted(self) -> FloatArray:
+    def fit_weight(self) -> FloatArray:
         """Weights in k-means: float64 [n]. Short requests are mostly prior."""
         return self.weight * self.pairs / (self.pairs + self.prior_pairs)
 
     @cached_property
     def gram(self) -> Float32Array:
         """Inner products of the requests' roots, centred on the traffic's: float32 [n, n]."""
+        # In place: [n, layers * experts] is the largest array of a refit.
         roots = self.prompt + self.completion
         roots += np.float32(self.prior_pairs) * self.prior
         roots /= np.asarray(self.pairs + self.prior_pairs, np.float32)[:, None]
         np.sqrt(roots, out=roots)
-        roots -= np.sqrt(self.prior)
+        roots -= np.sqrt(self.prior)  # centred, because float32 keeps small differences of small numbers
         return np.asarray(roots @ roots.T, np.float32)
 
     def pooled(self, members: NDArray[np.intp], prior: Float32Array) -> Float32Array:
@@ -137,6 +138,7 @@ class FitSample:
         [clusters, layers * experts].
         """
         chosen = np.zeros((clusters, len(labels)), np.float32)
+        # One matrix product with the assignment matrix sums the members of all clusters.
         chosen[labels, np.arange(len(labels))] = self.scale if among is None else self.scale * among
         return _probabilities(
             chosen @ self.prompt + chosen @ self.completion, self.prior, self.prior_pairs, self.layers
@@ -173,6 +175,7 @@ def _distances(gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray,
     for empty clusters.
     """
     share, mass = _parts(labels, weight, clusters)
+    # |x - m|^2 = x'x - 2 x'm + m'm. Row-wise x'x is the same for every cluster, so that it is left out.
     towards = np.asarray(gram @ share.astype(np.float32), np.float64)
     apart = (share * towards).sum(axis=0) - 2.0 * towards
     apart[:, mass == 0] = np.inf
@@ -183,11 +186,11 @@ def likeliest(requests: FitSample, profiles: Float32Array, used: NDArray[np.intp
     """Return for each request the likeliest used profile: intp [n], indices into profiles [K, layers *
     experts].
     """
-    logs = np.log(np.maximum(profiles[used], LEAST)).T
+    logs = np.log(np.maximum(profiles[used], MIN_PROBABILITY)).T
     return np.asarray(used[(requests.prompt @ logs + requests.completion @ logs).argmax(axis=1)])
 
 
-def settle(
+def k_means(
     gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray, clusters: int, rounds: int = 10
 ) -> NDArray[np.intp]:
     """Run k-means from the given labels: intp [n]."""
@@ -202,12 +205,13 @@ def settle(
 def halves(gram: Float32Array, weight: FloatArray, axis: int) -> NDArray[np.intp] | None:
     """Split by 2-means that starts along a principal axis: intp [n] of 0 and 1; None if one side is empty."""
     share = weight / weight.sum()
+    # Kernel principal components (Schoelkopf et al. 1998): centre the Gram matrix on the weighted mean.
     centred = gram - share @ gram - (gram @ share)[:, None] + share @ gram @ share
     root = np.sqrt(share)
     directions = _axes(root[:, None] * centred * root)
     if axis >= directions.shape[1]:
         return None
-    labels = settle(gram, (directions[:, axis] > 0).astype(np.intp), weight, 2)
+    labels = k_means(gram, (directions[:, axis] > 0).astype(np.intp), weight, 2)
     return labels if 0 < labels.sum() < len(labels) else None
 
 
@@ -216,6 +220,7 @@ def _axes(matrix: NDArray[np.floating]) -> FloatArray:
     fixed start.
     """
     size = len(matrix)
+    # Cosines of incommensurable frequencies: independent columns without a random draw.
     start = np.cos(np.outer(np.arange(size) + 0.5, np.arange(1, min(AXES, size) + 1) * 0.7390851332))
     for _ in range(20):
         start, _ = np.linalg.qr(matrix @ start)
@@ -233,7 +238,7 @@ class FitGain(NamedTuple):
 
 
 def gain(
-    requests: FitSample, parts: tuple[NDArray[np.intp], NDArray[np.intp]], judged: NDArray[np.intp]
+    requests: FitSample, parts: tuple[NDArray[np.intp], NDArray[np.intp]], evaluated: NDArray[np.intp]
 ) -> FloatArray:
     """Return the nats by which two profiles predict each completion better than one: float64 [LEVELS,
     judged].
@@ -242,17 +247,18 @@ def gain(
     their mean, so that both alternatives have seen the same data. The logarithm of the mixed profile is
     bounded from below by the mixture of logarithms (Jensen), which only makes splits rarer.
     """
-    masses = np.array([requests.trusted[part].sum() for part in parts], np.float32)
+    masses = np.array([requests.fit_weight[part].sum() for part in parts], np.float32)
     masses /= masses.sum()
+    # Shrink both profiles to their common one, so that a small part is not favoured by its noise.
     together = requests.pooled(np.concatenate(parts), requests.prior)
     two = np.stack([requests.pooled(part, together) for part in parts])
-    ratios = (np.log(np.maximum(two, LEAST)) - np.log(np.maximum(masses @ two, LEAST))).T
+    ratios = (np.log(np.maximum(two, MIN_PROBABILITY)) - np.log(np.maximum(masses @ two, MIN_PROBABILITY))).T
     prompts, completions = (
-        requests.temper[judged] * (requests.prompt[judged] @ ratios),
-        requests.completion[judged] @ ratios,
+        requests.temper[evaluated] * (requests.prompt[evaluated] @ ratios),
+        requests.completion[evaluated] @ ratios,
     )
     weights = posterior(masses, np.multiply.outer(np.array(LEVELS, np.float32), prompts))
-    return np.asarray((weights * completions).sum(axis=2) * _worth(requests)[judged], np.float64)
+    return np.asarray((weights * completions).sum(axis=2) * _worth(requests)[evaluated], np.float64)
 
 
 def _worth(requests: FitSample) -> FloatArray:
@@ -260,7 +266,7 @@ def _worth(requests: FitSample) -> FloatArray:
     return np.asarray(requests.weight / (1.0 + requests.completion.sum(axis=1) / (requests.layers * ENOUGH)))
 
 
-def _judged(gains: list[FloatArray]) -> FitGain:
+def _best_level(gains: list[FloatArray]) -> FitGain:
     """Select the best level among gains [LEVELS, requests] of both folds."""
     each = np.concatenate(gains, axis=1)
     best = each[each.sum(axis=1).argmax()]
@@ -279,19 +285,19 @@ def split(requests: FitSample, members: NDArray[np.intp]) -> tuple[NDArray[np.in
     if not certain:
         return None
     best, axis = max(certain)
-    sides = halves(requests.gram[np.ix_(members, members)], requests.trusted[members], axis)
+    sides = halves(requests.gram[np.ix_(members, members)], requests.fit_weight[members], axis)
     return None if sides is None else (sides, best)
 
 
 def _crossed(requests: FitSample, members: NDArray[np.intp], axis: int) -> FitGain | None:
     """Judge a split by cross-validation: fitted on each half of the members, judged on the other."""
     gains = []
-    for inside, judged in _folds(members):
-        sides = halves(requests.gram[np.ix_(inside, inside)], requests.trusted[inside], axis)
+    for inside, evaluated in _folds(members):
+        sides = halves(requests.gram[np.ix_(inside, inside)], requests.fit_weight[inside], axis)
         if sides is None:
             return None
-        gains.append(gain(requests, (inside[sides == 0], inside[sides == 1]), judged))
-    return _judged(gains)
+        gains.append(gain(requests, (inside[sides == 0], inside[sides == 1]), evaluated))
+    return _best_level(gains)
 
 
 def _folds(members: NDArray[np.intp]) -> tuple[tuple[NDArray[np.intp], NDArray[np.intp]], ...]:
@@ -305,7 +311,7 @@ def apart(requests: FitSample, first: NDArray[np.intp], second: NDArray[np.intp]
     if min(len(first), len(second)) < 2:
         return None
     pairs = zip(_folds(first), _folds(second), strict=True)
-    return _judged(
+    return _best_level(
         [gain(requests, (here[0], there[0]), np.concatenate([here[1], there[1]])) for here, there in pairs]
     )
 
@@ -323,21 +329,22 @@ def neighbours(gram: Float32Array, labels: NDArray[np.intp], weight: FloatArray,
     return np.asarray(distances)
 
 
-class MixtureJudge:
+class HeldOutLikelihood:
     """Judge of how well signatures predict at a given sharpness. Each request is judged by profiles fitted on
     the other fold.
     """
 
     def __init__(self, requests: FitSample, labels: NDArray[np.intp], shares: FloatArray) -> None:
         telling = np.flatnonzero(requests.prompt.any(axis=1) & requests.completion.any(axis=1))
-        self.judged = telling[:: max(1, -(-len(telling) // JUDGES))]
+        self.evaluated = telling[:: max(1, -(-len(telling) // MAX_EVALUATED))]
         self._requests, self._shares = requests, shares.astype(np.float32)
-        self._floor = np.log(np.maximum(requests.prior, LEAST))
+        self._floor = np.log(np.maximum(requests.prior, MIN_PROBABILITY))
         self._known: dict[float, float] = {}
         fold = np.zeros(len(labels), np.bool_)
+        # Every second member of each cluster: both folds have all clusters, and members are in random order.
         for slot in np.unique(labels):
             fold[np.flatnonzero(labels == slot)[::2]] = True
-        folds = ((fitted, self.judged[~fitted[self.judged]]) for fitted in (fold, ~fold))
+        folds = ((fitted, self.evaluated[~fitted[self.evaluated]]) for fitted in (fold, ~fold))
         self._folds = [
             self._prepared(chosen, requests.profiles(labels, len(shares), fitted)) for fitted, chosen in folds
         ]
@@ -345,7 +352,7 @@ class MixtureJudge:
     def _prepared(
         self, chosen: NDArray[np.intp], profiles: Float32Array
     ) -> tuple[NDArray[np.intp], Float32Array, Float32Array]:
-        ratios = np.log(np.maximum(profiles, LEAST)) - self._floor
+        ratios = np.log(np.maximum(profiles, MIN_PROBABILITY)) - self._floor
         return (
             chosen,
             profiles,
@@ -366,7 +373,7 @@ class MixtureJudge:
         self, sharpness: float, chosen: NDArray[np.intp], profiles: Float32Array, prompts: Float32Array
     ) -> float:
         weights = posterior(self._shares, sharpness * prompts)
-        ratios = np.log(np.maximum(weights @ profiles, LEAST)) - self._floor
+        ratios = np.log(np.maximum(weights @ profiles, MIN_PROBABILITY)) - self._floor
         nats: FloatArray = (self._requests.completion[chosen] * ratios).sum(axis=1)
         return float((_worth(self._requests)[chosen] * nats).sum())
 
@@ -377,13 +384,13 @@ def sharpest(requests: FitSample, labels: NDArray[np.intp], shares: FloatArray, 
     """
     if (shares > 0).sum() < 2:
         return present
-    judge = MixtureJudge(requests, labels, shares)
-    if len(judge.judged) < FEWEST:
+    held_out = HeldOutLikelihood(requests, labels, shares)
+    if len(held_out.evaluated) < FEWEST:
         return present
     here = int(np.argmin(np.abs(np.log(GRID) - np.log(present))))
     while True:
         around = [place for place in (here, here - 1, here + 1) if 0 <= place < len(GRID)]
-        best = max(around, key=lambda place: judge.likelihood(GRID[place]))
+        best = max(around, key=lambda place: held_out.likelihood(GRID[place]))
         if best == here:
             return GRID[here]
         here = best

@@ -92,6 +92,7 @@ class OnlineClusters:
     @property
     def shares(self) -> Float32Array:
         """Current traffic mix: float32 [K]. `model.shares` follows it in steps."""
+        # Tokens of signatures with slots that the samples do not support would keep an empty slot alive.
         known = np.where(self._sampled > 0, self._tokens, 0.0)
         anchor = max(ANCHOR_TOKENS, ANCHOR * float(known.sum()))
         mass = known + anchor * self._sampled
@@ -134,7 +135,7 @@ class OnlineClusters:
 
     def due(self, now: float) -> Refit | None:
         """Return the refit to run now, if enough samples have arrived since the last one."""
-        fresh = self._reservoir.heard - self._fitted_samples
+        fresh = self._reservoir.received - self._fitted_samples
         waited = self._fitted_at is None or not 0 <= now - self._fitted_at < self._config.refine_seconds
         if not waited or fresh < max(1, len(self._reservoir) // GROWTH):
             return None
@@ -143,7 +144,8 @@ class OnlineClusters:
         weights /= weights.max()
         kept = [sample for sample, weight in zip(samples, weights, strict=True) if weight >= FADED]
         used = frozenset(np.flatnonzero(self._sampled > 0).tolist())
-        self._fitted_at, self._fitted_samples = now, self._reservoir.heard
+        # Set here and not in `adopt`: a job that fails or is dropped must not be due again at once.
+        self._fitted_at, self._fitted_samples = now, self._reservoir.received
         return Refit(
             tuple(kept),
             weights[weights >= FADED],
@@ -239,6 +241,7 @@ class OnlineClusters:
         self._published_at = now
         shares = self.shares
         padded = profiles.copy()
+        # An unused slot gets the traffic's mean profile: a signature that names it predicts nothing special.
         padded[shares == 0] = np.tensordot(shares, profiles, 1)
         self._model = ClusterModel(self._model.version + 1, padded, shares, sharpness, self._model.saturation)
 

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.signatures import LEAST, ClusterModel
+from fleet.signatures import MIN_PROBABILITY, ClusterModel
 from tracker.clustering.mixture_fit import (
     DOUBTFUL,
     FitSample,
     apart,
+    k_means,
     likeliest,
     neighbours,
-    settle,
     sharpest,
     split,
 )
@@ -94,7 +94,7 @@ class _Fit:
         self._moved: list[float] = []
         self._made_room = False
         self._labels = self._begin()
-        self._settle()
+        self._reassign()
 
     def _begin(self) -> NDArray[np.intp]:
         """Start from each sample's previous slot. New samples join the likeliest. Slots without remaining
@@ -121,12 +121,12 @@ class _Fit:
         self._changes.append(ClusterMerge(kept, slot))
         self._moved.append(1.0)
 
-    def _settle(self) -> None:
+    def _reassign(self) -> None:
         """Run k-means from the current labels. A slot that loses all members is merged into the slot that
         most of them joined.
         """
         before = self._labels
-        self._labels = settle(self._requests.gram, before, self._requests.trusted, self._clusters)
+        self._labels = k_means(self._requests.gram, before, self._requests.fit_weight, self._clusters)
         for slot in np.setdiff1d(before, self._labels):
             went = np.bincount(self._labels[before == slot], minlength=self._clusters)
             self._freed(int(went.argmax()), int(slot))
@@ -148,7 +148,7 @@ class _Fit:
 
     def _merge(self, first: int, second: int) -> int:
         """Merge two slots into the heavier one, and return it."""
-        weights = [self._requests.trusted[self._members(slot)].sum() for slot in (first, second)]
+        weights = [self._requests.fit_weight[self._members(slot)].sum() for slot in (first, second)]
         kept, freed = (first, second) if weights[0] >= weights[1] else (second, first)
         self._labels = np.where(self._labels == freed, kept, self._labels)
         self._freed(kept, freed)
@@ -156,7 +156,7 @@ class _Fit:
 
     def _nearest(self, proven: set[tuple[int, int]]) -> tuple[int, int] | None:
         """Return the nearest pair, among the pairs of a slot and its nearest slot not proven apart."""
-        distances = neighbours(self._requests.gram, self._labels, self._requests.trusted, self._clusters)
+        distances = neighbours(self._requests.gram, self._labels, self._requests.fit_weight, self._clusters)
         found: list[tuple[float, tuple[int, int]]] = []
         for slot in np.unique(self._labels).tolist():
             other = int(distances[slot].argmin())
@@ -167,23 +167,23 @@ class _Fit:
 
     def split(self) -> None:
         """Split clusters that predict better in two, greatest gain first, while slots are free."""
-        whole: set[bytes] = set()
+        unsplit: set[bytes] = set()
         for _ in range(ROUNDS):
             self._sharpen()
-            if not self._split_once(whole):
+            if not self._split_once(unsplit):
                 break
-            self._settle()
+            self._reassign()
 
-    def _split_once(self, whole: set[bytes]) -> bool:
-        """Do one round. `whole` holds the member lists that are known not to split."""
+    def _split_once(self, unsplit: set[bytes]) -> bool:
+        """Do one round. `unsplit` holds the member lists that are known not to split."""
         found = []
         for slot in np.unique(self._labels).tolist():
             members = self._members(slot)
-            if members.tobytes() in whole:
+            if members.tobytes() in unsplit:
                 continue
             sides = split(self._requests, members)
             if sides is None:
-                whole.add(members.tobytes())
+                unsplit.add(members.tobytes())
             else:
                 found.append((-sides[1].total, slot, members, sides[0]))
         parted = False
@@ -203,7 +203,7 @@ class _Fit:
         """
         if self._made_room:
             return False
-        distances = neighbours(self._requests.gram, self._labels, self._requests.trusted, self._clusters)
+        distances = neighbours(self._requests.gram, self._labels, self._requests.fit_weight, self._clusters)
         pairs = {
             (min(one, two), max(one, two))
             for one in np.unique(self._labels).tolist()
@@ -231,7 +231,7 @@ class _Fit:
 
     def _part(self, parent: int, child: int, members: NDArray[np.intp], sides: NDArray[np.intp]) -> None:
         """Split a slot's members. The lighter side gets the new slot."""
-        weights = self._requests.trusted[members]
+        weights = self._requests.fit_weight[members]
         lighter = int(weights @ sides <= weights @ (1 - sides))
         leaving = sides == lighter
         self._labels = self._labels.copy()
@@ -268,5 +268,5 @@ class _Fit:
 
 def _divergence(new: NDArray[np.float32], old: NDArray[np.float32], shares: NDArray[np.float64]) -> float:
     used = np.flatnonzero(shares)
-    ratios = np.log(np.maximum(new[used], LEAST)) - np.log(np.maximum(old[used], LEAST))
+    ratios = np.log(np.maximum(new[used], MIN_PROBABILITY)) - np.log(np.maximum(old[used], MIN_PROBABILITY))
     return float(shares[used] @ (new[used] * ratios).sum(axis=2).mean(axis=1))

@@ -64,7 +64,7 @@ class Reservoir:
         return len(self._samples) * (2 * self.cells + OVERHEAD)
 
     @property
-    def heard(self) -> int:
+    def received(self) -> int:
         """Samples offered so far."""
         return self._number
 

@@ -16,7 +16,7 @@ requests fall into one fast window. Therefore:
    exact. An alarm needs a divergence far above the threshold, or one that stays above it: noise that reaches
    it does not stay.
 4. A shift smaller than `shift_floor` is too small to matter. If noise alone could diverge by more than
-   MOST_NOISE, or no report arrived for a fast time constant, there is no evidence and no verdict: the
+   MAX_NOISE, or no report arrived for a fast time constant, there is no evidence and no verdict: the
    previous state remains.
 
 After an alarm a second slow profile starts empty (the reference). It represents the new state, so that
@@ -39,9 +39,9 @@ from tracker.drift.sampling_noise import SAMPLES, DriftNoise, array, divergence_
 
 LUMP_SECONDS = 0.25
 """Counts that arrive within this time are weighed as one."""
-MOST_NOISE = 0.1
+MAX_NOISE = 0.1
 """nats; with more divergence from noise alone, no verdict is possible"""
-MOST_DIVERGENCE = log(2.0)
+MAX_DIVERGENCE = log(2.0)
 """of two profiles without a common expert"""
 LAG = 6.0
 """Delay before noise is learnt, in fast time constants."""
@@ -160,7 +160,7 @@ class DriftDetector:
         self._pending_tokens += tokens
         self._reported_at = max(at, self._at)
 
-    def judge(self, now: float) -> PopularityShift | None:
+    def evaluate(self, now: float) -> PopularityShift | None:
         """Compare the profiles, and return the shift if the state changed.
 
         Call it more often than every quarter of the fast time constant.
@@ -267,7 +267,7 @@ class DriftDetector:
         """Return the threshold in nats; None if noise is unbounded."""
         noise = self._noise.mean / evidence
         threshold = max(self._config.shift_floor, self._noise.ratio(self._config.shift_sigmas) * noise)
-        return threshold if noise <= MOST_NOISE and threshold < MOST_DIVERGENCE else None
+        return threshold if noise <= MAX_NOISE and threshold < MAX_DIVERGENCE else None
 
     # The verdict
 
@@ -279,7 +279,7 @@ class DriftDetector:
         if self._stands_out(now) and self._is_new():
             self._alarm()
             return PopularityShift(False, self.divergence, self.threshold, self._moved(by_layer, evidence))
-        if self.shifted and self._has_settled(evidence, now):
+        if self.shifted and self._has_ended(evidence, now):
             self.shifted, self._calm_since = False, None
             return PopularityShift(True, self.divergence, self.threshold, ())
         return None
@@ -321,7 +321,7 @@ class DriftDetector:
         self._reference = _Faded(self.layers, self.experts, self._config.slow_seconds)
         self._fresh = DriftNoise(self.layers)
 
-    def _has_settled(self, evidence: float, now: float) -> bool:
+    def _has_ended(self, evidence: float, now: float) -> bool:
         assert self.divergence is not None
         usual = max(
             self._config.shift_floor,

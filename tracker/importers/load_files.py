@@ -41,8 +41,8 @@ LOAD_NAMES = (
 )
 """Names of load matrices, in order of preference."""
 MAP_NAMES = ("physical_to_logical_map", "last_physical_to_logical_map")
-MOST_BYTES = 1 << 30
-MOST_CELLS = 1 << 27
+MAX_BYTES = 1 << 30
+MAX_CELLS = 1 << 27
 """limit of numbers in one array"""
 SUFFIXES = (".pt", ".npy", ".npz", ".json", ".csv")
 
@@ -51,14 +51,14 @@ SUFFIXES = (".pt", ".npy", ".npz", ".json", ".csv")
 class ExpertLoads:
     """Load of each expert. counts: float64 [layers, experts], without layers that have no experts.
 
-    form: description of the input, for display. whole: the values are counts of (token, k) pairs; otherwise
-    only their proportions are meaningful. top_k: experts per token, if the file has it. empty_layers: layers
-    left out.
+    form: description of the input, for display. is_counts: the values are counts of (token, k) pairs;
+    otherwise only their proportions are meaningful. top_k: experts per token, if the file has it.
+    empty_layers: layers left out.
     """
 
     counts: NDArray[np.float64]
     form: str
-    whole: bool
+    is_counts: bool
     steps: int = 1
     top_k: int | None = None
     empty_layers: int = 0
@@ -76,7 +76,7 @@ class ExpertLoads:
 
         tokens: number of tokens that proportions represent; counts need none. ValueError if neither gives it.
         """
-        if not self.whole and tokens is None:
+        if not self.is_counts and tokens is None:
             raise ValueError(f"{self.form} holds proportions, not counts; say how many tokens they stand for")
         if tokens is None:
             return max(1, round(float(self.counts.sum(axis=1).max()) / top_k)), self.counts.astype(np.int64)
@@ -91,9 +91,9 @@ def read_load(name: str, content: bytes) -> ExpertLoads:
     suffix = next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), None)
     if suffix is None:
         raise ValueError(f"{name}: a name that ends in {', '.join(SUFFIXES)} is expected")
-    if len(content) > MOST_BYTES:
+    if len(content) > MAX_BYTES:
         raise ValueError(
-            f"{name}: {len(content)} bytes; at most {MOST_BYTES} are read. Dump shorter recordings"
+            f"{name}: {len(content)} bytes; at most {MAX_BYTES} are read. Dump shorter recordings"
         )
     try:
         return _READERS[suffix](content)
@@ -136,7 +136,7 @@ def _passes(records: list[Any], mapping: AnyArray | None) -> ExpertLoads:
     assert total is not None
     mode = "per_pass" if top_k is None else "per_token"
     load = _load(total, mapping, f"an SGLang recording of mode {mode}")
-    return ExpertLoads(load.counts, load.form, load.whole, len(records), top_k, load.empty_layers)
+    return ExpertLoads(load.counts, load.form, load.is_counts, len(records), top_k, load.empty_layers)
 
 
 def _top_k(chosen: Any) -> int:
@@ -160,9 +160,9 @@ def _archive(content: bytes) -> ExpertLoads:
             for entry in archive.infolist():
                 name = entry.filename.removesuffix(".npy")
                 if name in (*LOAD_NAMES, *MAP_NAMES) or len(archive.infolist()) == 1:
-                    if entry.file_size > MOST_BYTES:
+                    if entry.file_size > MAX_BYTES:
                         raise ValueError(
-                            f"array {name!r} takes {entry.file_size} bytes; at most {MOST_BYTES} are read"
+                            f"array {name!r} takes {entry.file_size} bytes; at most {MAX_BYTES} are read"
                         )
                     arrays[name] = _npy(archive.read(entry))
             if not arrays:
@@ -269,8 +269,8 @@ def _numbers(found: Any, name: str) -> NDArray[np.float64]:
     table = _nested(found, name)
     if table.dtype.kind not in "iuf":
         raise ValueError(f"{name} holds {table.dtype}; expected numbers")
-    if table.size > MOST_CELLS:
-        raise ValueError(f"{name} holds {table.size} numbers; at most {MOST_CELLS} are read")
+    if table.size > MAX_CELLS:
+        raise ValueError(f"{name} holds {table.size} numbers; at most {MAX_CELLS} are read")
     wide = table.astype(np.float64)
     if not np.isfinite(wide).all() or (wide < 0).any():
         raise ValueError(

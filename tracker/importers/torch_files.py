@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAGIC = b"PK\x03\x04"
-MOST_PICKLE_BYTES = 256 * 1024 * 1024
+MAX_PICKLE_BYTES = 256 * 1024 * 1024
 """Limit for the pickled structure, without the tensors."""
 _STORAGES = {
     "BoolStorage": "?",
@@ -66,9 +66,9 @@ def _read(archive: zipfile.ZipFile, size: int) -> Any:
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size:
             raise ValueError(f"entry {entry.filename!r} is compressed, which torch.save never does")
     pickled = archive.getinfo(f"{stems[0]}/data.pkl")
-    if pickled.file_size > MOST_PICKLE_BYTES:
+    if pickled.file_size > MAX_PICKLE_BYTES:
         raise ValueError(
-            f"its structure takes {pickled.file_size} bytes; at most {MOST_PICKLE_BYTES} are read"
+            f"its structure takes {pickled.file_size} bytes; at most {MAX_PICKLE_BYTES} are read"
         )
     order = (
         archive.read(f"{stems[0]}/byteorder") if f"{stems[0]}/byteorder" in archive.namelist() else b"little"

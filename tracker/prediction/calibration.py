@@ -30,7 +30,7 @@ SLOPES = 0.3
 """Prior standard deviation of the clusters' slopes around the common one."""
 NOISE, NOISE_OUTCOMES = 0.1, 4.0
 """Prior standard deviation of observations around the line, with the weight of NOISE_OUTCOMES outcomes."""
-LEAST_NOISE = 0.02
+MIN_NOISE = 0.02
 SPREADS_MEMORY = 100.0
 """Memory of the steering effect, in outcomes that count 1/e: it changes with the placement, at once, and is
 known without noise.
@@ -122,7 +122,7 @@ class Calibration:
             return _NOTHING
         independent = weight * weight / squares
         residual = max(yy - xy * xy / xx, 0.0)
-        noise = max(LEAST_NOISE**2, (residual + NOISE_OUTCOMES * NOISE**2) / (weight + NOISE_OUTCOMES))
+        noise = max(MIN_NOISE**2, (residual + NOISE_OUTCOMES * NOISE**2) / (weight + NOISE_OUTCOMES))
         per = independent / weight / noise
         one, cross, two = per * weight + INTERCEPT**-2, per * x, per * xx + SLOPE**-2
         determinant = one * two - cross * cross
@@ -210,5 +210,5 @@ def recall(counts: NDArray[Any], predicted: NDArray[Any]) -> float:
     foreseen = np.zeros(counts.shape, bool)
     np.put_along_axis(foreseen, np.argsort(-predicted, axis=1, kind="stable")[:, :half], True, axis=1)
     masses = np.take_along_axis(counts, true, axis=1).astype(np.float64)
-    whole = masses.sum()
-    return float((masses * np.take_along_axis(foreseen, true, axis=1)).sum() / whole) if whole > 0 else 1.0
+    total = masses.sum()
+    return float((masses * np.take_along_axis(foreseen, true, axis=1)).sum() / total) if total > 0 else 1.0

@@ -17,7 +17,7 @@ from fleet.arrays import ByteArray
 from fleet.signatures import NAMED, ClusterModel
 from tracker.clustering.refit import ClusterMerge, ClusterSplit
 
-MOST_CHANGES = 128
+MAX_CHANGES = 128
 """Structural changes that are remembered. Older signatures are rejected."""
 
 
@@ -55,10 +55,10 @@ def carried(packed: ByteArray, change: SlotChange) -> ByteArray:
     place = place[lines]
     part = np.floor(change.share * weights[lines, place] + 0.5).astype(np.uint8)
     weights[lines, place] -= part
-    least = weights[lines].argmin(axis=1)
-    room = (weights[lines, least] < part) & (least != place)
-    slots[lines[room], least[room]] = change.target
-    weights[lines[room], least[room]] = part[room]
+    smallest = weights[lines].argmin(axis=1)
+    room = (weights[lines, smallest] < part) & (smallest != place)
+    slots[lines[room], smallest[room]] = change.target
+    weights[lines[room], smallest[room]] = part[room]
     return after
 
 
@@ -94,7 +94,7 @@ class RemapHistory:
             )
         moves = [_slot_change(model, change) for change in changes]
         self._changes.extend(moves)
-        while len(self._changes) > MOST_CHANGES:
+        while len(self._changes) > MAX_CHANGES:
             self._oldest = self._changes.popleft().version
         if self._oldest is None and int((model.shares > 0).sum()) > 1:
             self._oldest = model.version

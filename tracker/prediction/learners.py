@@ -89,15 +89,15 @@ class Learners:
 
     # Learning
 
-    def profiled(self, said: RequestsProfiled, now: float) -> Counter[str]:
+    def profiled(self, report: RequestsProfiled, now: float) -> Counter[str]:
         """Learn from a rank's report. Returns the number of unusable requests by reason."""
-        learner, refused = self._learners.get(said.model), Counter[str]()
+        learner, refused = self._learners.get(report.model), Counter[str]()
         if learner is None:
-            return Counter({MODEL: len(said.requests)})
-        for profile in said.requests:
+            return Counter({MODEL: len(report.requests)})
+        for profile in report.requests:
             self._sampled(learner, profile, now, refused)
-            if said.clusters >= self.meaning_from:
-                self._mixed(learner, said.clusters, profile, now, refused)
+            if report.clusters >= self.meaning_from:
+                self._mixed(learner, report.clusters, profile, now, refused)
         return refused
 
     def _sampled(self, learner: _Learner, profile: RequestProfile, now: float, refused: Counter[str]) -> None:
@@ -118,12 +118,12 @@ class Learners:
         except ValueError:
             refused[SIGNATURE] += 1
 
-    def finished(self, said: RequestsFinished, now: float) -> Counter[str]:
+    def finished(self, report: RequestsFinished, now: float) -> Counter[str]:
         """Learn from a router's report. Returns the number of unusable requests by reason."""
-        learner, refused = self._learners.get(said.model), Counter[str]()
+        learner, refused = self._learners.get(report.model), Counter[str]()
         if learner is None:
-            return Counter({MODEL: len(said.requests)})
-        for outcome in said.requests:
+            return Counter({MODEL: len(report.requests)})
+        for outcome in report.requests:
             try:
                 learner.learning.finished(outcome, now)
             except ValueError:
@@ -150,7 +150,7 @@ class Learners:
 
     # Publishing
 
-    def news(self) -> list[ClustersPublished | TablesPublished]:
+    def changes(self) -> list[ClustersPublished | TablesPublished]:
         """Return the changes since the last call."""
         changes: list[ClustersPublished | TablesPublished] = []
         for name, learner in self._learners.items():
@@ -171,7 +171,7 @@ class Learners:
     def tables(self, name: str) -> TablesPublished | None:
         """Return a model's snapshot of tables; None for an untracked model."""
         learner = self._learners.get(name)
-        return None if learner is None else learner.learning.whole(name)
+        return None if learner is None else learner.learning.snapshot(name)
 
     def learnt(self, name: str) -> LearntTables | None:
         """Return the summary of a model; None for an untracked model."""

@@ -37,7 +37,7 @@ HEAD = 0.01
 """Source weights, reliabilities, gain and shares are published again when one changed by this much."""
 _ENGINE, _ROUTER = 0, 1
 _FORMAT = 2
-_UNASKED = np.zeros(len(SOURCES), np.float32)
+_NO_WEIGHTS = np.zeros(len(SOURCES), np.float32)
 """Placeholder for source weights, in tables that are used only to collect evidence."""
 
 
@@ -46,7 +46,7 @@ class _Head(NamedTuple):
 
     clusters: int
     shares: Float32Array
-    trusts: NDArray[np.float32]
+    weights: NDArray[np.float32]
     reliability: NDArray[np.float32]
     gain: float
     gains: NDArray[np.float32]
@@ -55,7 +55,7 @@ class _Head(NamedTuple):
     def near(self, other: "_Head") -> bool:
         pairs = (
             (self.shares, other.shares),
-            (self.trusts, other.trusts),
+            (self.weights, other.weights),
             (self.reliability, other.reliability),
             (self.gains, other.gains),
         )
@@ -81,10 +81,10 @@ class ModelLearner:
         self._tokens = TokenTable(config.token_bytes, clusters, config.token_seconds)
         fields = (len(PendingProfile._fields), len(PendingOutcome._fields))
         self._pairs = ReportJoin(config.waiting_bytes, config.most_waiting, config.waiting_seconds, fields)
-        self._trust = SourceWeights(config.memory_outcomes)
+        self._source_weights = SourceWeights(config.memory_outcomes)
         self._calibration = Calibration(config.memory_outcomes, clusters)
         self._head: _Head | None = None
-        self._afresh = False
+        self._needs_snapshot = False
         self.repeated = 0
         """duplicate reports, ignored"""
         self.orphans = 0
@@ -95,14 +95,14 @@ class ModelLearner:
     # Quality
 
     @property
-    def trust(self) -> NDArray[np.float32]:
+    def source_weights(self) -> NDArray[np.float32]:
         """float32 [sources]"""
-        return self._trust.values
+        return self._source_weights.values
 
     @property
     def reliability(self) -> NDArray[np.float32]:
         """float32 [sources]"""
-        return self._trust.reliability
+        return self._source_weights.reliability
 
     @property
     def gain(self) -> float:
@@ -128,10 +128,16 @@ class ModelLearner:
 
     def sources(self) -> tuple[SourceQuality, ...]:
         """Return for each source: outcomes with evidence, weight, reliability."""
-        parts = zip(SOURCES, self._trust.spoken, self.trust.tolist(), self.reliability.tolist(), strict=True)
+        parts = zip(
+            SOURCES,
+            self._source_weights.spoken,
+            self.source_weights.tolist(),
+            self.reliability.tolist(),
+            strict=True,
+        )
         return tuple(
-            SourceQuality(source=source, requests=spoken, trust=trust, reliability=reliability)
-            for source, spoken, trust, reliability in parts
+            SourceQuality(source=source, requests=spoken, trust=weight, reliability=reliability)
+            for source, spoken, weight, reliability in parts
         )
 
     @property
@@ -191,7 +197,7 @@ class ModelLearner:
         self._tenants.rewrite(exact)
         self._tokens.move(change.source, change.target, change.share)
         self._calibration.move(change.source, change.target, change.share)
-        self._afresh = True
+        self._needs_snapshot = True
 
     # Reports
 
@@ -236,6 +242,8 @@ class ModelLearner:
             return
         tokens = 0.0 if above is None else float(above["tokens"])
         before = 0.0 if above is None else unpack(above["packed"].tobytes(), self._shares) * tokens
+        # The signature of a prefix is the token-weighted mean over its blocks: running sums, continued from
+        # the row of the parent block, divided by the tokens behind each block.
         summed = before + blocks.size * np.cumsum(
             dense(_through(blocks.signatures, since), self._shares), axis=0, dtype=np.float64
         )
@@ -266,14 +274,15 @@ class ModelLearner:
         )
         weight = profile.tokens / (profile.tokens + HALF)
         ids = np.frombuffer(outcome.tokens, "<u4").astype(np.int64) % self._tokens.buckets
+        # Unpack the token rows of this request once per distinct bucket; `places` maps tokens to these rows.
         buckets, places, repeats = np.unique(ids, return_inverse=True, return_counts=True)
         tables = self._tables(self._tokens.ratios(buckets))
         prefix = (outcome.prefix,) if outcome.prefix else ()
         known = know(tables, Query(prefix, places.tolist(), 0, outcome.session, outcome.tenant))
-        self._trust.learn(tables.log_shares, known, observed, weight)
-        self._judge(profile, outcome, weight)
+        self._source_weights.learn(tables.log_shares, known, observed, weight)
+        self._evaluate(profile, outcome, weight)
         self._tokens.learn(buckets, repeats, observed, weight, now)
-        self._follow(
+        self._update_rows(
             (
                 (self._sessions, outcome.session, SESSION_TOKENS),
                 (self._tenants, outcome.tenant, TENANT_TOKENS),
@@ -294,11 +303,11 @@ class ModelLearner:
             sessions=self._sessions,
             tenants=self._tenants,
             tokens=ratios,
-            trust=_UNASKED,
-            reliability=_UNASKED,
+            source_weights=_NO_WEIGHTS,
+            reliability=_NO_WEIGHTS,
         )
 
-    def _judge(self, profile: PendingProfile, outcome: PendingOutcome, weight: float) -> None:
+    def _evaluate(self, profile: PendingProfile, outcome: PendingOutcome, weight: float) -> None:
         """Compare prediction and observation, as far as both exist (under TP all ranks are equally near, and
         nothing is predicted).
         """
@@ -315,33 +324,33 @@ class ModelLearner:
             counts = np.frombuffer(profile.sample, "<u4").reshape(self._model.mean.shape)
             self._calibration.sampled(counts, self._model.expected(predicted), self._model.mean)
 
-    def _follow(
-        self, followed: Sequence[tuple[RowCache, int, float]], observed: Float32Array, tokens: int, now: float
+    def _update_rows(
+        self, updated: Sequence[tuple[RowCache, int, float]], observed: Float32Array, tokens: int, now: float
     ) -> None:
         """Update the rows of a session and a tenant: means of their requests' signatures, with limited weight
         of the past.
         """
-        named = [(table, key, most, table.cell(key)) for table, key, most in followed if key]
+        named = [(table, key, limit, table.cell(key)) for table, key, limit in updated if key]
         weights, behind = np.empty((len(named), len(observed)), np.float32), []
-        for line, (_, _, most, before) in enumerate(named):
-            old = 0.0 if before is None else min(float(before["tokens"]), most)
-            new = min(float(tokens), most)
+        for line, (_, _, limit, before) in enumerate(named):
+            old = 0.0 if before is None else min(float(before["tokens"]), limit)
+            new = min(float(tokens), limit)
             weights[line] = (
                 observed
                 if before is None
                 else (_weights(before[None])[0] * old + observed * new) / (old + new)
             )
             behind.append(old + new)
-        cells = _cells(weights, np.array(behind))
+        cells = _cells(weights, np.array(behind))  # packed together: one call costs as much as one row
         for line, (table, key, _, _) in enumerate(named):
             table.put_one(key, cells[line : line + 1], now)
 
     # Publishing
 
-    def whole(self, name: str) -> TablesPublished:
+    def snapshot(self, name: str) -> TablesPublished:
         """Return the tables as last published. ValueError before clusters were adopted."""
         head = self._head = self._head or self._now()
-        buckets, ratios = self._tokens.told()
+        buckets, ratios = self._tokens.published()
         rows = [
             KeyedRows(keys=keys.tobytes(), rows=rows.tobytes())
             for keys, rows in (table.all() for table in self._keyed)
@@ -353,8 +362,8 @@ class ModelLearner:
         without changes.
         """
         head = self._now()
-        if self._afresh or any(table.overflown for table in self._keyed):
-            return self._all_anew(name, head)
+        if self._needs_snapshot or any(table.overflown for table in self._keyed):
+            return self._new_snapshot(name, head)
         taken = [table.take() for table in self._keyed]
         buckets, ratios = self._tokens.change(self._config.most_token_changes)
         if (
@@ -369,13 +378,13 @@ class ModelLearner:
         rows = [KeyedRows(keys=keys.tobytes(), rows=rows.tobytes()) for keys, rows in taken]
         return self._message(name, head, self._version - 1, buckets, ratios, rows)
 
-    def _all_anew(self, name: str, head: _Head) -> TablesPublished:
-        self._head, self._afresh = head, False
+    def _new_snapshot(self, name: str, head: _Head) -> TablesPublished:
+        self._head, self._needs_snapshot = head, False
         self._version += 1
-        self._tokens.settle()
+        self._tokens.publish_all()
         for table in self._keyed:
             table.take()
-        return self.whole(name)
+        return self.snapshot(name)
 
     @property
     def _keyed(self) -> tuple[RowCache, RowCache, RowCache]:
@@ -383,7 +392,12 @@ class ModelLearner:
 
     def _now(self) -> _Head:
         return _Head(
-            self._model.version, self._shares, self._trust.table, self.reliability, self.gain, self.gains
+            self._model.version,
+            self._shares,
+            self._source_weights.table,
+            self.reliability,
+            self.gain,
+            self.gains,
         )
 
     def _message(
@@ -401,8 +415,8 @@ class ModelLearner:
             base=base,
             clusters=head.clusters,
             shares=head.shares.astype("<f4").tobytes(),
-            trust=dict(zip(SOURCES, head.trusts[0].tolist(), strict=True)),
-            trusts=head.trusts.astype("<f4").tobytes(),
+            trust=dict(zip(SOURCES, head.weights[0].tolist(), strict=True)),
+            trusts=head.weights.astype("<f4").tobytes(),
             reliability=dict(zip(SOURCES, head.reliability.tolist(), strict=True)),
             gain=head.gain,
             gains=head.gains.astype("<f4").tobytes(),
@@ -426,7 +440,7 @@ class ModelLearner:
             "tenants": self._tenants,
             "tokens": self._tokens,
             "pairs": self._pairs,
-            "trust": self._trust,
+            "trust": self._source_weights,
             "calibration": self._calibration,
             "history": self._history,
         }
@@ -460,7 +474,7 @@ class ModelLearner:
             learning.repeated, learning.orphans, learning.stale = (int(count) for count in state["counted"])
         except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
             raise ValueError(f"learning: the state lacks or garbles {error}. Start without it") from error
-        learning._afresh = True
+        learning._needs_snapshot = True
         return learning
 
 

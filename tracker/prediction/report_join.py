@@ -20,10 +20,10 @@ class ReportJoin:
     pairs, which identify duplicates. fields: number in a part of either side.
     """
 
-    def __init__(self, budget: int, most: int, seconds: float, fields: tuple[int, int]) -> None:
+    def __init__(self, budget: int, limit: int, seconds: float, fields: tuple[int, int]) -> None:
         self._budget = budget
         self._fields = fields
-        self._most = most
+        self._limit = limit
         self._seconds = seconds
         self._waiting: OrderedDict[str, tuple[int, float, int, Part]] = OrderedDict()
         self._paired: OrderedDict[str, None] = OrderedDict()
@@ -54,13 +54,13 @@ class ReportJoin:
         size = OVERHEAD + sum(len(field) for field in part if isinstance(field, bytes))
         self._waiting[decision] = (side, now, size, part)
         self._bytes += size
-        while self._bytes > self._budget or len(self._waiting) > self._most:
+        while self._bytes > self._budget or len(self._waiting) > self._limit:
             self._give_up()
         return None
 
     def _remember(self, decision: str) -> None:
         self._paired[decision] = None
-        while len(self._paired) > self._most:
+        while len(self._paired) > self._limit:
             self._paired.popitem(last=False)
 
     def _give_up(self) -> None:

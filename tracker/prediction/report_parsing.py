@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 
 from fleet.arrays import ByteArray
 from fleet.facts.activity import RequestOutcome, RequestProfile, SampledProfile
-from fleet.prediction import MOST_TOKENS
+from fleet.prediction import MAX_TOKENS
 from fleet.signatures import NAMED, PACKED
 
-MOST_BLOCKS = 1 << 16
+MAX_BLOCKS = 1 << 16
 """limit for one request"""
-MOST_COUNT = 1 << 48
-MOST_BLOCK_SIZE = 1 << 16
+MAX_COUNT = 1 << 48
+MAX_BLOCK_SIZE = 1 << 16
 LONGEST_ID = 128
-MOST_SUM = 255 + NAMED
+MAX_SUM = 255 + NAMED
 """Limit for the sum of the weights of a packed signature, each of which is rounded."""
 _ONES = np.ones(NAMED, np.int32)
 
@@ -62,8 +62,8 @@ def profile_of(
     invalid field.
     """
     _check_id(report.decision)
-    _check_within("tokens", report.tokens, 0, MOST_COUNT)
-    _check_within("cached_tokens", report.cached_tokens, 0, MOST_COUNT)
+    _check_within("tokens", report.tokens, 0, MAX_COUNT)
+    _check_within("cached_tokens", report.cached_tokens, 0, MAX_COUNT)
     _check_share("local", report.local)
     signature = packed("signature", report.signature, 1, clusters)
     return PendingProfile(
@@ -78,8 +78,8 @@ def outcome_of(report: RequestOutcome, clusters: int) -> PendingOutcome:
         raise ValueError("decision: an outcome without the id of its decision goes with no request")
     for name, key in (("prefix", report.prefix), ("session", report.session), ("tenant", report.tenant)):
         _check_key(name, key)
-    if len(report.tokens) % 4 or len(report.tokens) > 4 * MOST_TOKENS:
-        raise ValueError(f"tokens: {len(report.tokens)} bytes; expected u32 of at most {MOST_TOKENS} tokens")
+    if len(report.tokens) % 4 or len(report.tokens) > 4 * MAX_TOKENS:
+        raise ValueError(f"tokens: {len(report.tokens)} bytes; expected u32 of at most {MAX_TOKENS} tokens")
     packed("predicted", report.predicted, 1, clusters)
     _check_share("predicted_local", report.predicted_local)
     _check_share("prior_local", report.prior_local)
@@ -101,19 +101,19 @@ def packed(field: str, raw: bytes, count: int, clusters: int) -> ByteArray:
     last, heaviest = (int(values.max(initial=0)) for values in (named * (weights > 0), weights @ _ONES))
     if last >= clusters:
         raise ValueError(f"{field}: names cluster {last}; there are {clusters}")
-    if heaviest > MOST_SUM:
-        raise ValueError(f"{field}: weights add up to {heaviest}; at most {MOST_SUM} are allowed")
+    if heaviest > MAX_SUM:
+        raise ValueError(f"{field}: weights add up to {heaviest}; at most {MAX_SUM} are allowed")
     return signatures
 
 
 def _blocks(report: RequestProfile, clusters: int) -> Blocks:
     count = len(report.blocks) // 8
-    if len(report.blocks) % 8 or count > MOST_BLOCKS:
-        raise ValueError(f"blocks: {len(report.blocks)} bytes; expected u64 of at most {MOST_BLOCKS} blocks")
+    if len(report.blocks) % 8 or count > MAX_BLOCKS:
+        raise ValueError(f"blocks: {len(report.blocks)} bytes; expected u64 of at most {MAX_BLOCKS} blocks")
     if report.parent is not None:
         _check_key("parent", report.parent)
     if count:
-        _check_within("block_size", report.block_size, 1, MOST_BLOCK_SIZE)
+        _check_within("block_size", report.block_size, 1, MAX_BLOCK_SIZE)
     keys = np.frombuffer(report.blocks, "<u8")
     distinct = {*keys.tolist(), report.parent or 0}
     if 0 in keys or len(distinct) != count + 1:
@@ -149,9 +149,9 @@ def _check_id(decision: str) -> None:
         raise ValueError(f"decision: an id of {len(decision)} characters; at most {LONGEST_ID} are allowed")
 
 
-def _check_within(field: str, value: Any, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ValueError(f"{field}: {value} is not between {least} and {most}")
+def _check_within(field: str, value: Any, minimum: int, maximum: int) -> None:
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{field}: {value} is not between {minimum} and {maximum}")
 
 
 def _check_key(field: str, key: int) -> None:

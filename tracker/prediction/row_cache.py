@@ -22,7 +22,7 @@ from fleet.prediction import ROW
 from fleet.signatures import PACKED
 
 WAYS = 8
-MOST_USES = 15
+MAX_USES = 15
 """Limit of the use count."""
 TICKS = 256
 """Resolution of a row's age, in steps per lifetime."""
@@ -145,7 +145,7 @@ class RowCache(KeyedTable):
             slot = self._room_for(key)
             self._uses[slot] = 1
         else:
-            self._uses[slot] = min(int(self._uses[slot]) + 1, MOST_USES)
+            self._uses[slot] = min(int(self._uses[slot]) + 1, MAX_USES)
             same = self._cells[slot].tobytes() == cells.tobytes()
         self._touched[slot], self._keys[slot], self._cells[slot] = self._tick, key, cells[0]
         if not same:
@@ -171,7 +171,7 @@ class RowCache(KeyedTable):
         if len(new):
             self._make_room(ways[new], slots[new])
         same = known & (_bytes(self._cells[slots]) == _bytes(cells)).all(axis=1)
-        self._uses[slots] = np.where(known, np.minimum(self._uses[slots] + 1, MOST_USES), 1)
+        self._uses[slots] = np.where(known, np.minimum(self._uses[slots] + 1, MAX_USES), 1)
         self._touched[slots] = self._tick
         self._keys[slots] = keys
         self._cells[slots] = cells
@@ -212,11 +212,11 @@ class RowCache(KeyedTable):
         tokens, uses, touched, parents = (memoryview(array) for array in arrays)
         tick = self._tick
         for _ in range(LONGEST_CHAIN):
-            settled = uses[slot] >= MOST_USES and touched[slot] == tick
+            protected = uses[slot] >= MAX_USES and touched[slot] == tick
             touched[slot] = tick
-            if settled:
+            if protected:
                 break
-            uses[slot] = min(uses[slot] + 1, MOST_USES)
+            uses[slot] = min(uses[slot] + 1, MAX_USES)
             above = parents[slot] - 1
             if above < 0 or tokens[above] >= tokens[slot] or not uses[above]:
                 break

@@ -1,13 +1,13 @@
-"""Weights (trusts) of the prediction sources, learnt from outcomes. Pure.
+"""Weights of the prediction sources, learnt from outcomes. Pure.
 
 A prediction is p ~ share * exp(sum_s t_s * r_s) (`fleet.prediction`). The cross-entropy between the observed
-weights w and p is convex in the trusts t, with gradient R (p - w) and Hessian R Cov(p) R'. The trusts
-minimise the decayed sum of its quadratic expansions, each around the trusts of its time, plus PRECISION / 2 *
-|t - FIRST|^2, within [0, MOST]. All sources are fitted together, so that redundant evidence counts once. A
-second fit is made for each set of sources with evidence (`fleet.prediction.pattern`). Its prior is the common
-fit instead of FIRST, or the source's own trust for a single source. The curvature is taken at (p + w) / 2: an
-overconfident p has almost none, and a step would be too large. If p is right, this does not change the
-optimum.
+signature w and p is convex in the source weights t, with gradient R (p - w) and Hessian R Cov(p) R'. The
+weights minimise the decayed sum of its quadratic expansions, each around the weights of its time, plus
+PRECISION / 2 * |t - FIRST|^2, within [0, MAX_WEIGHT]. All sources are fitted together, so that redundant
+evidence counts once. A second fit is made for each set of sources with evidence (`fleet.prediction.pattern`).
+Its prior is the common fit instead of FIRST, or the source's own weight for a single source. The curvature is
+taken at (p + w) / 2: an overconfident p has almost none, and a step would be too large. If p is right, this
+does not change the optimum.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from fleet.arrays import Float32Array
 from fleet.prediction import PATTERNS, SOURCES, SourceEvidence, pattern
 
 FIRST = (0.8, 0.5, 0.5, 0.3)
-"""Trusts before the first outcome, by source."""
-MOST = 2.0
+"""Weights before the first outcome, by source."""
+MAX_WEIGHT = 2.0
 PRECISION = 4.0
 """Curvature of the prior: equivalent to a few outcomes."""
 FIRST_MEMORY, MEMORY_GROWTH = 5.0, 0.1
@@ -30,14 +30,14 @@ outdated.
 SURE = 32.0
 """Outcomes at which a reliability counts half."""
 _SWEEPS = 50
-_LEAST = 1e-6
+_MIN = 1e-6
 _GENERAL, _TOGETHER, _PRIOR = -3, -2, -1
 _FITTED = slice(_GENERAL, _PRIOR)
 """Rows of the predictions, after those of each single source: all together, twice, and the mix."""
 
 
 class SourceWeights:
-    """Trusts and reliabilities of all sources. memory: an outcome this many outcomes ago counts 1/e."""
+    """Weights and reliabilities of all sources. memory: an outcome this many outcomes ago counts 1/e."""
 
     def __init__(self, memory: float) -> None:
         count = len(SOURCES)
@@ -59,12 +59,12 @@ class SourceWeights:
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """Trusts independent of the set of sources with evidence: float32 [sources]."""
+        """Weights independent of the set of sources with evidence: float32 [sources]."""
         return np.asarray(self.table[0])
 
     @property
     def table(self) -> NDArray[np.float32]:
-        """Trusts by set of sources with evidence: float32 [PATTERNS, sources]."""
+        """Weights by set of sources with evidence: float32 [PATTERNS, sources]."""
         return self._together.astype(np.float32)
 
     @property
@@ -79,7 +79,7 @@ class SourceWeights:
 
         Low while there are few outcomes.
         """
-        gone = 1.0 - self._excess / np.maximum(self._prior_excess, _LEAST)
+        gone = 1.0 - self._excess / np.maximum(self._prior_excess, _MIN)
         return np.asarray(np.clip(gone, 0.0, 1.0) * self._weight / (self._weight + SURE), np.float32)
 
     def learn(
@@ -93,16 +93,20 @@ class SourceWeights:
             return
         self._outcomes += 1
         self._spoken += speaking
-        who = pattern(known.evidence)
+        known_set = pattern(known.evidence)
         keep = 1.0 - 1.0 / min(self._memory, FIRST_MEMORY + MEMORY_GROWTH * self._outcomes)
         keeps = np.where(speaking, keep, 1.0)
-        judged = np.where(speaking, 1.0 - 1.0 / np.minimum(self._memory, FIRST_MEMORY + self._spoken), 1.0)
+        keep_alone = np.where(
+            speaking, 1.0 - 1.0 / np.minimum(self._memory, FIRST_MEMORY + self._spoken), 1.0
+        )
         ratios, seen = known.ratios.astype(np.float64), observed.astype(np.float64)
-        likely = self._predicted(log_shares, ratios, who)
-        self._judge(likely, seen, judged, np.where(speaking, weight, 0.0))
-        between = 0.5 * (likely + seen)
-        means, slopes = between @ ratios.T, (likely - seen) @ ratios.T
-        both = [0, who]
+        predicted = self._predicted(log_shares, ratios, known_set)
+        self._evaluate(predicted, seen, keep_alone, np.where(speaking, weight, 0.0))
+        between = 0.5 * (predicted + seen)
+        means, slopes = between @ ratios.T, (predicted - seen) @ ratios.T
+        both = [0, known_set]  # rows of the common fit, and of the fit for this set of sources
+        # Hessian R Cov(p) R' = E[r r'] - E[r] E[r]'. The pull is Hessian @ weights - gradient, so that
+        # expansions around different weights add up to one quadratic.
         curvature = (ratios * between[_FITTED, None]) @ ratios.T - means[_FITTED, :, None] * means[
             _FITTED, None
         ]
@@ -114,30 +118,30 @@ class SourceWeights:
         self._fit_alone(spread, slopes.diagonal(), keeps, weight)
 
     def _predicted(
-        self, log_shares: NDArray[np.float32], ratios: NDArray[np.float64], who: int
+        self, log_shares: NDArray[np.float32], ratios: NDArray[np.float64], known_set: int
     ) -> NDArray[np.float64]:
-        """Return predictions by each source alone, by all with the common and with this set's trusts, and by
+        """Return predictions by each source alone, by all with the common and with this set's weights, and by
         none.
 
         float64 [sources + 3, K].
         """
-        trusts = np.zeros((len(FIRST) + 3, len(FIRST)))
-        np.fill_diagonal(trusts, self._alone)
-        trusts[_GENERAL], trusts[_TOGETHER] = self._together[0], self._together[who]
-        logits = log_shares + trusts @ ratios
-        likely = np.exp(logits - logits.max(axis=1, keepdims=True))
-        return np.asarray(likely / likely.sum(axis=1, keepdims=True))
+        weights = np.zeros((len(FIRST) + 3, len(FIRST)))
+        np.fill_diagonal(weights, self._alone)
+        weights[_GENERAL], weights[_TOGETHER] = self._together[0], self._together[known_set]
+        logits = log_shares + weights @ ratios
+        predicted = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return np.asarray(predicted / predicted.sum(axis=1, keepdims=True))
 
-    def _judge(
+    def _evaluate(
         self,
-        likely: NDArray[np.float64],
+        predicted: NDArray[np.float64],
         seen: NDArray[np.float64],
         keep: NDArray[np.float64],
         weight: NDArray[np.float64],
     ) -> None:
-        """Judge prequentially: with the trusts before this outcome."""
-        hindsight = float(seen @ np.log(np.maximum(seen, _LEAST)))
-        excess = np.maximum(hindsight - np.log(np.maximum(likely, _LEAST)) @ seen, 0.0)
+        """Evaluate prequentially (Dawid 1984): with the weights before this outcome."""
+        entropy = float(seen @ np.log(np.maximum(seen, _MIN)))
+        excess = np.maximum(entropy - np.log(np.maximum(predicted, _MIN)) @ seen, 0.0)
         for total, new in (
             (self._excess, excess[: len(FIRST)]),
             (self._prior_excess, excess[_PRIOR]),
@@ -147,12 +151,12 @@ class SourceWeights:
             total += weight * new
 
     def _fit(self, both: list[int], held_to: NDArray[np.float64]) -> None:
-        """Fit the trusts of all outcomes, and of those with the same set of sources."""
+        """Fit the weights of all outcomes, and of those with the same set of sources."""
         curvature = self._curvature[both] + PRECISION * np.eye(len(FIRST))
         pull = self._pull[both] + PRECISION * np.stack([FIRST, held_to])
         free = np.linalg.solve(curvature, pull[..., None])[..., 0]
         for line, row in enumerate(both):
-            inside = free[line].min() >= 0.0 and free[line].max() <= MOST
+            inside = free[line].min() >= 0.0 and free[line].max() <= MAX_WEIGHT
             self._together[row] = (
                 free[line] if inside else _bounded_minimum(curvature[line], pull[line], self._together[row])
             )
@@ -169,7 +173,7 @@ class SourceWeights:
         self._alone_pull *= keep
         self._alone_pull += weight * (curvature * self._alone - slope)
         fitted = (self._alone_pull + PRECISION * np.array(FIRST)) / (self._alone_curvature + PRECISION)
-        self._alone[:] = np.clip(fitted, 0.0, MOST)
+        self._alone[:] = np.clip(fitted, 0.0, MAX_WEIGHT)
 
     # Saving and restoring
 
@@ -196,10 +200,10 @@ class SourceWeights:
         read = {name: np.frombuffer(state[name], "<f8") for name in self._sums()}
         for name, values in self._sums().items():
             if read[name].size != values.size or not np.isfinite(read[name]).all():
-                raise ValueError(f"trust: {name} must be {values.size} finite numbers")
+                raise ValueError(f"source weights: {name} must be {values.size} finite numbers")
         spoken = np.array(state["spoken"], np.int64)
         if spoken.shape != self._spoken.shape:
-            raise ValueError(f"trust: {spoken.size} sources; there are {len(SOURCES)}")
+            raise ValueError(f"source weights: {spoken.size} sources; there are {len(SOURCES)}")
         self._outcomes, self._spoken = int(state["outcomes"]), spoken
         for name, values in self._sums().items():
             values[...] = read[name].reshape(values.shape)
@@ -208,7 +212,7 @@ class SourceWeights:
 def _bounded_minimum(
     curvature: NDArray[np.float64], pull: NDArray[np.float64], start: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the t in [0, MOST]^n that minimises t'At/2 - b't (A is positive definite), by coordinate
+    """Return the t in [0, MAX_WEIGHT]^n that minimises t'At/2 - b't (A is positive definite), by coordinate
     descent.
     """
     found = start.tolist()
@@ -220,7 +224,7 @@ def _bounded_minimum(
             found[at] = 0.0
             for factor, value in zip(line, found, strict=True):
                 aim -= factor * value
-            found[at] = min(max(aim / line[at], 0.0), MOST)
+            found[at] = min(max(aim / line[at], 0.0), MAX_WEIGHT)
             moved = max(moved, abs(found[at] - before))
         if moved < 1e-6:
             break

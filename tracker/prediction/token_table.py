@@ -17,13 +17,13 @@ from fleet.arrays import Float32Array
 
 PRIOR = 4.0
 """Counts of the prior, the mix of the clusters."""
-LEAST_CHANGE = 0.05
+MIN_CHANGE = 0.05
 """A row is published again when one of its log-ratios changed by this much."""
-LEAST_RATIO = 1e-4
+MIN_RATIO = 1e-4
 """Lower bound of P(b | k) / P(b)."""
 REVISITED = 4096
 """Buckets that are checked again with every change: the mix in the denominator changes as well."""
-_MOST_SCALE = 1e6
+_MAX_SCALE = 1e6
 _CHUNK = 4096
 
 
@@ -88,7 +88,7 @@ class TokenTable:
         if self._at is not None and now > self._at:
             self._scale *= exp(min((now - self._at) / self._seconds, 80.0))
         self._at = now if self._at is None else max(self._at, now)
-        if self._scale > _MOST_SCALE:
+        if self._scale > _MAX_SCALE:
             for array in (self._counts[: self._top], self._totals[: self._top], self._mass):
                 np.divide(array, self._scale, out=array, casting="same_kind")
             self._scale = 1.0
@@ -104,7 +104,7 @@ class TokenTable:
         likely = (self._counts[buckets] + prior * mix) / (self._totals[buckets] + prior)[:, None]
         likely /= np.where(seen, mix, 1.0)
         likely[:, ~seen] = 1.0
-        np.log(np.maximum(likely, LEAST_RATIO, out=likely), out=likely)
+        np.log(np.maximum(likely, MIN_RATIO, out=likely), out=likely)
         return np.asarray(likely, np.float32)
 
     # Publishing
@@ -121,8 +121,8 @@ class TokenTable:
             [self._moved(dirty[start : start + _CHUNK]) for start in range(0, len(dirty), _CHUNK)]
             or [np.zeros(0, np.float32)]
         )
-        self._dirty[dirty[moved < LEAST_CHANGE]] = False
-        dirty, moved = dirty[moved >= LEAST_CHANGE], moved[moved >= LEAST_CHANGE]
+        self._dirty[dirty[moved < MIN_CHANGE]] = False
+        dirty, moved = dirty[moved >= MIN_CHANGE], moved[moved >= MIN_CHANGE]
         seen = self._totals[dirty]  # a rare token matters less: few prompts contain it
         order = np.argsort(-moved * seen / (seen + PRIOR * self._scale), kind="stable")
         chosen = np.sort(dirty[order[:most]])
@@ -137,12 +137,12 @@ class TokenTable:
         self._published[buckets] = self.ratios(buckets)
         self._dirty[buckets] = False
 
-    def settle(self) -> None:
+    def publish_all(self) -> None:
         """Mark all rows as published at their present values."""
         for start in range(0, self._top, _CHUNK):
             self._publish(np.arange(start, min(start + _CHUNK, self._top)))
 
-    def told(self) -> tuple[NDArray[np.uint32], NDArray[np.float16]]:
+    def published(self) -> tuple[NDArray[np.uint32], NDArray[np.float16]]:
         """Return the buckets [n] with published log-ratios [n, K], without those that are all zero."""
         buckets = np.flatnonzero(self._published[: self._top].any(axis=1))
         return buckets.astype(np.uint32), self._published[buckets]
@@ -187,7 +187,7 @@ class TokenTable:
         used, top = np.frombuffer(state["used"], "<u4").astype(np.int64), int(state["top"])
         counts = np.frombuffer(state["counts"], "<f4").reshape(len(used), self.clusters)
         totals, dirty = np.frombuffer(state["totals"], "<f4"), np.frombuffer(state["dirty"], bool)
-        told = np.frombuffer(state["told"], "<f2").reshape(len(used), self.clusters)
+        published = np.frombuffer(state["told"], "<f2").reshape(len(used), self.clusters)
         mass, scale = np.frombuffer(state["mass"], "<f8"), float(state["scale"])
         if (
             len(totals) != len(used)
@@ -209,7 +209,7 @@ class TokenTable:
         for target, values in (
             (self._counts, counts),
             (self._totals, totals),
-            (self._published, told),
+            (self._published, published),
             (self._dirty, dirty),
         ):
             target[used] = values

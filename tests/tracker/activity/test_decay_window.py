@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracker.activity.decay_window import BATCH, FAST, PATIENCE, SLOW, DecayWindow, WindowReport
-from tracker.activity.report_gaps import MOST, ReportGaps
+from tracker.activity.report_gaps import MAX_OPEN, ReportGaps
 
 FAST_SECONDS, SLOW_SECONDS = 20.0, 900.0
 CONSTANTS = (FAST_SECONDS, SLOW_SECONDS)
@@ -117,20 +117,20 @@ def test_any_order_of_reports_gives_what_the_integrals_over_them_give(
 ) -> None:
     shuffled = list(told)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    heard, gaps = window(), ReportGaps()
+    received, gaps = window(), ReportGaps()
     for report in shuffled:
-        hear(heard, gaps, report)
+        hear(received, gaps, report)
     now = max(report.end for report in told) + later
     for level, constant in ((FAST, FAST_SECONDS), (SLOW, SLOW_SECONDS)):
         oracle = Oracle(told, constant)
-        np.testing.assert_allclose(heard.counts(level, now), oracle.counts(now), rtol=2e-5, atol=1e-6)
-        assert heard.tokens(level, now) == pytest.approx(oracle.tokens(now), rel=1e-6, abs=1e-9)
+        np.testing.assert_allclose(received.counts(level, now), oracle.counts(now), rtol=2e-5, atol=1e-6)
+        assert received.tokens(level, now) == pytest.approx(oracle.tokens(now), rel=1e-6, abs=1e-9)
         judged = oracle.judged(now)
         exposure = oracle.exposure(judged)
         np.testing.assert_allclose(
-            heard.rates(level, now), oracle.counts(judged) / exposure, rtol=1e-4, atol=1e-6
+            received.rates(level, now), oracle.counts(judged) / exposure, rtol=1e-4, atol=1e-6
         )
-        assert heard.tokens_per_second(level, now) == pytest.approx(
+        assert received.tokens_per_second(level, now) == pytest.approx(
             oracle.tokens(judged) / exposure, rel=1e-4, abs=1e-9
         )
 
@@ -159,83 +159,83 @@ def test_how_time_is_cut_into_reports_changes_nothing(
 def test_a_constant_rate_is_estimated_exactly_whatever_the_intervals(
     lengths: list[float], rate: float
 ) -> None:
-    heard, now = window(), 1000.0
+    received, now = window(), 1000.0
     for seconds in lengths:
         now += seconds
-        heard.observe(WindowReport(ones(3 * rate * seconds), rate * seconds, seconds, now))
+        received.observe(WindowReport(ones(3 * rate * seconds), rate * seconds, seconds, now))
         for level in (FAST, SLOW):
-            np.testing.assert_allclose(heard.rates(level, now), 3 * rate, rtol=1e-5)
-            assert heard.tokens_per_second(level, now) == pytest.approx(rate, rel=1e-6)
+            np.testing.assert_allclose(received.rates(level, now), 3 * rate, rtol=1e-5)
+            assert received.tokens_per_second(level, now) == pytest.approx(rate, rel=1e-6)
 
 
 def test_a_silent_rank_decays_under_both_time_constants() -> None:
-    heard = window()
+    received = window()
     for now in range(1, 2001):
-        heard.observe(WindowReport(ones(10.0), 10.0, 1.0, float(now)))
+        received.observe(WindowReport(ones(10.0), 10.0, 1.0, float(now)))
     for level, constant in ((FAST, FAST_SECONDS), (SLOW, SLOW_SECONDS)):
-        assert heard.tokens_per_second(level, 2000.0) == pytest.approx(10.0, rel=1e-6)
-        assert heard.tokens_per_second(level, 2002.0) == pytest.approx(10.0, rel=1e-6), (
+        assert received.tokens_per_second(level, 2000.0) == pytest.approx(10.0, rel=1e-6)
+        assert received.tokens_per_second(level, 2002.0) == pytest.approx(10.0, rel=1e-6), (
             "the next report may still come"
         )
-        assert heard.tokens_per_second(level, 2002.0 + constant) == pytest.approx(
+        assert received.tokens_per_second(level, 2002.0 + constant) == pytest.approx(
             10.0
             * (np.exp(-1.0) - np.exp(-2000.0 / constant - 1.0))
             / (1.0 - np.exp(-2000.0 / constant - 1.0)),
             rel=1e-6,
         )
-        assert heard.rates(level, 2000.0 + 20 * constant).max() < 1e-6
+        assert received.rates(level, 2000.0 + 20 * constant).max() < 1e-6
 
 
 def test_a_rank_that_idles_and_comes_back_was_silent_meanwhile() -> None:
-    heard, gaps = window(), ReportGaps()
+    received, gaps = window(), ReportGaps()
     for sequence, end in enumerate((1.0, 61.0)):
-        hear(heard, gaps, Told(sequence, end, 1.0, 10, (10,) * 6))
-    assert heard.tokens_per_second(FAST, 61.0) == pytest.approx(
+        hear(received, gaps, Told(sequence, end, 1.0, 10, (10,) * 6))
+    assert received.tokens_per_second(FAST, 61.0) == pytest.approx(
         10.0 * (1 - exp(-1 / 20)) * (1 + exp(-3)) / (1 - exp(-61 / 20)), rel=1e-6
     )
 
 
 def test_time_whose_reports_were_lost_is_not_taken_for_silence() -> None:
-    heard, gaps = window(), ReportGaps()
+    received, gaps = window(), ReportGaps()
     for sequence, end in ((0, 1.0), (30, 31.0)):
-        hear(heard, gaps, Told(sequence, end, 1.0, 10, (10,) * 6))
-    assert heard.tokens_per_second(FAST, 31.0) == pytest.approx(10.0, rel=1e-6)
+        hear(received, gaps, Told(sequence, end, 1.0, 10, (10,) * 6))
+    assert received.tokens_per_second(FAST, 31.0) == pytest.approx(10.0, rel=1e-6)
 
 
 def test_a_burst_of_delayed_reports_stands_for_the_time_they_took() -> None:
-    heard, gaps = window(), ReportGaps()
+    received, gaps = window(), ReportGaps()
     for sequence in range(10):
-        hear(heard, gaps, Told(sequence, 100.0, 1.0, 10, (10,) * 6))
-    assert heard.tokens_per_second(FAST, 100.0) == pytest.approx(10.0, rel=1e-6)
+        hear(received, gaps, Told(sequence, 100.0, 1.0, 10, (10,) * 6))
+    assert received.tokens_per_second(FAST, 100.0) == pytest.approx(10.0, rel=1e-6)
 
 
 def test_counts_of_several_publishers_of_one_rank_add_up() -> None:
-    heard = window()
+    received = window()
     for now in range(1, 101):
         for rate in (10.0, 30.0):
-            heard.observe(WindowReport(ones(rate), rate, 1.0, float(now)))
-    heard.sources = 2
-    assert heard.tokens_per_second(FAST, 100.0) == pytest.approx(40.0, rel=1e-6)
-    np.testing.assert_allclose(heard.rates(SLOW, 100.0), 40.0, rtol=1e-5)
+            received.observe(WindowReport(ones(rate), rate, 1.0, float(now)))
+    received.sources = 2
+    assert received.tokens_per_second(FAST, 100.0) == pytest.approx(40.0, rel=1e-6)
+    np.testing.assert_allclose(received.rates(SLOW, 100.0), 40.0, rtol=1e-5)
 
 
 def test_counts_without_an_interval_enter_one_profile_and_no_rate() -> None:
-    heard = window()
-    heard.observe(WindowReport(ones(10.0), 10.0, 1.0, 1.0))
-    before = heard.counts(FAST, 1.0)
-    heard.take(ones(500.0), 500.0, 1.0, SLOW)
-    np.testing.assert_array_equal(heard.counts(FAST, 1.0), before)
-    np.testing.assert_allclose(heard.counts(SLOW, 1.0), 510.0, rtol=1e-3)
-    assert heard.tokens(SLOW, 1.0) == pytest.approx(510.0, rel=1e-3)
+    received = window()
+    received.observe(WindowReport(ones(10.0), 10.0, 1.0, 1.0))
+    before = received.counts(FAST, 1.0)
+    received.take(ones(500.0), 500.0, 1.0, SLOW)
+    np.testing.assert_array_equal(received.counts(FAST, 1.0), before)
+    np.testing.assert_allclose(received.counts(SLOW, 1.0), 510.0, rtol=1e-3)
+    assert received.tokens(SLOW, 1.0) == pytest.approx(510.0, rel=1e-3)
 
 
 def test_sums_stay_exact_when_the_reference_moves() -> None:
-    heard = window()
+    received = window()
     for now in range(1, 5001):
-        heard.observe(WindowReport(ones(7.0), 7.0, 1.0, float(now)))
-    np.testing.assert_allclose(heard.counts(FAST, 5000.0), 7.0 * FAST_SECONDS, rtol=1e-4)
+        received.observe(WindowReport(ones(7.0), 7.0, 1.0, float(now)))
+    np.testing.assert_allclose(received.counts(FAST, 5000.0), 7.0 * FAST_SECONDS, rtol=1e-4)
     np.testing.assert_allclose(
-        heard.counts(SLOW, 5000.0), 7.0 * SLOW_SECONDS * (1 - exp(-5000 / SLOW_SECONDS)), rtol=1e-4
+        received.counts(SLOW, 5000.0), 7.0 * SLOW_SECONDS * (1 - exp(-5000 / SLOW_SECONDS)), rtol=1e-4
     )
 
 
@@ -243,11 +243,11 @@ def test_sums_stay_exact_when_the_reference_moves() -> None:
 def test_a_clock_that_seems_to_go_back_changes_nothing_for_the_worse(
     start: float, jump: float, look: float
 ) -> None:
-    heard = window()
-    heard.observe(WindowReport(ones(5.0), 5, 1.0, start))
-    heard.observe(WindowReport(ones(5.0), 5, 1.0, start + jump))
+    received = window()
+    received.observe(WindowReport(ones(5.0), 5, 1.0, start))
+    received.observe(WindowReport(ones(5.0), 5, 1.0, start + jump))
     for level in (FAST, SLOW):
-        rates = heard.rates(level, start + look)
+        rates = received.rates(level, start + look)
         assert np.isfinite(rates).all()
         assert rates.min() >= 0
 
@@ -308,10 +308,10 @@ def test_a_window_restored_at_once_says_exactly_what_the_saved_one_says(told: li
 
 def test_gaps_are_bounded_and_the_oldest_stay_as_they_are() -> None:
     gaps = ReportGaps()
-    for sequence in range(0, 4 * MOST, 2):
+    for sequence in range(0, 4 * MAX_OPEN, 2):
         list(gaps.observe(sequence, sequence - 1.0, float(sequence)))
     assert list(gaps.observe(1, 0.0, 1.0)) == []
-    assert len(list(gaps.observe(4 * MOST - 3, 0.0, 1.0))) == 1
+    assert len(list(gaps.observe(4 * MAX_OPEN - 3, 0.0, 1.0))) == 1
 
 
 @pytest.mark.parametrize("state", [[], [None, None, []], [[1], [2, 3.0], []], [None, [1, 2.0], [[1]]]])

@@ -311,12 +311,12 @@ arrivals = st.lists(
     ),
     min_size=1,
     max_size=12,
-    unique_by=lambda heard: heard[:3],
+    unique_by=lambda received: received[:3],
 )
 
 
-def tell(activity: EngineActivity, heard: Heard) -> None:
-    worker_id, rank, sequence, arrival, seconds, counts = heard
+def tell(activity: EngineActivity, received: Heard) -> None:
+    worker_id, rank, sequence, arrival, seconds, counts = received
     said = report(
         worker_id,
         rank,
@@ -354,11 +354,11 @@ def assert_same(
 def test_the_order_in_which_reports_are_taken_changes_nothing(told: list[Heard], random: Any) -> None:
     shuffled = list(told)
     random.shuffle(shuffled)
-    orders = (told, shuffled, sorted(told, key=lambda heard: heard[3]))
+    orders = (told, shuffled, sorted(told, key=lambda received: received[3]))
     believed = [EngineActivity(TrackerConfig()) for _ in orders]
     for activity, order in zip(believed, orders, strict=True):
-        for heard in order:
-            tell(activity, heard)
+        for received in order:
+            tell(activity, received)
     first, *others = (everything(activity, 201.0) for activity in believed)
     for other in others:
         assert_same(first, other, 1e-4)
@@ -366,21 +366,21 @@ def test_the_order_in_which_reports_are_taken_changes_nothing(told: list[Heard],
 
 @given(arrivals, st.floats(0, 2000), st.integers(0, 12))
 def test_a_restart_changes_nothing(told: list[Heard], away: float, until: int) -> None:
-    told = sorted(told, key=lambda heard: heard[3])
+    told = sorted(told, key=lambda received: received[3])
     plain, restarted = EngineActivity(TrackerConfig()), EngineActivity(TrackerConfig())
     plain.joined(joined(1, "a"), 0.0)
     restarted.joined(joined(1, "a"), 0.0)
-    for heard in told[:until]:
-        tell(plain, heard)
-        tell(restarted, heard)
+    for received in told[:until]:
+        tell(plain, received)
+        tell(restarted, received)
     pieces = msgspec.msgpack.decode(msgspec.msgpack.encode(list(restarted.state())))
     restarted = EngineActivity(TrackerConfig())
     restarted.restore([(kind, piece) for kind, piece in pieces])
-    for heard in told[until:]:
-        tell(plain, heard)
-        tell(restarted, heard)
+    for received in told[until:]:
+        tell(plain, received)
+        tell(restarted, received)
     assert_same(everything(plain, 201.0 + away), everything(restarted, 201.0 + away), 1e-6)
-    assert sorted(plain.heard()) == sorted(restarted.heard())
+    assert sorted(plain.last_sequences()) == sorted(restarted.last_sequences())
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_the_order_within_a_batch_changes_nothing(seed: int, requests: int) -> N
     ),
 )
 def test_whatever_is_learnt_probabilities_stay_probabilities(
-    seed: int, lessons: list[tuple[int, int, int, float]]
+    seed: int, samples: list[tuple[int, int, int, float]]
 ) -> None:
     random, profiles, clusters, now = (
         np.random.default_rng(seed),
@@ -156,7 +156,7 @@ def test_whatever_is_learnt_probabilities_stay_probabilities(
         OnlineClusters(CONFIG, LAYERS, EXPERTS),
         0.0,
     )
-    for kind, prompt, completion, seconds in lessons:
+    for kind, prompt, completion, seconds in samples:
         now += seconds
         clusters.learn(drawn(profiles[kind], random, prompt), drawn(profiles[kind], random, completion), now)
         clusters.mixed(clusters.model.signature(drawn(profiles[kind], random, prompt)), prompt, now)

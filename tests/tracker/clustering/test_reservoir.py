@@ -89,7 +89,7 @@ def test_memory_is_bounded_by_what_is_kept() -> None:
     for number in range(50):
         reservoir.learn(np.full(100, number + 1), np.zeros(100), float(number))
     assert reservoir.stored_bytes == 8 * (200 + OVERHEAD)
-    assert reservoir.heard == 50
+    assert reservoir.received == 50
 
 
 def test_a_clock_that_goes_back_or_leaps_does_no_harm() -> None:

@@ -177,7 +177,7 @@ def test_silence_is_no_evidence_and_what_was_said_stands() -> None:
     )
     assert len(watch(drift, traffic).alarms) == 1
     for second in range(WARM + 130, WARM + 4000, 2):
-        assert drift.judge(second) is None
+        assert drift.evaluate(second) is None
         assert (drift.shifted, drift.divergence, drift.threshold) == (True, None, None)
 
 
@@ -197,9 +197,9 @@ def test_traffic_that_comes_back_is_judged_by_what_it_is(after: str) -> None:
 
 def test_a_detector_that_hears_nothing_says_nothing() -> None:
     drift = DriftDetector(TrackerConfig(), 2, 4)
-    assert drift.judge(0.0) is None
+    assert drift.evaluate(0.0) is None
     drift.observe(np.zeros((2, 4)), 0, 1.0)
-    assert drift.judge(5000.0) is None
+    assert drift.evaluate(5000.0) is None
     assert (drift.shifted, drift.divergence, drift.threshold) == (False, None, None)
 
 
@@ -214,7 +214,7 @@ def test_reports_told_apart_are_as_good_as_told_together() -> None:
         part = np.floor(counts * chance.random(counts.shape))
         for share, amount in ((counts - part, 0.75 * tokens), (part, 0.25 * tokens)):
             apart.observe(share, amount, second)
-        assert together.judge(second + 0.5) == apart.judge(second + 0.5)
+        assert together.evaluate(second + 0.5) == apart.evaluate(second + 0.5)
     assert apart.divergence == pytest.approx(together.divergence, rel=1e-3)
     assert apart.threshold == pytest.approx(together.threshold, rel=1e-3)
 
@@ -229,17 +229,17 @@ def test_a_detector_that_was_restarted_goes_on_as_if_it_had_not() -> None:
         kept.observe(counts, tokens, second)
         restarted.observe(counts, tokens, second + later)
         if second in (590, 660, 1000):
-            kept.judge(second + 0.5)
+            kept.evaluate(second + 0.5)
             restarted, later = (
                 DriftDetector.restore(
                     TrackerConfig(), msgspec.msgpack.decode(msgspec.msgpack.encode(kept.state()))
                 ),
                 1e6,
             )
-            restarted.judge(second + 0.5 + later)
+            restarted.evaluate(second + 0.5 + later)
             kept.observe(counts, tokens, second + 0.75)
             restarted.observe(counts, tokens, second + 0.75 + later)
-        said, expected = restarted.judge(second + 0.8 + later), kept.judge(second + 0.8)
+        said, expected = restarted.evaluate(second + 0.8 + later), kept.evaluate(second + 0.8)
         assert (said is None) == (expected is None)
         assert (restarted.shifted, restarted.divergence is None) == (kept.shifted, kept.divergence is None)
         assert [restarted.divergence or 0, restarted.threshold or 0] == pytest.approx(

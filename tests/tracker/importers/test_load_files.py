@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from tracker.importers.load_files import MOST_BYTES, ExpertLoads, by_logical_expert, read_load
+from tracker.importers.load_files import MAX_BYTES, ExpertLoads, by_logical_expert, read_load
 from tracker.importers.torch_files import read_torch_file
 
 CHANCE = np.random.default_rng(0)
@@ -97,7 +97,7 @@ def test_a_recording_of_sglang_is_read_whatever_its_mode(mode: str) -> None:
     content, total = recording(mode)
     load = read_load(f"expert_distribution_recorder_17{mode}.pt", saved(content))
     np.testing.assert_array_equal(load.counts, total)
-    assert (load.steps, load.whole, load.top_k, load.empty_layers) == (
+    assert (load.steps, load.is_counts, load.top_k, load.empty_layers) == (
         3,
         True,
         2 if mode == "per_token" else None,
@@ -159,7 +159,7 @@ def test_slots_are_counted_as_the_experts_that_are_in_them() -> None:
 def test_proportions_need_to_be_told_how_many_tokens_they_stand_for() -> None:
     shares = TOTAL / TOTAL.sum(axis=1, keepdims=True)
     load = read_load("a.npy", npy(shares))
-    assert not load.whole
+    assert not load.is_counts
     with pytest.raises(ValueError, match="how many tokens"):
         load.pairs(top_k=2)
     tokens, counts = load.pairs(top_k=2, tokens=100_000)
@@ -270,11 +270,12 @@ def test_tensors_are_read_as_torch_reads_them(table: np.ndarray, turned: bool) -
 
 @given(st.binary(max_size=200), st.sampled_from(["a.pt", "a.npy", "a.npz", "a.json", "a.csv"]), st.booleans())
 def test_garbage_is_refused_and_never_anything_else(content: bytes, name: str, begun: bool) -> None:
-    whole = {"a.pt": saved({"logical_count": torch.ones(1, 1, 1)}), "a.npz": npz(load=np.ones((1, 1)))}.get(
-        name, b""
-    )
+    is_counts = {
+        "a.pt": saved({"logical_count": torch.ones(1, 1, 1)}),
+        "a.npz": npz(load=np.ones((1, 1))),
+    }.get(name, b"")
     try:
-        load = read_load(name, whole[: len(whole) // 2] + content if begun else content)
+        load = read_load(name, is_counts[: len(is_counts) // 2] + content if begun else content)
     except ValueError:
         return
     assert isinstance(load, ExpertLoads)
@@ -284,7 +285,7 @@ def test_garbage_is_refused_and_never_anything_else(content: bytes, name: str, b
 def test_a_file_that_is_too_large_is_not_parsed() -> None:
     class Huge(bytes):
         def __len__(self) -> int:
-            return MOST_BYTES + 1
+            return MAX_BYTES + 1
 
     with pytest.raises(ValueError, match="Dump shorter recordings"):
         read_load("a.npy", Huge())

@@ -9,7 +9,7 @@ from hypothesis.extra.numpy import arrays
 from fleet.signatures import ClusterModel, pack, unpack
 from tracker.clustering.refit import ClusterMerge, ClusterSplit
 from tracker.prediction.cluster_remap import (
-    MOST_CHANGES,
+    MAX_CHANGES,
     RemapHistory,
     SlotChange,
     carried,
@@ -78,11 +78,11 @@ def test_what_happened_since_a_version_is_known_in_order() -> None:
 
 def test_more_changes_than_are_remembered_make_old_versions_mean_nothing() -> None:
     history = RemapHistory()
-    for version in range(1, MOST_CHANGES + 10):
+    for version in range(1, MAX_CHANGES + 10):
         history.adopt(model(version), [ClusterSplit(0, 5)] if version % 2 else [ClusterMerge(0, 5)])
     assert history.since(1) is None
-    assert history.since(MOST_CHANGES + 9) == []
-    assert len(history.since(MOST_CHANGES - 20) or []) == 29
+    assert history.since(MAX_CHANGES + 9) == []
+    assert len(history.since(MAX_CHANGES - 20) or []) == 29
 
 
 def test_a_restart_changes_nothing() -> None:

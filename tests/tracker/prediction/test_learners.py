@@ -19,7 +19,7 @@ from fleet.signatures import ClusterModel, pack
 from tracker.config import TrackerConfig
 from tracker.prediction.learners import MODEL, OUTCOME, SAMPLE, SIGNATURE, Learners, popularity
 from tracker.prediction.model_learner import HEAD
-from tracker.prediction.token_table import LEAST_CHANGE
+from tracker.prediction.token_table import MIN_CHANGE
 
 LAYERS, EXPERTS = 3, 12
 SHAPE = (LAYERS, EXPERTS)
@@ -44,8 +44,8 @@ def counts(kind: int, tokens: int, seed: int) -> np.ndarray:
     return np.stack([random.multinomial(2 * tokens, row) for row in KINDS[kind]])
 
 
-def current(lessons: Learners) -> ClusterModel:
-    said = lessons.clusters("m")
+def current(learners: Learners) -> ClusterModel:
+    said = learners.clusters("m")
     assert said is not None
     return ClusterModel.from_record(said.record)
 
@@ -87,28 +87,28 @@ def finished(model: ClusterModel, step: Step, number: int) -> RequestsFinished:
     return RequestsFinished(model="m", tables=1, clusters=model.version, requests=(outcome,))
 
 
-def live(lessons: Learners, told: list[Step], began: int) -> None:
+def live(learners: Learners, published: list[Step], began: int) -> None:
     """Run one second per request: its outcome and its profile, and a refit when due."""
-    for number, step in enumerate(told, start=began):
-        model = current(lessons)
-        assert not lessons.finished(finished(model, step, number), float(number))
-        assert not lessons.profiled(profiled(model, step, number), float(number))
-        for name, clusters, job in lessons.due(float(number)):
-            lessons.adopt(name, clusters, None if job is None else job.run(), float(number))
-        lessons.news()
+    for number, step in enumerate(published, start=began):
+        model = current(learners)
+        assert not learners.finished(finished(model, step, number), float(number))
+        assert not learners.profiled(profiled(model, step, number), float(number))
+        for name, clusters, job in learners.due(float(number)):
+            learners.adopt(name, clusters, None if job is None else job.run(), float(number))
+        learners.changes()
 
 
-def restarted(lessons: Learners, first_version: int) -> Learners:
-    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(lessons.state()))
-    again = Learners(CONFIG, first_version, lessons.meaning_from)
+def restarted(learners: Learners, first_version: int) -> Learners:
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(learners.state()))
+    again = Learners(CONFIG, first_version, learners.meaning_from)
     again.restore("m", SHAPE, kept["m"])
     return again
 
 
-def as_told(lessons: Learners) -> tuple[TablesPublished, ClustersPublished]:
+def as_told(learners: Learners) -> tuple[TablesPublished, ClustersPublished]:
     """Return snapshots of tables and clusters, without versions."""
-    lessons.news()
-    tables, clusters = lessons.tables("m"), lessons.clusters("m")
+    learners.changes()
+    tables, clusters = learners.tables("m"), learners.clusters("m")
     assert tables is not None
     assert clusters is not None
     assert tables.clusters == clusters.record.version
@@ -118,7 +118,7 @@ def as_told(lessons: Learners) -> tuple[TablesPublished, ClustersPublished]:
 
 
 def same_tables(one: TablesPublished, other: TablesPublished) -> None:
-    """Compare tables. Values that changed too little to be published (HEAD, LEAST_CHANGE) are published after
+    """Compare tables. Values that changed too little to be published (HEAD, MIN_CHANGE) are published after
     a restart.
     """
     for left, right in ((one.shares, other.shares), (one.trusts, other.trusts)):
@@ -127,7 +127,7 @@ def same_tables(one: TablesPublished, other: TablesPublished) -> None:
     assert one.reliability == pytest.approx(other.reliability, abs=HEAD)
     assert one.gain == pytest.approx(other.gain, abs=HEAD)
     assert (one.blocks, one.sessions, one.tenants) == (other.blocks, other.sessions, other.tenants)
-    assert np.abs(token_table(one) - token_table(other)).max() <= LEAST_CHANGE + 0.01
+    assert np.abs(token_table(one) - token_table(other)).max() <= MIN_CHANGE + 0.01
 
 
 def token_table(tables: TablesPublished) -> np.ndarray:
@@ -161,48 +161,48 @@ def test_a_restart_changes_nothing_of_what_is_told_then_or_later(
 
 
 def test_a_model_of_another_shape_is_learnt_anew_and_one_that_is_gone_is_forgotten() -> None:
-    lessons = Learners(CONFIG, FIRST)
-    lessons.follow({"m": SHAPE, "other": (1, 2)})
-    live(lessons, [(number % 3, 200, True) for number in range(60)], 0)
-    assert (current(lessons).shares > 0).sum() > 1
-    lessons.follow({"m": (LAYERS + 1, EXPERTS)})
-    assert (current(lessons).shares > 0).sum() == 1
-    assert lessons.tables("other") is None
-    assert lessons.clusters("other") is None
-    assert lessons.learnt("other") is None
-    assert lessons.all_learnt().keys() == {"m"}
+    learners = Learners(CONFIG, FIRST)
+    learners.follow({"m": SHAPE, "other": (1, 2)})
+    live(learners, [(number % 3, 200, True) for number in range(60)], 0)
+    assert (current(learners).shares > 0).sum() > 1
+    learners.follow({"m": (LAYERS + 1, EXPERTS)})
+    assert (current(learners).shares > 0).sum() == 1
+    assert learners.tables("other") is None
+    assert learners.clusters("other") is None
+    assert learners.learnt("other") is None
+    assert learners.all_learnt().keys() == {"m"}
 
 
 def test_a_refinement_of_clusters_that_are_gone_changes_nothing() -> None:
-    lessons = Learners(CONFIG, FIRST)
-    lessons.follow({"m": SHAPE})
+    learners = Learners(CONFIG, FIRST)
+    learners.follow({"m": SHAPE})
     for number in range(40):
-        lessons.profiled(profiled(current(lessons), (number % 3, 200, True), number), float(number))
-    ((name, clusters, job),) = lessons.due(50.0)
+        learners.profiled(profiled(current(learners), (number % 3, 200, True), number), float(number))
+    ((name, clusters, job),) = learners.due(50.0)
     assert job is not None
     fitted = job.run()
-    lessons.follow({})
-    lessons.follow({"m": SHAPE})
-    lessons.adopt(name, clusters, fitted, 51.0)
-    assert (current(lessons).shares > 0).sum() == 1
+    learners.follow({})
+    learners.follow({"m": SHAPE})
+    learners.adopt(name, clusters, fitted, 51.0)
+    assert (current(learners).shares > 0).sum() == 1
 
 
 def test_clusters_are_told_when_they_changed_and_tables_as_changes() -> None:
-    lessons = Learners(CONFIG, FIRST)
-    lessons.follow({"m": SHAPE})
-    first = lessons.news()
+    learners = Learners(CONFIG, FIRST)
+    learners.follow({"m": SHAPE})
+    first = learners.changes()
     assert [type(message) for message in first] == [ClustersPublished, TablesPublished]
-    assert lessons.news() == []
-    live(lessons, [(number % 3, 200, True) for number in range(60)], 0)
-    assert current(lessons).version > FIRST
-    assert lessons.news() == []  # `live` published it
+    assert learners.changes() == []
+    live(learners, [(number % 3, 200, True) for number in range(60)], 0)
+    assert current(learners).version > FIRST
+    assert learners.changes() == []  # `live` published it
 
 
 def test_what_cannot_be_learnt_from_is_counted_by_reason_and_changes_nothing() -> None:
-    lessons = Learners(CONFIG, FIRST)
-    lessons.follow({"m": SHAPE})
-    live(lessons, [(number % 3, 200, True) for number in range(60)], 0)
-    model, before = current(lessons), as_told(lessons)
+    learners = Learners(CONFIG, FIRST)
+    learners.follow({"m": SHAPE})
+    live(learners, [(number % 3, 200, True) for number in range(60)], 0)
+    model, before = current(learners), as_told(learners)
     good, outcome = profiled(model, (0, 10, False), 100), finished(model, (0, 10, False), 100)
     replace = msgspec.structs.replace
     small = ExpertCounts.of(np.ones((1, 1), np.int64))
@@ -212,26 +212,26 @@ def test_what_cannot_be_learnt_from_is_counted_by_reason_and_changes_nothing() -
         SampledProfile(prompt=broken, completion=broken),
     ):
         said = replace(good, requests=(replace(good.requests[0], sample=sample),))
-        assert lessons.profiled(said, 100.0)[SAMPLE] == 1
-    assert lessons.profiled(replace(good, requests=(replace(good.requests[0], signature=b""),)), 100.0) == {
+        assert learners.profiled(said, 100.0)[SAMPLE] == 1
+    assert learners.profiled(replace(good, requests=(replace(good.requests[0], signature=b""),)), 100.0) == {
         SIGNATURE: 1
     }
-    assert lessons.profiled(replace(good, model="x"), 100.0) == {MODEL: 1}
-    assert lessons.finished(replace(outcome, model="x"), 100.0) == {MODEL: 1}
-    assert lessons.finished(
+    assert learners.profiled(replace(good, model="x"), 100.0) == {MODEL: 1}
+    assert learners.finished(replace(outcome, model="x"), 100.0) == {MODEL: 1}
+    assert learners.finished(
         replace(outcome, requests=(replace(outcome.requests[0], predicted=b"1"),)), 100.0
     ) == {OUTCOME: 1}
-    assert as_told(lessons) == before
+    assert as_told(learners) == before
 
 
 def test_signatures_over_clusters_of_another_life_are_not_learnt_from() -> None:
-    lessons = Learners(CONFIG, FIRST)
-    lessons.follow({"m": SHAPE})
-    live(lessons, [(number % 3, 200, True) for number in range(60)], 0)
-    before = as_told(lessons)
-    said = profiled(current(lessons), (0, 10, False), 100)
-    assert not lessons.profiled(msgspec.structs.replace(said, clusters=FIRST - 1), 100.0)
-    assert as_told(lessons) == before
+    learners = Learners(CONFIG, FIRST)
+    learners.follow({"m": SHAPE})
+    live(learners, [(number % 3, 200, True) for number in range(60)], 0)
+    before = as_told(learners)
+    said = profiled(current(learners), (0, 10, False), 100)
+    assert not learners.profiled(msgspec.structs.replace(said, clusters=FIRST - 1), 100.0)
+    assert as_told(learners) == before
 
 
 @pytest.mark.parametrize(
@@ -249,10 +249,10 @@ def test_what_is_no_state_is_refused(state: dict[str, object]) -> None:
 
 
 def test_a_state_of_another_shape_is_refused() -> None:
-    lessons = Learners(CONFIG, FIRST)
-    lessons.follow({"m": SHAPE})
+    learners = Learners(CONFIG, FIRST)
+    learners.follow({"m": SHAPE})
     with pytest.raises(ValueError, match="shape"):
-        Learners(CONFIG, FIRST).restore("m", (LAYERS, EXPERTS + 1), lessons.state()["m"])
+        Learners(CONFIG, FIRST).restore("m", (LAYERS, EXPERTS + 1), learners.state()["m"])
 
 
 def test_popularity_names_the_clusters_in_use_by_their_share() -> None:

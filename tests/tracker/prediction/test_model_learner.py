@@ -107,7 +107,14 @@ class Replica:
         else:
             assert told.base == self.version, "a gap"
         self.version = told.version
-        self.head = (told.clusters, told.shares, told.trust, told.trusts, told.reliability, told.gain)
+        self.head = (
+            told.clusters,
+            told.shares,
+            told.trust,
+            told.trusts,
+            told.reliability,
+            told.gain,
+        )
         self.tokens[np.frombuffer(told.token_rows, "<u4")] = np.frombuffer(told.token_ratios, "<f2").reshape(
             -1, K
         )
@@ -122,8 +129,8 @@ class Replica:
                 del table[key]
 
     def tables(self) -> Tables:
-        clusters, shares, trust, trusts, reliability, gain = self.head
-        assert list(trust) == list(SOURCES)
+        clusters, shares, source_weights, trusts, reliability, gain = self.head
+        assert list(source_weights) == list(SOURCES)
         return Tables(
             self.version,
             clusters,
@@ -141,7 +148,7 @@ class Replica:
 
 def replica(learning: ModelLearner) -> Replica:
     made = Replica()
-    made.take(learning.whole("m"))
+    made.take(learning.snapshot("m"))
     return made
 
 
@@ -470,7 +477,7 @@ def test_a_flood_of_halves_is_bounded_in_number_and_bytes() -> None:
 )
 def test_a_replica_that_follows_the_changes_equals_the_whole(steps: list[str]) -> None:
     learning, follower, version, now, shares = learner(), Replica(), VERSION, 0, np.full(K, 1 / K)
-    follower.take(learning.whole("m"))
+    follower.take(learning.snapshot("m"))
     for at, step in enumerate([*steps, "telling"]):
         if step == "requests":
             traffic(learning, 3, seed=at, start=now)
@@ -505,7 +512,7 @@ def test_changes_are_small_and_their_versions_rise() -> None:
     )
     assert all(change.base is not None for change in found)
     assert max(len(msgspec.msgpack.encode(change)) for change in found) < 8000
-    assert len(msgspec.msgpack.encode(learning.whole("m"))) > 20_000
+    assert len(msgspec.msgpack.encode(learning.snapshot("m"))) > 20_000
 
 
 def test_nothing_is_told_where_nothing_changed() -> None:
@@ -540,7 +547,7 @@ def test_the_token_table_tells_its_largest_changes_first() -> None:
 
 def test_tables_before_any_clusters_are_refused() -> None:
     with pytest.raises(ValueError, match="no model was adopted"):
-        ModelLearner(CONFIG, 1).whole("m")
+        ModelLearner(CONFIG, 1).snapshot("m")
 
 
 def test_reports_before_any_clusters_are_refused() -> None:

@@ -7,8 +7,8 @@ import pytest
 from tracker.prediction.report_join import OVERHEAD, ReportJoin
 
 
-def made(budget: int = 100_000, most: int = 100, seconds: float = 60.0) -> ReportJoin:
-    return ReportJoin(budget, most, seconds, (4, 1))
+def made(budget: int = 100_000, limit: int = 100, seconds: float = 60.0) -> ReportJoin:
+    return ReportJoin(budget, limit, seconds, (4, 1))
 
 
 def test_the_second_half_gets_the_first_and_both_are_done() -> None:
@@ -47,7 +47,7 @@ def test_bytes_and_number_are_bounded_the_oldest_go() -> None:
     assert pairs.nbytes <= 10 * (OVERHEAD + 100)
     assert not pairs.repeated(0, "39")
     assert pairs.repeated(0, "40")
-    few = made(most=3)
+    few = made(limit=3)
     for at in range(9):
         few.offer(0, f"{at}", (), 0.0)
         few.offer(1, f"{at}", (), 0.0)

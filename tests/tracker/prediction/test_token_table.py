@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tracker.prediction.token_table import LEAST_CHANGE, PRIOR, TokenTable
+from tracker.prediction.token_table import MIN_CHANGE, PRIOR, TokenTable
 
 K = 4
 HOUR = 3600.0
@@ -107,14 +107,14 @@ def test_changes_add_up_to_what_is_told_and_at_last_to_what_is() -> None:
         learn(table, (100 * cluster + random.integers(0, 30, 20)).tolist(), cluster)
         changes.append(table.change(8))
         assert len(changes[-1][0]) <= 8
-        buckets, ratios = table.told()
+        buckets, ratios = table.published()
         copy = told_by(table, changes)
         assert (copy[buckets] == ratios).all()
         assert not np.delete(copy, buckets, axis=0).any()
     while len((change := table.change(8))[0]):
         changes.append(change)
     everything = np.arange(table.buckets)
-    assert np.abs(told_by(table, changes) - table.ratios(everything)).max() < LEAST_CHANGE + 0.01
+    assert np.abs(told_by(table, changes) - table.ratios(everything)).max() < MIN_CHANGE + 0.01
 
 
 def test_the_largest_change_is_told_first() -> None:
@@ -130,9 +130,9 @@ def test_settling_tells_all() -> None:
     table = made()
     for at in range(40):
         learn(table, list(range(at, at + 20)), at % K)
-    table.settle()
+    table.publish_all()
     assert len(table.change(100)[0]) == 0
-    buckets, ratios = table.told()
+    buckets, ratios = table.published()
     assert ratios == pytest.approx(table.ratios(buckets.astype(np.int64)), abs=0.01)
 
 
