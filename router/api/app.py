@@ -15,8 +15,9 @@ from router.access.api_keys import ADMIN, DOCS, INFER, METRICS, ROUTE, Caller
 from router.api.backend_record import DrainRequest
 from router.api.backend_routes import backend_statuses, drain_backend
 from router.api.openapi import with_hot_routes
-from router.api.routes import CHAT_PATH, RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, TEXT_PATH, HotRoutes
+from router.api.routes import RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, HotRoutes
 from router.http.asgi_response import AsgiResponse, Receive, Scope, Send, error_headers
+from router.openai_api.request_schema import CHAT_PATH, TEXT_PATH
 from router.service import RouterService
 from router.telemetry.tracing import Provider, RouterTracing
 

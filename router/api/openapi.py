@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from router.admission.queue_policy import TIMEOUT_HEADER
-from router.api.routes import CHAT_PATH, RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, TEXT_PATH
-from router.openai_api.request_schema import ChatRequest, TextRequest
+from router.api.routes import RELEASE_PATH, RESERVE_PATH, ROUTE_PATH
+from router.openai_api.request_schema import CHAT_PATH, TEXT_PATH, ChatRequest, TextRequest
 from router.scheduling.cost import TERMS
 from router.scheduling.decision_record import DecisionRecord
 from router.scheduling.external_reservations import ReleaseRecord, ReleaseRequest, ReservedRecord

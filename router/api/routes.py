@@ -29,7 +29,9 @@ from router.foreign_api.routes import CHAT_ROUTE, ForeignRoute, RouteKind, route
 from router.http.asgi_response import AsgiResponse, Headers, Receive, Scope, Send, not_ready
 from router.openai_api.completion_state import CompletionState
 from router.openai_api.request_schema import (
+    CHAT_PATH,
     DEFAULT_COMPLETION_TOKENS,
+    TEXT_PATH,
     ChatRequest,
     Request,
     SamplingSettings,
@@ -53,8 +55,6 @@ from router.upstream.rank_client import UpstreamRequest
 
 log = logging.getLogger(__name__)
 
-CHAT_PATH = "/v1/chat/completions"
-TEXT_PATH = "/v1/completions"
 ROUTE_PATH = "/v1/route"
 RESERVE_PATH = "/v1/route/reserve"
 RELEASE_PATH = "/v1/route/release"

@@ -15,7 +15,9 @@ from router.attempt import make_attempt
 from router.fleet_state.reservations import Booking
 from router.foreign_api.headers import decision_header, own_headers
 from router.http.asgi_response import AsgiResponse, Headers
+from router.http.server_sent_events import EventSplitter
 from router.openai_api.completion_state import AttemptFailure, CompletionState
+from router.openai_api.request_schema import TEXT_PATH
 from router.openai_api.response_format import ClientResponse
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision
@@ -23,7 +25,7 @@ from router.scheduling.scheduler import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from router.telemetry.tracing import AttemptTrace
-from router.upstream.rank_client import Call, EventSplitter, UpstreamFailed, api_error
+from router.upstream.rank_client import Call, UpstreamFailed, api_error
 
 _EMITTED_EVERY = 16
 """tokens between two updates of a booking's remaining work"""
@@ -150,7 +152,7 @@ class TokenStream:
         headers += self._service.credentials.for_ranks
         passes = decision.target.engine.capabilities.passes_fields
         body = rank_body(state.request(decision.cache_salt), state.fields.values if passes else {})
-        async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
+        async with self._service.upstream.call(decision.target.url, TEXT_PATH, body, headers) as call:
             await self._stream(state, booking, call, span)
         self._service.finished(decision, booking, prompt)
 

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fleet.completions import UNREADABLE
+from fleet.completions import DONE, UNREADABLE, sse
 from router.foreign_api.continuable_fields import CONTINUED_FIELDS, obstacle, read_fields
+from router.http.server_sent_events import event_data
+from router.openai_api.request_schema import CHAT_PATH
 
-CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 UNKNOWN_CONTEXT = 2**31 - 1
 MAX_POSITIONS = 16
 """Most positions for which a server's text is requested, from the last id backwards."""
@@ -252,7 +253,7 @@ class Continuable:
             "created": self._head.get("created"),
             "model": self._head.get("model"),
         }
-        return b"data: " + msgspec.json.encode({**head, **more}) + b"\n\n"
+        return sse({**head, **more})
 
     # Request to the next server
 
@@ -328,7 +329,7 @@ class Continuable:
             if options.get("include_usage") and not self._counted
             else b""
         )
-        return end + counted + b"data: [DONE]\n\n"
+        return end + counted + DONE
 
     @property
     def remaining(self) -> int:
@@ -353,7 +354,7 @@ class Continuable:
 
 def _chunk(event: bytes) -> _Chunk | None:
     """Parse an event. None for comments and [DONE]. InexactContinuation for an unreadable event."""
-    data = b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
+    data = event_data(event)
     if b"{" not in data:
         return None
     try:

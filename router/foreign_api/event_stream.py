@@ -1,11 +1,8 @@
 """Server-sent events passed through unchanged and never cut within an event. Pure."""
 
-import msgspec
-
-from fleet.completions import ApiError
+from fleet.completions import DONE, ApiError, sse
 
 _ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
-_DONE = b"data: [DONE]\n\n"
 _MESSAGES, _RESPONSES = "/v1/messages", "/v1/responses"
 
 
@@ -53,8 +50,8 @@ def error_event(path: str, error: ApiError) -> bytes:
     """
     if path.startswith(_MESSAGES):
         body = {"type": "error", "error": {"type": "api_error", "message": error.message}}
-        return b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"
+        return b"event: error\n" + sse(body)
     if path.startswith(_RESPONSES):
         form = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-        return b"event: error\ndata: " + msgspec.json.encode(form) + b"\n\n"
-    return b"data: " + error.body() + b"\n\n" + _DONE
+        return b"event: error\n" + sse(form)
+    return b"data: " + error.body() + b"\n\n" + DONE

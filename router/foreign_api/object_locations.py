@@ -11,6 +11,7 @@ import msgspec
 
 from fleet.completions import UNREADABLE
 from router.fleet_state.target_table import RankKey
+from router.http.server_sent_events import event_data
 
 MAX_OBJECTS = 16_384
 _MAX_ID = 256
@@ -62,9 +63,8 @@ def object_id(answer: bytes) -> str | None:
     None without one.
     """
     for piece in answer.split(b"\n\n") if not answer.lstrip().startswith(b"{") else [answer]:
-        data = b"".join(line[5:] for line in piece.split(b"\n") if line.startswith(b"data:")) or piece
         try:
-            found = _ANSWER.decode(data)
+            found = _ANSWER.decode(event_data(piece) or piece)
         except UNREADABLE:
             continue
         value = found.id if found.response is None else found.response.id

@@ -3,6 +3,7 @@
 import msgspec
 
 from fleet.completions import UNREADABLE, Usage
+from router.http.server_sent_events import event_data
 
 _LAST_EVENTS = 4
 """Usage is in the last event of a stream, or in the one before."""
@@ -23,7 +24,7 @@ def counted(events: list[bytes]) -> Usage | None:
         if b'"usage"' not in event:
             continue
         try:
-            usage = _COUNTED.decode(event.strip().removeprefix(b"data:")).usage
+            usage = _COUNTED.decode(event_data(event) or event).usage
         except UNREADABLE:
             continue
         if usage is not None:

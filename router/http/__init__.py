@@ -1,1 +1,3 @@
-"""One HTTP exchange as values: the response over ASGI, and the memory that bodies hold. Pure."""
+"""One HTTP exchange as values: the response over ASGI, server-sent events, and the memory that bodies hold.
+Pure.
+"""

@@ -18,6 +18,7 @@ from router.openai_api.unserved_fields import (
     with_fields,
 )
 
+CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 MAX_STOPS = 4
 """Same limit as OpenAI and the ranks."""
 MAX_STOP_CHARACTERS = 1024

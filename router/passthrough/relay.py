@@ -11,7 +11,7 @@ from fleet.completions import ApiError
 from router.attempt import make_attempt
 from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import RankKey
-from router.foreign_api.continuation import CHAT_PATH, TEXT_PATH, Continuable, InexactContinuation
+from router.foreign_api.continuation import Continuable, InexactContinuation
 from router.foreign_api.event_stream import EventStream
 from router.foreign_api.forwarded import ForwardedRequest
 from router.foreign_api.headers import decision_header, length_of, own_headers, to_client, to_server
@@ -20,6 +20,7 @@ from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenU
 from router.foreign_api.usage import counted
 from router.http.asgi_response import AsgiResponse, Headers
 from router.openai_api.completion_state import AttemptFailure, BegunAnswer
+from router.openai_api.request_schema import CHAT_PATH, TEXT_PATH
 from router.passthrough.positions import find_position
 from router.passthrough.unstreamed import UnstreamedAnswers
 from router.prefix_index.prompt import TextPrompt
@@ -392,7 +393,7 @@ class Relay:
         self._exchange.arrived_whole(self._service.clock())
         if call.status < 400:
             self._locate(decision, body)
-            self._count([b"data: " + body])
+            self._count([body])
             self._note(decision, tap)
         else:
             self._exchange.detail = api_error(call.status, body).message

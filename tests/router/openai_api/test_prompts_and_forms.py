@@ -15,11 +15,12 @@ from tokenizers import processors
 from fleet.completions import ApiError, Choice, Completion, Usage
 from router.fleet_state.reservations import Reservations
 from router.fleet_state.view import FleetView
+from router.http.server_sent_events import EventSplitter
 from router.openai_api.completion_state import AttemptFailure, CompletionState, to_avoid
 from router.openai_api.request_schema import RequestDecoder, sampling
 from router.openai_api.response_format import ResponseHead, answer_for
 from router.tokenization.tokenizer import LARGEST_FILE, BadTokenizer, ModelTokenizer
-from router.upstream.rank_client import EventSplitter, api_error
+from router.upstream.rank_client import api_error
 from tests.router.router_fixture import TEMPLATE, archive, bpe, chat, engine_joined
 
 HELLO = [{"role": "user", "content": "hi"}]
