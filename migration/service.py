@@ -506,7 +506,7 @@ class MigrationService:
             case PopularityShifted() as shift if self.controller is not None:
                 self.controller.shifted(shift)
             case TablesPublished() as tables if tables.model in self.watch.models:
-                self.watch.foreseen(tables.model, tables.reliability)
+                self.watch.predictability(tables.model, tables.reliability)
             case ClustersPublished() as clusters if clusters.model in self.watch.models:
                 await self._clusters(clusters)
 

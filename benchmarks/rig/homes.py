@@ -74,12 +74,12 @@ def world(
     found = homes(
         ClusterTraffic(profiles, shares, leak=0.1), LocalityProblem(np.zeros(RANKS, np.intp), slots)
     )
-    if found.homes is None or found.located is None:
+    if found.homes is None or found.placed is None:
         raise ValueError(f"these {domains} domains have no homes: {found.reason}")
     placement = linear(layers=experts.shape[2], experts=width, ranks=RANKS, slots_per_rank=slots)
     if follows:
         placement = Placement(
-            found.located.table, experts=width, ranks=RANKS, epoch=1, split=found.located.split
+            found.placed.table, experts=width, ranks=RANKS, epoch=1, split=found.placed.split
         )
     return World(
         model,

@@ -12,7 +12,7 @@ from deploy.views.popularity import loaded
 from fleet.dispatch import loads
 from fleet.placement import EMPTY, Placement, linear
 from migration.model.cost_model import balance
-from migration.solvers.full_placement import bound, full
+from migration.solvers.full_placement import bound, full_placement
 
 
 def show_first_placement(
@@ -55,7 +55,7 @@ def first_placement(load: NDArray[Any], ranks: int, slots_per_rank: int, nodes: 
     node by node. Raises ValueError if experts do not fit."""
     node = np.arange(ranks) // (ranks // nodes)
     return Placement(
-        full(load, ranks, slots_per_rank, node=node if nodes > 1 else None),
+        full_placement(load, ranks, slots_per_rank, node=node if nodes > 1 else None),
         experts=load.shape[1],
         ranks=ranks,
     )

@@ -32,7 +32,7 @@ class HomesPublisher:
     async def now(self, loop: EngineLoopState, entry: EngineEntry, homes: PlannedHomes) -> None:
         """Publish the homes valid for the served placement."""
         loop.homes = homes
-        self._context.demand.housed(loop.worker_id, homes)
+        self._context.demand.homes_published(loop.worker_id, homes)
         await self._publish_changed(entry, homes)
 
     async def after(
@@ -56,7 +56,7 @@ class HomesPublisher:
         loop.homes_after = None
         if entry.epoch >= after.epoch:
             loop.homes = after
-            self._context.demand.housed(loop.worker_id, after)
+            self._context.demand.homes_published(loop.worker_id, after)
         else:
             before = (
                 after._replace(share=None, clusters=0, note="the plan that they were for was aborted")

@@ -26,14 +26,14 @@ class DemandByRank:
     known: float = 0.0
     """seconds of this window with known demand"""
     version: int = -1
-    heard_at: float = -np.inf
+    reported_at: float = -np.inf
     wants: bool = False
     pairs: float = 0.0
     counted_at: float = 0.0
     load: KvMetrics | None = None
     load_at: float = -np.inf
 
-    def speak(self, rates: NDArray[np.float32]) -> None:
+    def report(self, rates: NDArray[np.float32]) -> None:
         """Take over the rates of a new report."""
         if self.lasted and self.wants:
             added = self.rates * np.float32(self.lasted)

@@ -30,11 +30,11 @@ from migration.engine_state.placement_registry import EngineEntry, InvalidPlacem
 from migration.model.engine_view import CacheUse, Demand, EngineView, PlannedHomes
 from migration.model.move_history import MoveHistory
 
-MOST_MODELS = 64
+MAX_MODELS = 64
 """Limit on the models whose clusters are kept."""
-HURRIED = 2
+SHORT_WINDOWS = 2
 """Number of shortened windows after a demand shift."""
-SHORTER = 6
+SHORT_WINDOW_FACTOR = 6
 """Factor by which these windows are shorter."""
 
 
@@ -52,7 +52,7 @@ class _Engine:
     homes: PlannedHomes | None = None
     closed: list[Demand] = field(default_factory=list)
     """last two windows, oldest first"""
-    hurried: int = 0
+    short_windows: int = 0
     """remaining shortened windows, after a demand shift"""
 
     @property
@@ -90,7 +90,7 @@ class DemandWindows:
         self._engines: dict[int, _Engine] = {}
         """by worker_id"""
         self._clusters: OrderedDict[str, ClusterModel] = OrderedDict()
-        self._foreseen: OrderedDict[str, float] = OrderedDict()
+        self._predictability: OrderedDict[str, float] = OrderedDict()
 
     def reconfigure(self, config: MigrationConfig) -> None:
         """Use new window lengths and cooldowns from now on."""
@@ -105,6 +105,11 @@ class DemandWindows:
     def models_without_clusters(self) -> set[str]:
         """Models of the tracked engines without known clusters."""
         return self.models - self._clusters.keys()
+
+    @property
+    def stored_models(self) -> set[str]:
+        """Models with stored clusters or predictability, tracked or not."""
+        return self._clusters.keys() | self._predictability.keys()
 
     @property
     def stored_bytes(self) -> int:
@@ -165,7 +170,7 @@ class DemandWindows:
                 ) from error
             engine.since = engine.since if same_plan else None
 
-    def housed(self, worker_id: int, homes: PlannedHomes) -> None:
+    def homes_published(self, worker_id: int, homes: PlannedHomes) -> None:
         """Set the published homes of an engine."""
         if worker_id in self._engines:
             self._engines[worker_id].homes = homes
@@ -180,7 +185,7 @@ class DemandWindows:
         engine = self._engines.get(worker_id)
         return None if engine is None or engine.joined.shape is None else (engine.joined.shape, engine.node)
 
-    def wanted(self, worker_id: int) -> NDArray[np.float32] | None:
+    def reported_rates(self, worker_id: int) -> NDArray[np.float32] | None:
         """Return the last reported demand, float32 [ranks, layers, experts] in pairs per second; None: no
         demand is known."""
         engine = self._engines.get(worker_id)
@@ -222,49 +227,50 @@ class DemandWindows:
 
     # Reports
 
-    def demand(self, said: DemandPublished, now: float) -> None:
+    def demand(self, report: DemandPublished, now: float) -> None:
         """Apply a demand report. Raises InvalidPlacementEvent, without any change, if it is invalid or
         outdated."""
-        engine, rank = self._rank(said.worker_id, said.rank, f"a demand of engine {said.engine!r}")
-        if (said.engine, said.model) != (engine.joined.engine, engine.joined.model):
+        engine, rank = self._rank(report.worker_id, report.rank, f"a demand of engine {report.engine!r}")
+        if (report.engine, report.model) != (engine.joined.engine, engine.joined.model):
             raise InvalidPlacementEvent(
                 PlacementFault.CONTRADICTION,
-                f"worker {said.worker_id} is engine {engine.joined.engine!r} of model"
-                f" {engine.joined.model!r}, not {said.engine!r} of {said.model!r}",
+                f"worker {report.worker_id} is engine {engine.joined.engine!r} of model"
+                f" {engine.joined.model!r}, not {report.engine!r} of {report.model!r}",
             )
-        if said.version <= rank.version:
+        if report.version <= rank.version:
             raise InvalidPlacementEvent(
                 PlacementFault.STALE,
-                f"version {said.version} of the demand of {said.engine}/{said.rank}; {rank.version} is known",
+                f"version {report.version} of the demand of {report.engine}/{report.rank};"
+                f" {rank.version} is known",
             )
-        if (said.demand.layers, said.demand.experts) != engine.shape[1:]:
+        if (report.demand.layers, report.demand.experts) != engine.shape[1:]:
             raise InvalidPlacementEvent(
                 PlacementFault.SHAPE,
-                f"a demand of {said.demand.layers} x {said.demand.experts} experts; engine {said.engine!r}"
-                f" has {engine.shape[1]} x {engine.shape[2]}",
+                f"a demand of {report.demand.layers} x {report.demand.experts} experts; engine"
+                f" {report.engine!r} has {engine.shape[1]} x {engine.shape[2]}",
             )
         try:
-            rates = said.demand.array()
+            rates = report.demand.array()
         except ValueError as error:
             raise InvalidPlacementEvent(
-                PlacementFault.DEMAND, f"the demand of {said.engine}/{said.rank}: {error}"
+                PlacementFault.DEMAND, f"the demand of {report.engine}/{report.rank}: {error}"
             ) from error
-        if not 0 <= said.pairs < np.inf:
+        if not 0 <= report.pairs < np.inf:
             raise InvalidPlacementEvent(
                 PlacementFault.DEMAND,
-                f"the demand of {said.engine}/{said.rank} comes of {said.pairs} pairs; it must be finite and"
-                " not negative",
+                f"the demand of {report.engine}/{report.rank} comes of {report.pairs} pairs; it must be"
+                " finite and not negative",
             )
-        self._count(engine, said.rank, now)
-        rank.speak(rates)
-        rank.version, rank.heard_at, rank.pairs = said.version, now, said.pairs
+        self._count(engine, report.rank, now)
+        rank.report(rates)
+        rank.version, rank.reported_at, rank.pairs = report.version, now, report.pairs
 
-    def load(self, said: KvMetrics, now: float) -> None:
+    def load(self, report: KvMetrics, now: float) -> None:
         """Apply the load report of a rank. Reports of engines that are not tracked are ignored."""
-        if said.worker_id in self._engines:
-            engine, rank = self._rank(said.worker_id, said.dp_rank, "a load")
-            self._count(engine, said.dp_rank, now)
-            rank.load, rank.load_at = said, now
+        if report.worker_id in self._engines:
+            engine, rank = self._rank(report.worker_id, report.dp_rank, "a load")
+            self._count(engine, report.dp_rank, now)
+            rank.load, rank.load_at = report, now
 
     def clusters(self, model: str, clusters: ClusterModel) -> None:
         """Store the tracker's clusters of a model, unless a newer version is known."""
@@ -273,14 +279,14 @@ class DemandWindows:
             self._clusters[model] = clusters
             _bound(self._clusters, model)
 
-    def foreseen(self, model: str, reliability: Mapping[str, float]) -> None:
+    def predictability(self, model: str, reliability: Mapping[str, float]) -> None:
         """Store the predictability of a model's requests, from the reliability of each source in the
         tables."""
         parts = [reliability.get(source, 0.0) for source in SOURCES]
-        self._foreseen[model] = together(
+        self._predictability[model] = together(
             [min(max(part, 0.0), 1.0) if np.isfinite(part) else 0.0 for part in parts]
         )
-        _bound(self._foreseen, model)
+        _bound(self._predictability, model)
 
     def shifted(self, model: str, now: float) -> None:
         """Discard the closed windows after a demand shift, because they say nothing about the new demand.
@@ -289,9 +295,9 @@ class DemandWindows:
         ignored meanwhile.
         """
         for engine in self._engines.values():
-            if engine.joined.model == model and not engine.hurried:
+            if engine.joined.model == model and not engine.short_windows:
                 self._count_all(engine, now)
-                engine.closed, engine.hurried = [], HURRIED
+                engine.closed, engine.short_windows = [], SHORT_WINDOWS
                 self._begin(engine, now)
 
     def turn(self, now: float) -> None:
@@ -300,24 +306,28 @@ class DemandWindows:
             if now - engine.began >= self._window_seconds(engine):
                 self._count_all(engine, now)
                 if (
-                    engine.hurried
+                    engine.short_windows
                     and now - engine.began < self._config.window_seconds
                     and engine.pairs < self._config.least_pairs * engine.shape[2]
                 ):
                     continue  # too few requests for such a short window
                 engine.closed = [*engine.closed, engine.demand(now)][-2:]
                 engine.since = engine.since or engine.closed[-1]
-                engine.hurried = max(engine.hurried - 1, 0)
+                engine.short_windows = max(engine.short_windows - 1, 0)
                 self._begin(engine, now)
 
     def hurried(self, worker_id: int) -> float | None:
         """Return the time from a shift until two windows are available again; None: no shift, or they are
         available."""
         engine = self._engines.get(worker_id)
-        return None if engine is None or not engine.hurried else HURRIED * self._window_seconds(engine)
+        return (
+            None
+            if engine is None or not engine.short_windows
+            else SHORT_WINDOWS * self._window_seconds(engine)
+        )
 
     def _window_seconds(self, engine: _Engine) -> float:
-        return self._config.window_seconds / (SHORTER if engine.hurried else 1)
+        return self._config.window_seconds / (SHORT_WINDOW_FACTOR if engine.short_windows else 1)
 
     def _begin(self, engine: _Engine, now: float) -> None:
         """Start a new window."""
@@ -357,7 +367,7 @@ class DemandWindows:
             waiting=_loads(engine, "waiting"),
             cache=_cache(engine),
             clusters=self._clusters.get(joined.model),
-            foreseen=self._foreseen.get(joined.model, 0.0),
+            predictability=self._predictability.get(joined.model, 0.0),
             homes=engine.homes,
             history=engine.history,
             since=engine.since,
@@ -372,7 +382,7 @@ class DemandWindows:
         found = list(engine.closed)
         if len(found) < 2 or now - engine.began >= self._window_seconds(engine) / 2:
             found.append(engine.demand(now))
-        return (found[-2], found[-1]) if len(found) > 1 and found[-1].told.any() else (found[0], None)
+        return (found[-2], found[-1]) if len(found) > 1 and found[-1].stated_pairs.any() else (found[0], None)
 
     def _check_known(self, engine: _Engine, now: float) -> None:
         unknown = [
@@ -381,7 +391,7 @@ class DemandWindows:
             if not (self._holds(rank, now) or self._is_idle(rank, now))
         ]
         if unknown:
-            last = max(engine.ranks[number].heard_at for number in unknown)
+            last = max(engine.ranks[number].reported_at for number in unknown)
             since = "was never reported" if last == -np.inf else f"was not reported for {now - last:.0f} s"
             raise InvalidPlacementEvent(
                 PlacementFault.DEMAND,
@@ -399,7 +409,7 @@ class DemandWindows:
             and now - rank.load_at <= self._config.stale_seconds
             and not _idle(rank.load)
         )
-        return now - rank.heard_at <= self._config.stale_seconds or (
+        return now - rank.reported_at <= self._config.stale_seconds or (
             rank.version >= 0 and not rank.wants and not busy
         )
 
@@ -411,12 +421,12 @@ class DemandWindows:
         rank = engine.ranks[number]
         began = max(rank.counted_at, engine.began)
         rank.counted_at = now
-        until = min(now, rank.heard_at + self._config.stale_seconds) if rank.wants else now
+        until = min(now, rank.reported_at + self._config.stale_seconds) if rank.wants else now
         if rank.version >= 0 and until > began and (rank.wants or self._holds(rank, now)):
             rank.known += until - began
             rank.lasted += until - began
         elif now > began and self._is_idle(rank, now):
-            rank.speak(np.zeros_like(rank.rates))
+            rank.report(np.zeros_like(rank.rates))
             rank.pairs = 0.0
             rank.known += now - began
 
@@ -468,5 +478,5 @@ def _cache(engine: _Engine) -> CacheUse | None:
 
 def _bound(kept: "OrderedDict[str, Any]", newest: str) -> None:
     kept.move_to_end(newest)
-    while len(kept) > MOST_MODELS:
+    while len(kept) > MAX_MODELS:
         kept.popitem(last=False)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 FIRST_SECONDS = 1.0
 """Delay before the first request: a join event that was just stored may still be arriving."""
-MOST_SECONDS = 3600.0
+MAX_SECONDS = 3600.0
 
 
 @dataclass(slots=True)
@@ -39,6 +39,6 @@ class UnknownEngines:
             return False
         if now < engine.next:
             return False
-        engine.pause = min(2 * engine.pause, MOST_SECONDS)
+        engine.pause = min(2 * engine.pause, MAX_SECONDS)
         engine.next = now + engine.pause
         return True

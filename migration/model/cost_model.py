@@ -21,7 +21,7 @@ from fleet.timing import EngineSpeed
 from migration.model.grouped_routing import draws_of, limited
 from migration.model.sampling_noise import expected_most
 
-_LEAST = 1e-300
+_TINY = 1e-300
 """below any real demand"""
 
 
@@ -102,7 +102,7 @@ class PricedPlacement(NamedTuple):
     """float64 [layers]: seconds of a step for experts and dispatch"""
 
 
-def judged(
+def priced(
     placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_seconds: float = 0.0
 ) -> PricedPlacement:
     """Evaluate a placement under a demand.
@@ -132,8 +132,8 @@ def judged(
 def figures(
     placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_seconds: float = 0.0
 ) -> Figures:
-    """Return the figures of a placement under a demand, over all layers. Arguments as in `judged`."""
-    return judged(placement, demand, terms, memory_seconds).figures
+    """Return the figures of a placement under a demand, over all layers. Arguments as in `priced`."""
+    return priced(placement, demand, terms, memory_seconds).figures
 
 
 def balance(load: FloatArray) -> FloatArray:
@@ -152,7 +152,7 @@ def expert_seconds(pairs: FloatArray, speed: EngineSpeed) -> FloatArray:
     therefore gains nothing.
     """
     mean = pairs.mean(axis=1)
-    chance = expected_most(pairs.shape[1]) / np.sqrt(np.maximum(mean, _LEAST))
+    chance = expected_most(pairs.shape[1]) / np.sqrt(np.maximum(mean, _TINY))
     return np.asarray(speed.expert_pair * mean * (1.0 + np.hypot(1.0 / balance(pairs) - 1.0, chance)))
 
 
@@ -161,7 +161,7 @@ def step_ceiling(ranks: int, step_pairs: float) -> float:
 
     1 / (1 + z / sqrt(n)), with n = pairs per rank and z = `expected_most`.
     """
-    return 1.0 / (1.0 + expected_most(ranks) / sqrt(max(step_pairs / ranks, _LEAST)))
+    return 1.0 / (1.0 + expected_most(ranks) / sqrt(max(step_pairs / ranks, _TINY)))
 
 
 class DispatchTraffic(NamedTuple):
@@ -200,7 +200,7 @@ def traffic(placement: Placement, demand: NDArray[Any], terms: CostTerms) -> Dis
     tokens = pairs * (terms.pairs_per_demand(demand) / terms.top_k)
     part = served_by(placement, demand, terms.node)
     local = np.einsum("lrr->lr", part).copy()
-    part /= np.maximum(pairs, _LEAST)[:, None, :]
+    part /= np.maximum(pairs, _TINY)[:, None, :]
     member = (terms.node[:, None] == np.arange(int(terms.node.max()) + 1)).astype(np.float64)
     across = _nodes_reached(member.T @ part, placement, terms) * tokens[:, None, :] * (1.0 - member.T)
     reached = _reached(part, terms.top_k) * tokens[:, None, :]

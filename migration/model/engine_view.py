@@ -39,7 +39,7 @@ class Demand:
     """Demand of the requests of each rank in a window. The sums are computed on first use, in any thread."""
 
     ranks: tuple[DemandCounts, ...]
-    told: NDArray[np.float64]
+    stated_pairs: NDArray[np.float64]
     """[ranks]: pairs behind each layer, as stated by the publisher of the demand"""
     seconds: float
     """length of the window; 0: an instant"""
@@ -89,7 +89,7 @@ class Demand:
         two is used.
         """
         counted = self.rates.sum(axis=(1, 2), dtype=np.float64) * self.known / self.rates.shape[1]
-        return np.where(self.known > 0, np.maximum(counted, self.told), self.told)
+        return np.where(self.known > 0, np.maximum(counted, self.stated_pairs), self.stated_pairs)
 
     def tokens_per_second(self, top_k: int) -> float:
         """Return the tokens per second of all ranks together."""
@@ -148,7 +148,7 @@ class EngineView:
     """float64 [ranks]: requests not yet admitted; None: unknown"""
     cache: CacheUse | None = None
     clusters: ClusterModel | None = None
-    foreseen: float = 0.0
+    predictability: float = 0.0
     """in [0, 1]: predictability of requests before they run, independent of the placement. 0: a prediction is
     no better than the traffic mix; 1: as good as the counterfactual with full knowledge"""
     homes: PlannedHomes | None = None
@@ -170,6 +170,6 @@ class EngineView:
         )
 
     @property
-    def judged(self) -> Demand:
+    def evaluation(self) -> Demand:
         """Demand on which plans are evaluated."""
         return self.demand if self.later is None else self.later

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from fleet.experts import ModelShape
 
-_LEAST = 1e-12
+_TINY = 1e-12
 
 
 def limited(shape: ModelShape) -> bool:
@@ -51,7 +51,7 @@ def node_draws(shape: ModelShape, nodes: int, *, together: bool) -> float:
 
     Independent draws have n = k. Here n is chosen so that even masses reach `expected_nodes`.
     """
-    return log(max(1.0 - expected_nodes(shape, nodes, together=together) / nodes, _LEAST)) / log(
+    return log(max(1.0 - expected_nodes(shape, nodes, together=together) / nodes, _TINY)) / log(
         1.0 - 1.0 / nodes
     )
 

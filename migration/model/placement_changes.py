@@ -99,14 +99,14 @@ def joined(parts: Sequence[PlacementChanges]) -> PlacementChanges:
     )
 
 
-def within(changes: PlacementChanges, most_copies: int) -> PlacementChanges:
+def within(changes: PlacementChanges, max_copies: int) -> PlacementChanges:
     """Choose the changes that fit into a copy budget, best gain per copy first.
 
     Only a prefix of each layer's series can be chosen, because its changes build on one another. The priority
     of a change is the best mean gain per copy of any run that starts with it. A small step before a large one
     is therefore not lost.
     """
-    if not changes or int(changes.copies.sum()) <= most_copies:
+    if not changes or int(changes.copies.sum()) <= max_copies:
         return changes
     chosen = np.zeros(len(changes.kind), bool)
     runs = sorted(
@@ -117,7 +117,7 @@ def within(changes: PlacementChanges, most_copies: int) -> PlacementChanges:
         ),
         key=lambda run: -run[0],
     )
-    left, closed = most_copies, set[int]()
+    left, closed = max_copies, set[int]()
     for _, members in runs:
         layer = int(changes.layer[members[0]])
         for member in members.tolist() if layer not in closed else ():

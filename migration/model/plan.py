@@ -309,12 +309,12 @@ class _Check:
             raise self._no(PlanCause.DUPLICATE, f"rank {rank} holds {_named(layer, after)} already")
         self.table[layer, slot] = after
 
-    def _copies(self, step: PlanStep, wanted: dict[int, int]) -> None:
+    def _copies(self, step: PlanStep, expected: dict[int, int]) -> None:
         """Check that the copies match the writes and that the source slots hold the experts in the served
         epoch."""
         stated = {copy.slot: copy.expert for copy in step.copies}
-        if stated != wanted or len(step.copies) != len(wanted):
-            raise self._no(PlanCause.COPY, f"it writes {wanted} (slot: expert), but copies {stated}")
+        if stated != expected or len(step.copies) != len(expected):
+            raise self._no(PlanCause.COPY, f"it writes {expected} (slot: expert), but copies {stated}")
         for copy in step.copies:
             if copy.source is None:
                 continue

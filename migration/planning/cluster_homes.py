@@ -22,7 +22,7 @@ from migration.solvers.load_cap import held_of, split_under
 from migration.solvers.locality_placement import (
     LocalityPlacement,
     LocalityProblem,
-    located,
+    locality_placement,
     measured,
     placed,
     worth_of,
@@ -120,7 +120,7 @@ class HomesSearchResult(NamedTuple):
     """None: the test was not run."""
     demand: FloatArray
     """float64 [ranks, layers, experts] under these homes, or without any."""
-    located: LocalityPlacement | None
+    placed: LocalityPlacement | None
     """The placement that goes with the homes; None where nothing is proposed."""
     saved_before: float
     """Saved by the present homes and placement; 0 where none is known."""
@@ -182,7 +182,7 @@ def homes(
             traffic.room_for(ranks),
         )
     demand = traffic.demand(best)
-    place = located(demand, room, present)
+    place = locality_placement(demand, room, present)
     return HomesSearchResult(
         best, reason, found, demand, place, saved_before, float(place.saved.mean()), turns
     )
@@ -201,7 +201,7 @@ class FixedPlacementHomes(NamedTuple):
     """Saved by these homes."""
 
 
-def resident(
+def homes_for_table(
     traffic: ClusterTraffic, room: LocalityProblem, present: SlotTable, before: FloatArray | None = None
 ) -> FixedPlacementHomes:
     """Return the best homes for an unchanged placement. present: int16 [layers, slots]; before: [K,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fleet.placement import Placement
 from migration.config import MigrationConfig
 from migration.model.engine_view import EngineView
-from migration.planning.problem import PlanningQuestion, from_layer, situation
+from migration.planning.problem import PlanningQuestion, from_layer, prepare
 
 
 class Counterfactual(NamedTuple):
@@ -20,9 +20,8 @@ class Counterfactual(NamedTuple):
     least: float
 
 
-def regret(view: EngineView, placement: Placement, config: MigrationConfig) -> Counterfactual:
-    """Return the gain from serving `placement` instead, under the demand and the costs that plans are judged
-    by.
+def counterfactual_gain(view: EngineView, placement: Placement, config: MigrationConfig) -> Counterfactual:
+    """Return the gain from serving `placement` instead, under the demand and the costs of plan evaluation.
 
     ValueError when the placement has another shape, or there is no demand.
     """
@@ -30,8 +29,8 @@ def regret(view: EngineView, placement: Placement, config: MigrationConfig) -> C
     here = (view.placement.layers, view.placement.experts, view.placement.ranks)
     if there != here:
         raise ValueError(f"a placement of (layers, experts, ranks) {there}; the engine has {here}")
-    if not view.judged.rates.any():
+    if not view.evaluation.rates.any():
         raise ValueError("there is no demand at present")
-    found = situation(view, PlanningQuestion(config.policy, 0), config)
-    gained = found.before.seconds - found.judge(from_layer(placement, found.first)).seconds
+    found = prepare(view, PlanningQuestion(config.policy, 0), config)
+    gained = found.before.seconds - found.price(from_layer(placement, found.first)).seconds
     return Counterfactual(float(gained.sum()), config.least_gain * found.even_step)

@@ -39,7 +39,7 @@ class EvaluatedPlan:
         return int(self.candidate.changes.copies.sum())
 
 
-def appraised(
+def evaluate(
     found: PlanningProblem, candidate: PlanCandidate, after: PricedPlacement | None = None
 ) -> EvaluatedPlan:
     """Evaluate a candidate.
@@ -49,14 +49,14 @@ def appraised(
     evaluated again.
     """
     placement = candidate.placement(found)
-    after = candidate.situation(found).judge(placement) if after is None else after
+    after = candidate.problem(found).price(placement) if after is None else after
     # With dead ranks there is no step time before the plan to compare with.
     by_layer = (
         np.zeros(placement.layers) if found.question.dead else candidate.before(found).seconds - after.seconds
     )
     handovers = _handovers(found, candidate, by_layer)
     if len(handovers) > found.config.most_steps:
-        return appraised(found, _beginning(found, candidate, by_layer, len(handovers)))
+        return evaluate(found, _beginning(found, candidate, by_layer, len(handovers)))
     gain = float(by_layer.sum())
     paid = payback(
         gain * found.question.plan_discount,
@@ -69,14 +69,14 @@ def appraised(
     return EvaluatedPlan(candidate, placement, after, handovers, paid, gain)
 
 
-def most_gained(found: PlanningProblem, end: Placement) -> float:
+def gain_limit(found: PlanningProblem, end: Placement) -> float:
     """Upper estimate of the seconds per step gained on the way to a placement within the budget.
 
     Layers that gain most per copy come first. The last layer that the budget reaches counts in proportion to
     its copies, though its fullest rank is relieved only after others.
     """
-    gain = np.maximum(found.before.seconds - found.judge(end).seconds, 0.0)
-    most = found.limits.most_copies
+    gain = np.maximum(found.before.seconds - found.price(end).seconds, 0.0)
+    most = found.limits.max_copies
     if most is None:
         return float(gain.sum())
     copies = np.maximum((end.replicas_on_rank > found.placement.replicas_on_rank).sum(axis=(1, 2)), 1)
@@ -86,7 +86,7 @@ def most_gained(found: PlanningProblem, end: Placement) -> float:
     return float((gain * np.clip((most - copies.cumsum()) / copies + 1.0, 0.0, 1.0)).sum())
 
 
-def least_cost(found: PlanningProblem, candidate: PlanCandidate) -> float:
+def cost_floor(found: PlanningProblem, candidate: PlanCandidate) -> float:
     """Lower bound of the seconds that a candidate costs, known before its handovers.
 
     It counts the rank that receives most, over the fastest link, in one handover.
@@ -109,9 +109,7 @@ def _beginning(
     """Return the best part of a candidate that takes too many handovers."""
     copies = int(candidate.changes.copies.sum()) * found.config.most_steps // (2 * handovers)
     changes = within(_in_seconds(candidate.changes, by_layer), copies)
-    split = (
-        None if candidate.split is None else shared(candidate.situation(found), made(found.table, changes))
-    )
+    split = None if candidate.split is None else shared(candidate.problem(found), made(found.table, changes))
     return candidate._replace(changes=changes, split=split)
 
 
@@ -135,10 +133,10 @@ def _handovers(
                 *(np.concatenate([old[:first], new]) for old, new in zip(whole.split, split, strict=True))
             )
         )
-        least = limits.least_replicas
+        least = limits.min_replicas
         if least is not None:
             least = np.concatenate([np.ones((first, whole.experts), np.int64), least])
-        limits = Constraints(live=limits.live, least_replicas=least)
+        limits = Constraints(live=limits.live, min_replicas=least)
     return ordered(whole, changes, found.room, limits=limits, split=split, reweighted=by_layer)
 
 

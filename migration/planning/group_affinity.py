@@ -15,7 +15,7 @@ from fleet.arrays import BoolArray
 from fleet.experts import ModelShape
 from fleet.timing import EngineSpeed
 from migration.model.grouped_routing import expected_nodes, limited, node_draws
-from migration.solvers.locality_placement import LocalityPlacement, LocalityProblem, located
+from migration.solvers.locality_placement import LocalityPlacement, LocalityProblem, locality_placement
 
 _LAYERS = 6
 """Number of layers that are placed both ways; they are representative of all layers."""
@@ -56,7 +56,7 @@ def keep_groups(
     )
     some = demand[:, layers]
     home = group_homes(demand, room, shape.groups)
-    ways = [located(some, replace(room, home=mask)) for mask in (None, home[layers])]
+    ways = [locality_placement(some, replace(room, home=mask)) for mask in (None, home[layers])]
     draws = (node_draws(shape, nodes, together=together) for together in (False, True))
     apart, together = (
         _seconds(shape, speed, one, room, number) for one, number in zip(ways, draws, strict=True)
@@ -73,19 +73,19 @@ def group_homes(demand: NDArray[Any], room: LocalityProblem, groups: int) -> Boo
     """
     layers, experts = demand.shape[1:]
     nodes = int(room.node.max()) + 1
-    wanted = (
+    on_nodes = (
         np.stack([demand[room.node == at].sum(axis=0, dtype=np.float64) for at in range(nodes)], axis=1)
         .reshape(layers, nodes, groups, -1)
         .sum(axis=3)
     )
-    load = wanted.sum(axis=1)
+    load = on_nodes.sum(axis=1)
     fair, rows = load.sum(axis=1) / nodes, np.arange(layers)
     full, room_left = np.zeros((layers, nodes)), np.full((layers, nodes), groups // nodes)
     of_group = np.empty((layers, groups), np.intp)
     # Largest groups first, as in longest-processing-time scheduling: small ones fill the gaps.
     for group in np.argsort(-load, axis=1, kind="stable").T:
         over = np.maximum(full + load[rows, group][:, None] - fair[:, None], 0.0)
-        node = np.where(room_left > 0, wanted[rows, :, group] - over, -np.inf).argmax(axis=1)
+        node = np.where(room_left > 0, on_nodes[rows, :, group] - over, -np.inf).argmax(axis=1)
         of_group[rows, group] = node
         full[rows, node] += load[rows, group]
         room_left[rows, node] -= 1

@@ -45,7 +45,7 @@ def ordered(
     whose split alone changes. why: a sentence for each change, where the planner knows a better one than the
     tables show.
 
-    limits.live and limits.least_replicas count; a requirement that the start does not meet is not enforced
+    limits.live and limits.min_replicas count; a requirement that the start does not meet is not enforced
     later. Unorderable: a change takes the last live replica, puts a second one on a rank, or a group exceeds
     the staging room.
     """

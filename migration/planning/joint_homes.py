@@ -2,10 +2,10 @@
 will be. Pure.
 
 While demand is equal on all ranks, every placement is equally local, and while every rank is equally local,
-demand stays equal. So both are planned at once. They are judged on the demand predicted under the new homes,
-as far as requests are predictable and reach their home (`migration.planning.demand_forecast`). Present homes
-stay unless others save clearly more. There are no homes where clusters are so alike that homes would hardly
-matter.
+demand stays equal. So both are planned at once. They are evaluated on the demand predicted under the new
+homes, as far as requests are predictable and reach their home (`migration.planning.demand_forecast`).
+Present homes stay unless others save clearly more. There are no homes where clusters are so alike that homes
+would hardly matter.
 """
 
 from dataclasses import replace
@@ -18,11 +18,11 @@ from fleet.placement import Placement
 from migration.model.cost_model import PricedPlacement
 from migration.model.engine_view import PlannedHomes
 from migration.model.placement_changes import PlacementChanges, made
-from migration.planning.cluster_homes import ClusterTraffic, homes, resident
-from migration.planning.demand_forecast import RoutingForecast, lived, spread
+from migration.planning.cluster_homes import ClusterTraffic, homes, homes_for_table
+from migration.planning.demand_forecast import RoutingForecast, homes_within_capacity, spread
 from migration.planning.findings import Finding, FindingCode, Infeasible
 from migration.planning.group_affinity import keep_groups
-from migration.planning.locality_report import none, room_of
+from migration.planning.locality_report import locality_problem, no_homes
 from migration.planning.problem import PlanningProblem
 from migration.planning.sentences import sentence
 from migration.planning.strategies import (
@@ -33,8 +33,8 @@ from migration.planning.strategies import (
     shared,
     without_reversals,
 )
-from migration.solvers.locality_placement import located
-from migration.solvers.ordered_diff import toward
+from migration.solvers.locality_placement import locality_placement
+from migration.solvers.ordered_diff import ordered_diff
 from migration.solvers.split_weights import SLACK
 
 MATERIAL = 0.09
@@ -63,25 +63,25 @@ class EffectiveHomes(NamedTuple):
     reason: Finding
 
 
-def lived_in(found: PlanningProblem) -> PlanningProblem:
+def with_expected_demand(found: PlanningProblem) -> PlanningProblem:
     """Return the problem with its expected demand where the homes are younger than the observed windows.
 
     In that case requests are still moving to their homes.
     """
-    known = found.steering
+    known = found.routing
     if isinstance(known, Finding) or known.known is None or not known.stale:
         return found
     return _expected(found, known, known.known)
 
 
-def settled(found: PlanningProblem) -> EffectiveHomes:
+def effective_homes(found: PlanningProblem) -> EffectiveHomes:
     """Choose the homes for the present placement."""
-    known = found.steering
+    known = found.routing
     if isinstance(known, Finding):
         return EffectiveHomes(None, known)
     traffic, bar = known.later, _material(found, known.later)
-    before = None if known.known is None else _lived(known.known, traffic)
-    way = resident(traffic, room_of(found), found.table, before)
+    before = None if known.known is None else _within_capacity(known.known, traffic)
+    way = homes_for_table(traffic, locality_problem(found), found.table, before)
     reason = Finding.of(FindingCode.HOMES_SAVE_HERE, saved=way.saved, without=way.none)
     # Hysteresis: young homes stay, and older ones stay unless others save clearly more.
     if known.known is not None and way.kept is not None and way.kept >= way.none + _STILL:
@@ -101,23 +101,23 @@ def settled(found: PlanningProblem) -> EffectiveHomes:
 def joint(found: PlanningProblem) -> PlanCandidate:
     """Plan homes, and the changes towards the placement that goes with them. Infeasible gives the reason
     for no homes."""
-    known = found.steering
+    known = found.routing
     if isinstance(known, Finding):
         raise Infeasible(known.of_subject("homes"))
-    room, traffic, stay = room_of(found), known.fit, settled(found)
+    room, traffic, stay = locality_problem(found), known.fit, effective_homes(found)
     # Homes that hold already must save only half as much: introducing homes is the larger step.
     bar = _material(found, traffic) / (1.0 if known.known is None else 2.0)
-    before = None if stay.share is None else _lived(stay.share, traffic)
+    before = None if stay.share is None else _within_capacity(stay.share, traffic)
     way = homes(traffic, room, before=before, present=found.table, least=bar, better=_CLEARLY)
-    if way.homes is None or way.located is None:
+    if way.homes is None or way.placed is None:
         raise Infeasible(way.reason)
     share = stay.share if way.homes is before and stay.share is not None else way.homes
-    goal, end = way.located.table, _expected(found, known, share)
+    goal, end = way.placed.table, _expected(found, known, share)
     # Group-limited gates: one node per group may be cheaper than free placement.
     whole = keep_groups(found.view.shape, found.terms.speed, end.fit, room)
     if whole.home is not None:
-        goal = located(end.fit, replace(room, home=whole.home), present=found.table).table
-    changes = without_reversals(found, toward(found.table, goal, end.fit, room, found.limits))
+        goal = locality_placement(end.fit, replace(room, home=whole.home), present=found.table).table
+    changes = without_reversals(found, ordered_diff(found.table, goal, end.fit, room, found.limits))
     base = _before(found, known, stay.share)
     ways = [
         _candidate(found, changes, base, one, of)
@@ -137,7 +137,7 @@ def _material(found: PlanningProblem, traffic: ClusterTraffic) -> float:
     return MATERIAL * (1.0 - traffic.leak) * min(1.0, held / _HELD)
 
 
-def at_home(
+def published_homes(
     found: PlanningProblem, share: FloatArray | None, reason: Finding, epoch: int | None = None
 ) -> PlannedHomes:
     """Return the homes to publish.
@@ -147,7 +147,7 @@ def at_home(
     """
     view, note = found.view, sentence(reason)
     if share is None or view.clusters is None:
-        return none(view, note)
+        return no_homes(view, note)
     rounded = share.astype(np.float32)
     if view.homes is not None and view.homes.share is not None and np.array_equal(rounded, view.homes.share):
         return view.homes._replace(
@@ -179,7 +179,7 @@ def _worth_going_to(goal: SlotTable, end: PlanningProblem, most: float) -> bool:
     whole = Placement(
         goal, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(end, goal)
     )
-    return float(end.judge(whole).seconds.sum()) <= most
+    return float(end.price(whole).seconds.sum()) <= most
 
 
 def _candidate(
@@ -197,7 +197,7 @@ def _candidate(
         for slack in (SLACK, NEARER)
     ]
     return min(
-        ((way, float(end.judge(way.placement(found)).seconds.sum())) for way in ways), key=lambda one: one[1]
+        ((way, float(end.price(way.placement(found)).seconds.sum())) for way in ways), key=lambda one: one[1]
     )
 
 
@@ -210,15 +210,15 @@ def _before(found: PlanningProblem, known: RoutingForecast, stay: FloatArray | N
 
 def _expected(found: PlanningProblem, known: RoutingForecast, share: FloatArray) -> PlanningProblem:
     """Return the problem under other homes."""
-    fit, judged = (
-        spread(window, traffic, _lived(share, traffic))
-        for window, traffic in ((found.fit, known.fit), (found.judged, known.later))
+    fit, evaluation = (
+        spread(window, traffic, _within_capacity(share, traffic))
+        for window, traffic in ((found.fit, known.fit), (found.evaluation, known.later))
     )
-    return replace(found, fit=fit, judged=judged)
+    return replace(found, fit=fit, evaluation=evaluation)
 
 
-def _lived(share: FloatArray, traffic: ClusterTraffic) -> FloatArray:
-    return lived(share, traffic.shares, traffic.room_for(share.shape[1]))
+def _within_capacity(share: FloatArray, traffic: ClusterTraffic) -> FloatArray:
+    return homes_within_capacity(share, traffic.shares, traffic.room_for(share.shape[1]))
 
 
 def _completed(share: FloatArray, others: FloatArray, traffic: ClusterTraffic) -> FloatArray:

@@ -7,20 +7,20 @@ from migration.planning.problem import PlanningProblem
 from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, bound, measured
 
 
-def room_of(found: PlanningProblem) -> LocalityProblem:
+def locality_problem(found: PlanningProblem) -> LocalityProblem:
     """Return the slots and links to place on, at the prices of sending tokens."""
     prices = LocalityPrices.of(found.terms.speed, found.terms.top_k, found.node)
     return LocalityProblem(
-        node=found.node, slots=found.placement.slots_per_rank, prices=prices, most=found.limits.most_replicas
+        node=found.node, slots=found.placement.slots_per_rank, prices=prices, most=found.limits.max_replicas
     )
 
 
-def none(view: EngineView, note: str) -> PlannedHomes:
+def no_homes(view: EngineView, note: str) -> PlannedHomes:
     """Return no homes, with the reason."""
     return PlannedHomes(None, 0, view.placement.epoch, note, view.now)
 
 
-def as_before(view: EngineView, note: str) -> PlannedHomes:
+def present_homes(view: EngineView, note: str) -> PlannedHomes:
     """Keep the present homes and their start time, as no observation speaks against them.
 
     Return no homes where they no longer fit the tracker's clusters or the placement.
@@ -32,21 +32,21 @@ def as_before(view: EngineView, note: str) -> PlannedHomes:
         or homes.epoch > view.placement.epoch
         or homes.share.shape[1] != len(view.node)
     ):
-        return none(view, note)
+        return no_homes(view, note)
     if kinds is not None and kinds.clusters != len(homes.share):
-        return none(view, note)
+        return no_homes(view, note)
     return homes._replace(
         clusters=homes.clusters if kinds is None else kinds.version, note=f"{note}; the present homes stay"
     )
 
 
-def saved(found: PlanningProblem, placement: Placement) -> tuple[float, float]:
+def dispatch_saved(found: PlanningProblem, placement: Placement) -> tuple[float, float]:
     """Return (saved, bound): parts of the dispatch cost with nothing local. Both are means over the layers of
     the bound.
 
     saved: by this placement. bound: the most that any placement could save.
     """
-    room = room_of(found)
-    layers, most = bound(found.judged, room)
-    reached = measured(placement.expert_of_slot, placement.split, found.judged, room).saved[layers]
+    room = locality_problem(found)
+    layers, most = bound(found.evaluation, room)
+    reached = measured(placement.expert_of_slot, placement.split, found.evaluation, room).saved[layers]
     return float(reached.mean()), float(most.mean())

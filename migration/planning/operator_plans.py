@@ -23,9 +23,9 @@ from migration.planning.handover_batching import ordered, same_holders
 from migration.planning.staging_capacity import StagingRoom
 from migration.solvers.table_diff import between
 
-MOST_PLAN_BYTES = 16 * 1024 * 1024
+MAX_PLAN_BYTES = 16 * 1024 * 1024
 """Bytes of JSON in the largest plan accepted."""
-MOST_EXPERT_BYTES = 1 << 40
+MAX_EXPERT_BYTES = 1 << 40
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -50,9 +50,9 @@ def checked(placement: Placement, plan: Plan) -> Plan:
 
 def read(content: bytes, placement: Placement) -> Plan:
     """Parse a plan from JSON. ValueError when it is malformed, or not valid on the placement."""
-    if len(content) > MOST_PLAN_BYTES:
+    if len(content) > MAX_PLAN_BYTES:
         raise ValueError(
-            f"a plan of {len(content)} bytes exceeds the limit of {MOST_PLAN_BYTES}; apply it in parts"
+            f"a plan of {len(content)} bytes exceeds the limit of {MAX_PLAN_BYTES}; apply it in parts"
         )
     try:
         plan = msgspec.json.decode(content, type=Plan)
@@ -63,11 +63,10 @@ def read(content: bytes, placement: Placement) -> Plan:
             f"plan {plan.id[:64]!r}: an id has 1 to 64 letters, digits, '.', '-' or '_'; make the plan with"
             " `roost plan --out`"
         )
-    odd = next((copy for copy in plan.copies if not 0 <= copy.bytes <= MOST_EXPERT_BYTES), None)
+    odd = next((copy for copy in plan.copies if not 0 <= copy.bytes <= MAX_EXPERT_BYTES), None)
     if odd is not None:
         raise ValueError(
-            f"plan {plan.id}: expert {odd.expert} has {odd.bytes} bytes; they must be 0 to"
-            f" {MOST_EXPERT_BYTES}"
+            f"plan {plan.id}: expert {odd.expert} has {odd.bytes} bytes; they must be 0 to {MAX_EXPERT_BYTES}"
         )
     return checked(placement, plan)
 
@@ -76,81 +75,83 @@ def read(content: bytes, placement: Placement) -> Plan:
 
 
 def one_expert(
-    placement: Placement, asked: MigrateExpert, room: StagingRoom, wanted: NDArray[Any] | None = None
+    placement: Placement, request: MigrateExpert, room: StagingRoom, demand: NDArray[Any] | None = None
 ) -> Plan:
-    """Plan to bring an expert to a rank. wanted: [ranks, layers, experts] demand of each rank's requests;
+    """Plan to bring an expert to a rank. demand: [ranks, layers, experts] demand of each rank's requests;
     None: unknown.
 
     The expert goes into a free slot, or replaces a spare replica. Where there is neither, or `swap` names an
     expert, the two ranks exchange: the least demanded expert goes the other way, and of equal ones the lowest
     number. ValueError gives the reason why it is impossible.
     """
-    change = _Change(placement, asked, room, _load(placement, asked, wanted))
+    change = _Change(placement, request, room, _load(placement, request, demand))
     changes = change.made()
     handovers = ordered(
         placement,
         changes,
         room,
         split=_kept_split(placement, made(placement.expert_of_slot, changes)),
-        why=[_reason(asked)],
+        why=[_reason(request)],
     )
-    if asked.source is not None:
-        handovers = tuple(_read_from(handover, asked, change.there, room) for handover in handovers)
-    return checked(placement, planned(placement, handovers, reason=f"requested: {_reason(asked)}"))
+    if request.source is not None:
+        handovers = tuple(_read_from(handover, request, change.there, room) for handover in handovers)
+    return checked(placement, planned(placement, handovers, reason=f"requested: {_reason(request)}"))
 
 
-def _load(placement: Placement, asked: MigrateExpert, wanted: NDArray[Any] | None) -> NDArray[np.float64]:
+def _load(placement: Placement, request: MigrateExpert, demand: NDArray[Any] | None) -> NDArray[np.float64]:
     """[experts]: demand of the layer, summed over ranks."""
     fits = (
-        wanted is not None
-        and wanted.shape[1:] == (placement.layers, placement.experts)
-        and 0 <= asked.layer < placement.layers
+        demand is not None
+        and demand.shape[1:] == (placement.layers, placement.experts)
+        and 0 <= request.layer < placement.layers
     )
     return (
-        np.asarray(wanted[:, asked.layer].sum(axis=0), np.float64)
-        if wanted is not None and fits
+        np.asarray(demand[:, request.layer].sum(axis=0), np.float64)
+        if demand is not None and fits
         else np.zeros(placement.experts)
     )
 
 
-def _reason(asked: MigrateExpert) -> str:
-    return f"expert {ExpertId(asked.layer, asked.expert)} to rank {asked.rank}"
+def _reason(request: MigrateExpert) -> str:
+    return f"expert {ExpertId(request.layer, request.expert)} to rank {request.rank}"
 
 
 class _Change:
     """The one change that brings the expert."""
 
     def __init__(
-        self, placement: Placement, asked: MigrateExpert, room: StagingRoom, load: NDArray[np.float64]
+        self, placement: Placement, request: MigrateExpert, room: StagingRoom, load: NDArray[np.float64]
     ) -> None:
-        _check_named(placement, asked)
-        self._asked = asked
+        _check_named(placement, request)
+        self._asked = request
         self._per = placement.slots_per_rank
         self._load = load
-        self._row: list[int] = placement.expert_of_slot[asked.layer].tolist()
-        holders = placement.holders(ExpertId(asked.layer, asked.expert))
-        if asked.rank in holders:
-            raise ValueError(f"rank {asked.rank} holds expert {ExpertId(asked.layer, asked.expert)} already")
-        if asked.source is not None and asked.source not in holders:
+        self._row: list[int] = placement.expert_of_slot[request.layer].tolist()
+        holders = placement.holders(ExpertId(request.layer, request.expert))
+        if request.rank in holders:
+            raise ValueError(
+                f"rank {request.rank} holds expert {ExpertId(request.layer, request.expert)} already"
+            )
+        if request.source is not None and request.source not in holders:
             held = ", ".join(map(str, holders))
             raise ValueError(
-                f"rank {asked.source} does not hold expert {ExpertId(asked.layer, asked.expert)}; it is on"
-                f" rank {held}"
+                f"rank {request.source} does not hold expert {ExpertId(request.layer, request.expert)}; it is"
+                f" on rank {held}"
             )
         node = room.node.tolist()
         self.source: int = (
-            min(holders, key=lambda rank: (node[rank] != node[asked.rank], rank))
-            if asked.source is None
-            else asked.source
+            min(holders, key=lambda rank: (node[rank] != node[request.rank], rank))
+            if request.source is None
+            else request.source
         )
-        self.there = self._place(asked.expert, self.source)
+        self.there = self._place(request.expert, self.source)
         """Slot that the expert is read from."""
 
     def made(self) -> PlacementChanges:
-        asked, here = self._asked, range(self._asked.rank * self._per, (self._asked.rank + 1) * self._per)
+        request, here = self._asked, range(self._asked.rank * self._per, (self._asked.rank + 1) * self._per)
         there = self.there
-        if asked.swap is not None:
-            return self._swap(self._named(asked.swap), there)
+        if request.swap is not None:
+            return self._swap(self._named(request.swap), there)
         slot = next((slot for slot in here if self._row[slot] == EMPTY), None)
         if slot is None:
             spare = [slot for slot in here if self._row.count(self._row[slot]) > 1]
@@ -158,31 +159,31 @@ class _Change:
         if slot is not None:
             return (
                 self._one(ChangeKind.MOVE, slot, there, EMPTY)
-                if asked.move
+                if request.move
                 else self._one(ChangeKind.REPLICATE, slot, NOWHERE, EMPTY)
             )
         others = [slot for slot in here if self._row[slot] not in self._held(self.source)]
         if not others:
             raise ValueError(
-                f"rank {asked.rank} has no slot for expert {ExpertId(asked.layer, asked.expert)}, and rank"
-                f" {self.source} can take none of its experts"
+                f"rank {request.rank} has no slot for expert {ExpertId(request.layer, request.expert)}, and"
+                f" rank {self.source} can take none of its experts"
             )
         return self._swap(min(others, key=self._least), there)
 
     def _named(self, expert: int) -> int:
         """Return the slot of the expert that `swap` names."""
-        asked = self._asked
-        if expert not in self._held(asked.rank):
+        request = self._asked
+        if expert not in self._held(request.rank):
             raise ValueError(
-                f"rank {asked.rank} does not hold expert {ExpertId(asked.layer, expert)}, so it cannot be"
+                f"rank {request.rank} does not hold expert {ExpertId(request.layer, expert)}, so it cannot be"
                 " swapped"
             )
         if expert in self._held(self.source):
             raise ValueError(
-                f"rank {self.source} holds expert {ExpertId(asked.layer, expert)} already; omit swap, and a"
+                f"rank {self.source} holds expert {ExpertId(request.layer, expert)} already; omit swap, and a"
                 " replica can give way"
             )
-        return self._place(expert, asked.rank)
+        return self._place(expert, request.rank)
 
     def _swap(self, slot: int, there: int) -> PlacementChanges:
         return self._one(ChangeKind.SWAP, slot, there, self._row[slot])
@@ -208,18 +209,20 @@ class _Change:
         return self._row.index(expert, rank * self._per)
 
 
-def _check_named(placement: Placement, asked: MigrateExpert) -> None:
+def _check_named(placement: Placement, request: MigrateExpert) -> None:
     """Raise ValueError for numbers out of range."""
     named = [
-        ("layer", asked.layer, placement.layers),
-        ("expert", asked.expert, placement.experts),
-        ("rank", asked.rank, placement.ranks),
+        ("layer", request.layer, placement.layers),
+        ("expert", request.expert, placement.experts),
+        ("rank", request.rank, placement.ranks),
     ]
-    named += [("rank", asked.source, placement.ranks)] if asked.source is not None else []
-    named += [("expert", asked.swap, placement.experts)] if asked.swap is not None else []
+    named += [("rank", request.source, placement.ranks)] if request.source is not None else []
+    named += [("expert", request.swap, placement.experts)] if request.swap is not None else []
     for what, number, most in named:
         if not 0 <= number < most:
-            raise ValueError(f"engine {asked.engine!r} has no {what} {number}; they run from 0 to {most - 1}")
+            raise ValueError(
+                f"engine {request.engine!r} has no {what} {number}; they run from 0 to {most - 1}"
+            )
 
 
 def _kept_split(placement: Placement, end: NDArray[np.int16]) -> Split | None:
@@ -236,7 +239,7 @@ def _kept_split(placement: Placement, end: NDArray[np.int16]) -> Split | None:
     )
 
 
-def _read_from(handover: Handover, asked: MigrateExpert, source: int, room: StagingRoom) -> Handover:
+def _read_from(handover: Handover, request: MigrateExpert, source: int, room: StagingRoom) -> Handover:
     """Return the handover with the expert read from the slot of the named source."""
     return msgspec.structs.replace(
         handover,
@@ -244,7 +247,7 @@ def _read_from(handover: Handover, asked: MigrateExpert, source: int, room: Stag
             msgspec.structs.replace(
                 step,
                 copies=tuple(
-                    _copy_from(copy, source, asked, room) if copy.slot == step.slot else copy
+                    _copy_from(copy, source, request, room) if copy.slot == step.slot else copy
                     for copy in step.copies
                 ),
             )
@@ -253,15 +256,15 @@ def _read_from(handover: Handover, asked: MigrateExpert, source: int, room: Stag
     )
 
 
-def _copy_from(copy: Copy, source: int, asked: MigrateExpert, room: StagingRoom) -> Copy:
-    near = room.node[asked.source] == room.node[asked.rank]
+def _copy_from(copy: Copy, source: int, request: MigrateExpert, room: StagingRoom) -> Copy:
+    near = room.node[request.source] == room.node[request.rank]
     return msgspec.structs.replace(copy, source=source, link="same-node" if near else "cross-node")
 
 
 # Back
 
 
-def undone(plans: EnginePlans, plan: str = "") -> MigrationPlanned:
+def plan_to_undo(plans: EnginePlans, plan: str = "") -> MigrationPlanned:
     """Return the plan to undo: the one with this id, or (empty) the last one with a committed handover.
     ValueError when there is none."""
     committed = {name: run for name, run in plans.runs.items() if run.progress.numbers}
@@ -275,7 +278,7 @@ def undone(plans: EnginePlans, plan: str = "") -> MigrationPlanned:
     return committed[plan or next(reversed(committed))].planned
 
 
-def back(placement: Placement, goal: Placement, undoes: str, room: StagingRoom) -> Plan:
+def restoring_plan(placement: Placement, goal: Placement, undoes: str, room: StagingRoom) -> Plan:
     """Plan from the served placement back to `goal`: the same experts on every rank, and the same split.
 
     ValueError when that is impossible, or already the case.

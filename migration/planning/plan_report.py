@@ -12,9 +12,9 @@ from migration.planning.problem import PlanningProblem
 from migration.planning.sentences import step_text
 from migration.planning.slots_vs_kv_cache import TradeOffPoint, best
 
-LEAST_HOME = 0.02
+MIN_HOME_SHARE = 0.02
 """Least share of a cluster for which a rank is listed as its home."""
-MOST_STEPS = 4096
+MAX_STEPS = 4096
 """Most steps in a record; a plan may have more."""
 
 
@@ -41,7 +41,7 @@ def steps(plan: Plan) -> tuple[StepRecord, ...]:
     )
     return tuple(
         _step(number, step, plan.slots_per_rank)
-        for _, (number, step) in zip(range(MOST_STEPS), numbered, strict=False)
+        for _, (number, step) in zip(range(MAX_STEPS), numbered, strict=False)
     )
 
 
@@ -85,7 +85,7 @@ def named_homes(share: NDArray[np.float32]) -> tuple[tuple[int, tuple[int, ...]]
     home."""
     order = np.argsort(-share, axis=1, kind="stable")
     return tuple(
-        (cluster, tuple(rank for rank in order[cluster].tolist() if row[rank] >= LEAST_HOME))
+        (cluster, tuple(rank for rank in order[cluster].tolist() if row[rank] >= MIN_HOME_SHARE))
         for cluster, row in enumerate(share)
         if row.any()
     )

@@ -1,8 +1,9 @@
 """Choose the action for one engine: nothing, new shares, few copies, locality, or a full re-placement. Pure.
 
 Strategies are tried in that order, the one with the fewest bytes first. Each is fitted to one window of
-demand and judged on the next, in seconds: the time saved per step, over the expected lifetime of the demand,
-less the cost of the plan. A strategy that copies more must beat the best one so far by more than noise.
+demand and evaluated on the next, in seconds: the time saved per step, over the expected lifetime of the
+demand, less the cost of the plan. A strategy that copies more must beat the best one so far by more than
+noise.
 """
 
 from collections.abc import Callable
@@ -19,12 +20,12 @@ from migration.model.placement_changes import made, within
 from migration.model.plan import Plan, planned
 from migration.model.plan_record import MemoryPoint, PlanRecord
 from migration.planning.demand_forecast import RoutingForecast
-from migration.planning.evaluation import EvaluatedPlan, appraised, least_cost, most_gained
+from migration.planning.evaluation import EvaluatedPlan, cost_floor, evaluate, gain_limit
 from migration.planning.findings import Finding, FindingCode, Infeasible
-from migration.planning.joint_homes import at_home, joint, lived_in, settled
-from migration.planning.locality_report import as_before, none, saved
+from migration.planning.joint_homes import effective_homes, joint, published_homes, with_expected_demand
+from migration.planning.locality_report import dispatch_saved, no_homes, present_homes
 from migration.planning.plan_report import measures, memory, named_homes, steps
-from migration.planning.problem import PlanningProblem, PlanningQuestion, situation
+from migration.planning.problem import PlanningProblem, PlanningQuestion, prepare
 from migration.planning.rank_loss import recover
 from migration.planning.sentences import recovery_summary, sentence
 from migration.planning.slots_vs_kv_cache import curve
@@ -47,20 +48,20 @@ from migration.planning.strategies import (
 )
 from migration.solvers.full_placement import bound
 
-_MARGIN = 0.005
+_CEILING_MARGIN = 0.005
 """Distance of a step's expected balance from the ceiling that chance sets, below which no gain is
 noticeable."""
-_DOUBT = 0.05
+_COPY_MARGIN = 0.05
 """Extra gain demanded of copies, as a part of the seconds that placement decides: the rate for copying every
 expert.
 
 Every copy follows the noise of its window a little. On the demo model's routings, with traffic of one domain,
 full re-placements were predicted to save up to 2.7 % of dispatch and saved 0.0 +- 1.
 """
-_SURE = 2.0
+_NOISE_MARGIN = 2.0
 """Standard deviations, of the time that the changed layers take between two windows, by which a plan with
 copies must beat one without."""
-_MOST_SLOTS = 12
+_MAX_FURTHER_SLOTS = 12
 """Further slots per rank on the memory curve."""
 
 
@@ -106,7 +107,7 @@ class PlannerDecision(NamedTuple):
     """Homes that apply from the plan's last epoch on, changed by the plan or not; None: there is no plan."""
 
 
-WAYS: dict[Policy, tuple[Maker, ...]] = {
+STRATEGIES: dict[Policy, tuple[Maker, ...]] = {
     "roost": (shares, copies, copies_and_filling, local, joint, anew),
     "replicate": (shares, copies, copies_and_filling),
     "reweight": (shares,),
@@ -116,7 +117,7 @@ WAYS: dict[Policy, tuple[Maker, ...]] = {
     "eplb_hierarchical": (eplb_by_node,),
 }
 """Strategies of each policy, fewest bytes first."""
-_AT_MOST: dict[Maker, tuple[str, Callable[[PlanningProblem], Placement]]] = {anew: ("all anew", anew_at_most)}
+_ENDS: dict[Maker, tuple[str, Callable[[PlanningProblem], Placement]]] = {anew: ("all anew", anew_at_most)}
 """Strategies whose end is cheap to compute and whose changes are expensive: the name, and the end without any
 limits."""
 
@@ -125,14 +126,14 @@ def decide(view: EngineView, question: PlanningQuestion, config: MigrationConfig
     """Return a plan, or the reason for its absence. Equal views give equal answers."""
     if view.layout.attention == "tp" or view.layout.boundary >= view.shape.layers:
         reason = Finding.of(FindingCode.SHARDED)
-        return _nothing(_record(view, question), none(view, sentence(reason)), reason)
+        return _nothing(_record(view, question), no_homes(view, sentence(reason)), reason)
     seen, needed = float(view.demand.pairs.sum()), config.least_pairs * view.shape.experts
     if not seen or seen < needed:
         reason = Finding.of(FindingCode.TOO_FEW_PAIRS, seen=seen, needed=needed)
-        keep = as_before if question.policy == "roost" else none
+        keep = present_homes if question.policy == "roost" else no_homes
         return _nothing(_record(view, question), keep(view, sentence(reason)), reason)
-    found = situation(view, question, config)
-    run = _PlanningRun(lived_in(found) if question.policy == "roost" else found)
+    found = prepare(view, question, config)
+    run = _PlanningRun(with_expected_demand(found) if question.policy == "roost" else found)
     return run.recovery() if question.dead else run.plan()
 
 
@@ -169,7 +170,7 @@ class _PlanningRun:
             and not self._may_fill()
         ):
             return self._refused(Finding.of(FindingCode.AT_CEILING))
-        best = self._best(WAYS[policy])
+        best = self._best(STRATEGIES[policy])
         if best is not None:
             return self._at_home(self._decided(best), best)
         if self._most_gained == -np.inf:
@@ -188,15 +189,15 @@ class _PlanningRun:
             dead,
             found.load,
             found.node,
-            found.limits.least_replicas,
-            most_copies=found.limits.most_copies,
+            found.limits.min_replicas,
+            max_copies=found.limits.max_copies,
         )
         self._note(FindingCode.RANKS_LOST, dead=found.question.dead, recovery=way)
         try:
             split = (
                 shared(found, way.table) if way.possible and found.question.policy == "roost" else way.split
             )
-            chosen = appraised(found, PlanCandidate("recovery", way.changes, split))
+            chosen = evaluate(found, PlanCandidate("recovery", way.changes, split))
         except Unorderable as error:
             return self._refused(Finding.of(FindingCode.IMPOSSIBLE, error=error))
         decided = self._decided(chosen)
@@ -211,9 +212,9 @@ class _PlanningRun:
         or may not get one.
         """
         found = self._found
-        if found.limits.least_replicas is None or found.question.policy == "reweight":
+        if found.limits.min_replicas is None or found.question.policy == "reweight":
             return None
-        least = np.where(found.chosen[:, None], found.limits.least_replicas, 1)
+        least = np.where(found.chosen[:, None], found.limits.min_replicas, 1)
         if (found.placement.replicas_on_rank.sum(axis=1) >= np.minimum(least, found.ranks)).all():
             return None
         way = recover(
@@ -225,13 +226,13 @@ class _PlanningRun:
             frozen=found.limits.frozen,
         )
         changes = (
-            way.changes if found.limits.most_copies is None else within(way.changes, found.limits.most_copies)
+            way.changes if found.limits.max_copies is None else within(way.changes, found.limits.max_copies)
         )
         if not changes:
             return None
         try:
             split = None if found.question.policy == "uniform" else shared(found, made(found.table, changes))
-            chosen = appraised(found, PlanCandidate("second replicas", changes, split))
+            chosen = evaluate(found, PlanCandidate("second replicas", changes, split))
         except Unorderable as error:
             self._note(FindingCode.CRITICAL_UNABLE, error=error)
             return None
@@ -266,8 +267,8 @@ class _PlanningRun:
         touched = 0.0 if not more else len(np.unique(layers)) / len(found.chosen)
         return self._worth(
             max(
-                _DOUBT * more * (spent.experts + spent.dispatch),
-                _SURE * np.sqrt(touched) * found.noise_seconds,
+                _COPY_MARGIN * more * (spent.experts + spent.dispatch),
+                _NOISE_MARGIN * np.sqrt(touched) * found.noise_seconds,
             )
         )
 
@@ -282,7 +283,7 @@ class _PlanningRun:
         try:
             # The end of a full re-placement is cheap to compute and its changes are not: reject by the end
             # first.
-            if self._tables and way in _AT_MOST and self._cannot_win(best, *_AT_MOST[way]):
+            if self._tables and way in _ENDS and self._cannot_win(best, *_ENDS[way]):
                 return None
             candidate = way(found)
             end = candidate.placement(found)
@@ -290,14 +291,14 @@ class _PlanningRun:
                 # Another strategy led to the same placement with freely chosen shares.
                 return None
             self._tables.add(same)
-            after = candidate.situation(found).judge(end)
+            after = candidate.problem(found).price(end)
             gain = float((candidate.before(found).seconds - after.seconds).sum())
             self._most_gained = max(self._most_gained, gain)
             # A lower bound of the cost first: ordering handovers is the expensive part.
-            if best is not None and (enough := self._enough(best, gain, least_cost(found, candidate))):
+            if best is not None and (enough := self._enough(best, gain, cost_floor(found, candidate))):
                 self._findings.append(enough.of_subject(candidate.name))
                 return None
-            tried = appraised(found, candidate, after)
+            tried = evaluate(found, candidate, after)
         except Infeasible as error:
             self._note_once(error.finding)
             return None
@@ -326,7 +327,7 @@ class _PlanningRun:
         self, best: EvaluatedPlan | None, name: str, at_most: Callable[[PlanningProblem], Placement]
     ) -> bool:
         """True if a strategy would not be worth its changes even without any limits. Adds the finding."""
-        gain = most_gained(self._found, at_most(self._found))
+        gain = gain_limit(self._found, at_most(self._found))
         reason = self._enough(best, gain)
         if reason is None:
             return False
@@ -379,7 +380,7 @@ class _PlanningRun:
         chance = 1.0 / self._found.before.figures.step_ceiling - 1.0
         return bool(
             1.0 / (1.0 + np.hypot(1.0 / even - 1.0, chance))
-            >= self._found.before.figures.step_ceiling - _MARGIN
+            >= self._found.before.figures.step_ceiling - _CEILING_MARGIN
         )
 
     def _may_move_nearer(self) -> bool:
@@ -389,7 +390,7 @@ class _PlanningRun:
         Where homes hold, ranks differ because of them, and experts go where the homes are. Adds the reason to
         the record, once.
         """
-        homes = self._found.steering
+        homes = self._found.routing
         steered = isinstance(homes, RoutingForecast) and homes.known is not None
         if not self._travel_costs:
             reason = Finding.of(FindingCode.CHEAP_DISPATCH)
@@ -402,7 +403,7 @@ class _PlanningRun:
 
     def _may_go_home(self) -> bool:
         """True if requests could be sent to where their experts are. Adds the reason to the record, once."""
-        homes = self._found.steering
+        homes = self._found.routing
         if isinstance(homes, Finding):
             reason = homes
         elif not self._travel_costs:
@@ -457,16 +458,16 @@ class _PlanningRun:
             transfer_seconds=paid.transfer_seconds,
             steps=steps(plan),
         )
-        return PlannerDecision(record, none(found.view, ""), plan)
+        return PlannerDecision(record, no_homes(found.view, ""), plan)
 
     def _refused(self, reason: Finding) -> PlannerDecision:
-        homes = none(self._found.view, sentence(reason))
+        homes = no_homes(self._found.view, sentence(reason))
         return self._at_home(_nothing(self._common_record(self._found.placement), homes, reason))
 
     def _at_home(self, decided: PlannerDecision, best: EvaluatedPlan | None = None) -> PlannerDecision:
         """Add the homes of clusters to a decision: those that hold now, and those that hold after the
         plan."""
-        now, after = self._homes(decided.plan, None if best is None else best.candidate.foretold)
+        now, after = self._homes(decided.plan, None if best is None else best.candidate.predicted)
         homes = now if after is None else after
         named = () if homes.share is None else named_homes(homes.share)
         return decided._replace(
@@ -483,19 +484,21 @@ class _PlanningRun:
         found = self._found
         if found.question.policy != "roost":
             reason = Finding.of(FindingCode.POLICY_WITHOUT_HOMES, policy=found.question.policy)
-            now = none(found.view, sentence(reason))
+            now = no_homes(found.view, sentence(reason))
         elif not self._travel_costs:
-            now = none(found.view, sentence(Finding.of(FindingCode.CHEAP_DISPATCH)))
+            now = no_homes(found.view, sentence(Finding.of(FindingCode.CHEAP_DISPATCH)))
         elif predicted is not None:
-            known = found.steering.known if isinstance(found.steering, RoutingForecast) else None
-            now = at_home(found, known, Finding.of(FindingCode.UNTIL_LAST_HANDOVER))
+            known = found.routing.known if isinstance(found.routing, RoutingForecast) else None
+            now = published_homes(found, known, Finding.of(FindingCode.UNTIL_LAST_HANDOVER))
         else:
-            now = at_home(found, *settled(found))
+            now = published_homes(found, *effective_homes(found))
         if plan is None:
             return now, None
         last = found.view.placement.epoch + len(plan.handovers)
         if predicted is not None:
-            return now, at_home(found, predicted.homes, Finding.of(FindingCode.WITH_THE_PLACEMENT), last)
+            return now, published_homes(
+                found, predicted.homes, Finding.of(FindingCode.WITH_THE_PLACEMENT), last
+            )
         return now, now._replace(epoch=last)
 
     def _common_record(self, placement: Placement) -> PlanRecord:
@@ -503,7 +506,9 @@ class _PlanningRun:
         plan."""
         found = self._found
         points = () if not found.question.memory else self._memory()
-        near = saved(found, placement) if found.question.bounds and self._travel_costs else (None, None)
+        near = (
+            dispatch_saved(found, placement) if found.question.bounds and self._travel_costs else (None, None)
+        )
         return msgspec.structs.replace(
             _record(found.view, found.question),
             saved=near[0],
@@ -512,7 +517,7 @@ class _PlanningRun:
             before=measures(found, found.before.figures),
             balance_bound=float(
                 bound(
-                    found.load, found.ranks, found.placement.slots_per_rank, found.limits.most_replicas
+                    found.load, found.ranks, found.placement.slots_per_rank, found.limits.max_replicas
                 ).mean()
             ),
             step_ceiling=found.before.figures.step_ceiling,
@@ -525,11 +530,11 @@ class _PlanningRun:
         if found.cache is None:
             self._note(FindingCode.CACHE_UNKNOWN)
             return ()
-        slots = range(found.fewest_slots, max(present, found.fewest_slots) + _MOST_SLOTS + 1)
+        slots = range(found.fewest_slots, max(present, found.fewest_slots) + _MAX_FURTHER_SLOTS + 1)
         return memory(
             found,
             curve(
-                found.judged,
+                found.evaluation,
                 found.terms,
                 found.cache,
                 slots,
@@ -555,8 +560,8 @@ def _record(view: EngineView, question: PlanningQuestion) -> PlanRecord:
         epoch=view.placement.epoch,
         policy=question.policy,
         plan_discount=question.plan_discount,
-        tokens_per_second=view.judged.tokens_per_second(view.shape.top_k),
+        tokens_per_second=view.evaluation.tokens_per_second(view.shape.top_k),
         pairs=float(view.demand.pairs.sum()),
-        judged_pairs=float(view.judged.pairs.sum()),
+        judged_pairs=float(view.evaluation.pairs.sum()),
         next_window=view.later is not None,
     )

@@ -1,4 +1,4 @@
-"""Prepare a view for planning: the numbers that every candidate is made from and judged by. Pure."""
+"""Prepare a view for planning: the numbers that every candidate is made from and evaluated by. Pure."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,22 +11,22 @@ from fleet.arrays import FloatArray, SlotTable
 from fleet.placement import FULL, Placement, Split, even_split
 from migration.config import MigrationConfig, Policy
 from migration.model.constraints import Constraints
-from migration.model.cost_model import CostTerms, LinkSpeeds, PricedPlacement, StepSeconds, balance, judged
+from migration.model.cost_model import CostTerms, LinkSpeeds, PricedPlacement, StepSeconds, balance, priced
 from migration.model.engine_view import EngineView
 from migration.model.move_history import counted
 from migration.model.placement_changes import PlacementChanges
 from migration.model.sampling_noise import LoadNoise, deviation, scatter
-from migration.planning.demand_forecast import REPEATS, RoutingForecast, steering
+from migration.planning.demand_forecast import DESIGN_EFFECT, RoutingForecast, routing_forecast
 from migration.planning.findings import Finding
 from migration.planning.rank_loss import critical
 from migration.planning.slots_vs_kv_cache import KvCacheModel, memory_seconds
 from migration.planning.staging_capacity import StagingRoom
-from migration.solvers.full_placement import full
+from migration.solvers.full_placement import full_placement
 from migration.solvers.rank_relabelling import relabelled
 from migration.solvers.specialisation_test import SpecialisationTest, gate
-from migration.solvers.split_copies import weighted
+from migration.solvers.split_copies import split_copies
 
-_MOST_SCATTER = 4 * REPEATS
+_MOST_SCATTER = 4 * DESIGN_EFFECT
 
 
 class PlanningQuestion(NamedTuple):
@@ -62,8 +62,8 @@ class PlanningProblem:
     """Of the layers that hold whole experts."""
     fit: FloatArray
     """Demand that plans are fitted to."""
-    judged: FloatArray
-    """Demand that plans are judged on."""
+    evaluation: FloatArray
+    """Demand that plans are evaluated on."""
     terms: CostTerms
     limits: Constraints
 
@@ -111,7 +111,7 @@ class PlanningProblem:
         """Standard deviation between two windows of the seconds that the fullest ranks' experts take in a
         step, for a fixed placement."""
         replicas = self.placement.replicas_on_rank.sum(axis=1)
-        spread = deviation(self.load, replicas, self.ranks, self.pairs / max(REPEATS, self.scatter))
+        spread = deviation(self.load, replicas, self.ranks, self.pairs / max(DESIGN_EFFECT, self.scatter))
         return float(self.before.figures.seconds.experts * np.sqrt((spread**2).mean() / len(spread)))
 
     @cached_property
@@ -123,7 +123,7 @@ class PlanningProblem:
 
     @property
     def steps_per_second(self) -> float:
-        return self.view.judged.tokens_per_second(self.terms.top_k) / self.terms.step_tokens
+        return self.view.evaluation.tokens_per_second(self.terms.top_k) / self.terms.step_tokens
 
     @property
     def links(self) -> LinkSpeeds:
@@ -173,18 +173,18 @@ class PlanningProblem:
     def anew(self) -> SlotTable:
         """int16 [layers, slots]: the full placement of best balance under the even split."""
         limits, per = self.limits, self.placement.slots_per_rank
-        return full(
+        return full_placement(
             self.load,
             self.ranks,
             per,
-            most_replicas=limits.most_replicas,
-            least_replicas=limits.least_replicas,
+            max_replicas=limits.max_replicas,
+            min_replicas=limits.min_replicas,
             node=self.several_nodes,
             live=limits.live,
         )
 
     @cached_property
-    def anew_at_home(self) -> SlotTable:
+    def anew_relabelled(self) -> SlotTable:
         """int16 [layers, slots]: `anew`, assigned to the ranks that hold most of it already."""
         return relabelled(self.table, self.anew, self.ranks, self.several_nodes)
 
@@ -197,7 +197,7 @@ class PlanningProblem:
     def few_copies(self) -> PlacementChanges:
         """Changes that bring the balance near to that of `anew`, with freely chosen shares."""
         size, noise = (self.ranks, self.placement.experts), LoadNoise(self.pairs)
-        return weighted(
+        return split_copies(
             self.table,
             self.fit,
             *size,
@@ -218,12 +218,12 @@ class PlanningProblem:
     @cached_property
     def gate(self) -> SpecialisationTest:
         """Test for different demand on different ranks, beyond what chance explains."""
-        return gate(self.fit, self.view.demand.pairs, dispersion=max(REPEATS, self.scatter))
+        return gate(self.fit, self.view.demand.pairs, dispersion=max(DESIGN_EFFECT, self.scatter))
 
     @cached_property
-    def steering(self) -> RoutingForecast | Finding:
+    def routing(self) -> RoutingForecast | Finding:
         """Forecast for requests sent to their homes, or the reason why there is none."""
-        return steering(self.view, self.fit, self.judged)
+        return routing_forecast(self.view, self.fit, self.evaluation)
 
     @property
     def several_nodes(self) -> NDArray[np.intp] | None:
@@ -231,11 +231,11 @@ class PlanningProblem:
 
     @cached_property
     def before(self) -> PricedPlacement:
-        return self.judge(self.placement)
+        return self.price(self.placement)
 
-    def judge(self, placement: Placement) -> PricedPlacement:
-        """Price a placement of these layers under the demand that plans are judged on."""
-        return judged(placement, self.judged, self.terms, self._memory)
+    def price(self, placement: Placement) -> PricedPlacement:
+        """Price a placement of these layers under the demand that plans are evaluated on."""
+        return priced(placement, self.evaluation, self.terms, self._memory)
 
     @cached_property
     def _memory(self) -> float:
@@ -251,12 +251,14 @@ class PlanningProblem:
         return memory_seconds(self.cache, spare, self.even_step)
 
 
-def situation(view: EngineView, question: PlanningQuestion, config: MigrationConfig) -> PlanningProblem:
+def prepare(view: EngineView, question: PlanningQuestion, config: MigrationConfig) -> PlanningProblem:
     """Prepare a view for planning. The layout must hold whole experts in some layer, and demand must not be
     zero."""
     first = view.layout.boundary
     placement = from_layer(view.placement, first)
-    fit, judged = (np.asarray(demand.rates[:, first:], np.float64) for demand in (view.demand, view.judged))
+    fit, evaluation = (
+        np.asarray(demand.rates[:, first:], np.float64) for demand in (view.demand, view.evaluation)
+    )
     terms = CostTerms(
         speed=view.speed,
         node=view.node,
@@ -264,8 +266,8 @@ def situation(view: EngineView, question: PlanningQuestion, config: MigrationCon
         step_tokens=tokens_of_a_step(view),
         shape=view.shape,
     )
-    limits = _limits(view, question, config, placement, fit.sum(axis=0), judged.sum(axis=0))
-    return PlanningProblem(view, question, config, first, placement, fit, judged, terms, limits)
+    limits = _limits(view, question, config, placement, fit.sum(axis=0), evaluation.sum(axis=0))
+    return PlanningProblem(view, question, config, first, placement, fit, evaluation, terms, limits)
 
 
 def _limits(
@@ -288,11 +290,11 @@ def _limits(
         frozen = frozen | ~np.isin(np.arange(layers) + view.layout.boundary, question.layers)[:, None]
     live = ~np.isin(np.arange(len(view.node)), question.dead) if question.dead else None
     return Constraints(
-        most_copies=question.budget_bytes // view.shape.expert_bytes,
-        most_replicas=config.most_replicas,
+        max_copies=question.budget_bytes // view.shape.expert_bytes,
+        max_replicas=config.most_replicas,
         frozen=frozen if frozen.any() else None,
         live=live,
-        least_replicas=(
+        min_replicas=(
             None
             if replicas is None
             else critical(load, round(config.critical_experts * experts), replicas, later)
@@ -324,6 +326,6 @@ def tokens_of_a_step(view: EngineView) -> float:
     running = 0.0 if view.running is None else float(view.running.sum())
     if running >= 1.0:
         return running
-    come, ranks = view.judged.tokens_per_second(view.shape.top_k), len(view.node)
+    come, ranks = view.evaluation.tokens_per_second(view.shape.top_k), len(view.node)
     busy = min(come * view.speed.decode_sequence / ranks, 0.9)
     return max(1.0, come * view.speed.step / (1.0 - busy))

@@ -18,8 +18,8 @@ from fleet.placement import EMPTY, Placement, Split, even_split
 from migration.model.constraints import Constraints
 from migration.model.cost_model import balance
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, joined, made
-from migration.solvers.even_split_copies import few
-from migration.solvers.full_placement import full
+from migration.solvers.even_split_copies import even_split_copies
+from migration.solvers.full_placement import full_placement
 from migration.solvers.table_diff import shortened
 
 _CLEARLY = 1.25
@@ -54,7 +54,7 @@ class Recovery(NamedTuple):
 def critical(
     load: NDArray[Any], count: int, replicas: NDArray[Any] | None = None, later: NDArray[Any] | None = None
 ) -> NDArray[np.int64]:
-    """int64 [layers, experts], for `Constraints.least_replicas`: 2 for the `count` experts of most demand per
+    """int64 [layers, experts], for `Constraints.min_replicas`: 2 for the `count` experts of most demand per
     layer, else 1.
 
     load: [layers, experts]. replicas: int [layers, experts], the present ones. An expert that has several is
@@ -64,11 +64,11 @@ def critical(
     layers, experts = load.shape
     if not 0 <= count <= experts:
         raise ValueError(f"recovery: {count} critical experts of {experts}; choose 0 to {experts}")
-    least, wanted = np.ones((layers, experts), np.int64), _parts(load)
+    least, part = np.ones((layers, experts), np.int64), _parts(load)
     if replicas is not None:
-        others = wanted if later is None else _parts(later)
-        wanted = np.where(replicas > 1, _CLEARLY * np.maximum(wanted, others), np.minimum(wanted, others))
-    np.put_along_axis(least, np.argsort(-wanted, axis=1, kind="stable")[:, :count], 2, axis=1)
+        others = part if later is None else _parts(later)
+        part = np.where(replicas > 1, _CLEARLY * np.maximum(part, others), np.minimum(part, others))
+    np.put_along_axis(least, np.argsort(-part, axis=1, kind="stable")[:, :count], 2, axis=1)
     return least
 
 
@@ -82,15 +82,15 @@ def recover(
     dead: NDArray[np.bool_],
     load: NDArray[Any],
     node: NDArray[np.intp],
-    least_replicas: NDArray[Any] | None = None,
+    min_replicas: NDArray[Any] | None = None,
     *,
-    most_copies: int | None = None,
+    max_copies: int | None = None,
     frozen: NDArray[np.bool_] | None = None,
 ) -> Recovery:
     """Plan the recovery of a placement from the loss of ranks.
 
-    dead: bool [ranks]. load: [layers, experts], any unit. node: [ranks], numbers from 0. least_replicas: int
-    [layers, experts], required live holders. most_copies: limit on copies for balance alone, in layers that
+    dead: bool [ranks]. load: [layers, experts], any unit. node: [ranks], numbers from 0. min_replicas: int
+    [layers, experts], required live holders. max_copies: limit on copies for balance alone, in layers that
     change anyway, beside what must be brought back; None: no limit. frozen: bool [layers, experts], experts
     whose replicas stay where they are: they neither give way to a second holder nor move for balance; but
     lost experts may replace them.
@@ -107,14 +107,14 @@ def recover(
         )
     if dead.all():
         raise ValueError("recovery: all ranks are dead; restart the engine")
-    least = np.ones(shape, np.int64) if least_replicas is None else np.asarray(least_replicas, np.int64)
+    least = np.ones(shape, np.int64) if min_replicas is None else np.asarray(min_replicas, np.int64)
     state = _Survivors.of(placement, dead, np.asarray(load, np.float64), node, frozen)
     lost = state.count == 0
     changes = [state.give_up_dead()]
     changes += state.reload(lost, least)
     changes += state.restore(least)
     gone, changed = (state.count == 0).sum(axis=1), (state.table != placement.expert_of_slot).any(axis=1)
-    changes.append(state.even_out(np.flatnonzero((gone == 0) & changed), least, most_copies))
+    changes.append(state.even_out(np.flatnonzero((gone == 0) & changed), least, max_copies))
     return Recovery(
         lost=np.argwhere(lost),
         missing=gone,
@@ -127,7 +127,7 @@ def recover(
 
 @dataclass(slots=True, eq=False)
 class _Survivors:
-    """State of all layers, processed at once. A *seat* is a slot of a live rank."""
+    """State of all layers, processed at once."""
 
     table: SlotTable
     count: NDArray[np.int64]
@@ -190,7 +190,7 @@ class _Survivors:
         for _ in range(int(lost.sum(axis=1).max(initial=0))):
             expert = np.where(self.count == 0, self.load, -1.0).argmax(axis=1)
             layer = np.flatnonzero((self.count == 0).any(axis=1))
-            slot = self._seat(layer, expert[layer], least, at_need=True)
+            slot = self._slot_for(layer, expert[layer], least, at_need=True)
             layer, slot = layer[slot != NOWHERE], slot[slot != NOWHERE]
             if len(layer):
                 rounds.append(self._bring(layer, slot, expert[layer], from_dead=True))
@@ -208,21 +208,21 @@ class _Survivors:
             if not len(layer):
                 return rounds
             expert = np.where(wanting, self.load, -1.0).argmax(axis=1)[layer]
-            slot = self._seat(layer, expert, least, at_need=False)
+            slot = self._slot_for(layer, expert, least, at_need=False)
             tried[layer[slot == NOWHERE], expert[slot == NOWHERE]] = True
             layer, expert, slot = (part[slot != NOWHERE] for part in (layer, expert, slot))
             if len(layer):
                 rounds.append(self._bring(layer, slot, expert, from_dead=False))
 
     def even_out(
-        self, layers: NDArray[np.intp], least: NDArray[np.int64], most_copies: int | None
+        self, layers: NDArray[np.intp], least: NDArray[np.int64], max_copies: int | None
     ) -> PlacementChanges:
         """Make few copies for the balance of the survivors, in these layers."""
         live, load = ~self.dead, self.load[layers]
-        if not len(layers) or live.sum() < 2 or most_copies == 0:
+        if not len(layers) or live.sum() < 2 or max_copies == 0:
             return NONE
         # A full re-placement of the survivors sets the balance that few copies aim at.
-        goal = full(load, self.ranks, self.per, live=live)
+        goal = full_placement(load, self.ranks, self.per, live=live)
         each = load / np.maximum((goal[:, :, None] == np.arange(load.shape[1])).sum(axis=1), 1)
         served = np.where(
             goal == EMPTY,
@@ -230,10 +230,10 @@ class _Survivors:
             np.take_along_axis(each, np.where(goal == EMPTY, 0, goal).astype(np.intp), axis=1),
         )
         reach = balance(served.reshape(len(layers), self.ranks, -1).sum(axis=2)[:, live])
-        limits = Constraints(most_copies, frozen=self.frozen[layers], live=live, least_replicas=least[layers])
+        limits = Constraints(max_copies, frozen=self.frozen[layers], live=live, min_replicas=least[layers])
         found = shortened(
             self.table[layers],
-            few(self.table[layers], load, self.ranks, limits, goal=reach, node=self.node),
+            even_split_copies(self.table[layers], load, self.ranks, limits, goal=reach, node=self.node),
             self.ranks,
         )
         found = found._replace(layer=layers[found.layer].astype(np.int32))
@@ -241,7 +241,7 @@ class _Survivors:
         self.count[layers] = (self.table[layers][:, :, None] == np.arange(load.shape[1])).sum(axis=1)
         return found
 
-    def _seat(
+    def _slot_for(
         self, layer: NDArray[np.intp], expert: NDArray[np.intp], least: NDArray[np.int64], *, at_need: bool
     ) -> NDArray[np.intp]:
         """int [n]: the slot for an expert in each of these layers; NOWHERE: there is none.

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fleet.placement import Placement
 from migration.model.cost_model import CostTerms, Figures, figures
-from migration.solvers.full_placement import full
+from migration.solvers.full_placement import full_placement
 
 
 class KvCacheModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,16 +126,18 @@ def curve(
     ranks, layers, experts = demand.shape
     load, fewest = demand.sum(axis=0, dtype=np.float64), -(-experts // ranks)
     slot_blocks = layers * expert_bytes / cache.block_bytes
-    wanted = sorted({number for number in slots if fewest <= number <= experts} | {min(present, experts)})
+    numbers = sorted({number for number in slots if fewest <= number <= experts} | {min(present, experts)})
     made = {
         number: figures(
-            Placement(full(load, ranks, number, node=terms.node), experts=experts, ranks=ranks), demand, terms
+            Placement(full_placement(load, ranks, number, node=terms.node), experts=experts, ranks=ranks),
+            demand,
+            terms,
         )
-        for number in wanted
+        for number in numbers
     }
     lasts = {number: terms.step_seconds(found.seconds, layers, cache.used) for number, found in made.items()}
     points = []
-    for number in wanted:
+    for number in numbers:
         blocks = cache.blocks - (number - present) * slot_blocks
         if blocks >= 1 and (number in slots or number == present):
             waits = waiting_seconds(

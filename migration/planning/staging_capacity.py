@@ -169,7 +169,7 @@ def _groups(
     held = np.bincount(layer * experts + table[layer, slot], minlength=len(table) * experts).reshape(
         len(table), experts
     )
-    floor = np.minimum(held, 1 if limits.least_replicas is None else limits.least_replicas)
+    floor = np.minimum(held, 1 if limits.min_replicas is None else limits.min_replicas)
     rows = list(zip(*(part.tolist() for part in changes[:6]), strict=True))
     for one in np.unique(changes.layer).tolist():
         walk = _Walk(one, table[one].tolist(), held[one].tolist(), floor[one].tolist(), live.tolist(), per)

@@ -16,13 +16,13 @@ from migration.model.placement_changes import NONE, PlacementChanges, joined, ma
 from migration.model.sampling_noise import LoadNoise
 from migration.planning.findings import Finding, FindingCode, Infeasible
 from migration.planning.group_affinity import keep_groups
-from migration.planning.locality_report import room_of
+from migration.planning.locality_report import locality_problem
 from migration.planning.problem import PlanningProblem
 from migration.solvers.eplb import as_placement, eplb_global, eplb_hierarchical, raw_shares
-from migration.solvers.even_split_copies import few
+from migration.solvers.even_split_copies import even_split_copies
 from migration.solvers.fill_empty_slots import filled
-from migration.solvers.locality_placement import located
-from migration.solvers.ordered_diff import toward
+from migration.solvers.locality_placement import locality_placement
+from migration.solvers.ordered_diff import ordered_diff
 from migration.solvers.split_weights import SLACK, reweight
 from migration.solvers.table_diff import between, shortened
 
@@ -36,7 +36,7 @@ NEARER = 0.05
 
 
 class PredictedEffect(NamedTuple):
-    """Demand and costs that a candidate is judged by when it changes where requests go, instead of the
+    """Demand and costs that a candidate is evaluated by when it changes where requests go, instead of the
     observed demand."""
 
     found: PlanningProblem
@@ -57,16 +57,16 @@ class PlanCandidate(NamedTuple):
     name: str
     changes: PlacementChanges
     split: Split | None
-    foretold: PredictedEffect | None = None
+    predicted: PredictedEffect | None = None
     """None: homes of requests do not change."""
 
-    def situation(self, found: PlanningProblem) -> PlanningProblem:
+    def problem(self, found: PlanningProblem) -> PlanningProblem:
         """Return the problem with the demand that goes with this candidate."""
-        return found if self.foretold is None else self.foretold.found
+        return found if self.predicted is None else self.predicted.found
 
     def before(self, found: PlanningProblem) -> PricedPlacement:
         """Return the costs that this candidate must beat."""
-        return found.before if self.foretold is None else self.foretold.before
+        return found.before if self.predicted is None else self.predicted.before
 
     def placement(self, found: PlanningProblem) -> Placement:
         """Return the placement at the end."""
@@ -99,8 +99,8 @@ def copies_and_filling(found: PlanningProblem) -> PlanCandidate:
     first = without_reversals(found, found.few_copies)
     fill = without_reversals(found, filled(made(found.table, first), found.fit, found.ranks, found.limits))
     changes = joined([part for part in (first, fill) if part])
-    if found.limits.most_copies is not None:
-        changes = within(changes, found.limits.most_copies)
+    if found.limits.max_copies is not None:
+        changes = within(changes, found.limits.max_copies)
     return PlanCandidate("empty slots filled", changes, shared(found, made(found.table, changes)))
 
 
@@ -115,19 +115,19 @@ def local(found: PlanningProblem) -> PlanCandidate:
     Infeasible where the gain is hardly more than it would be with identical demand on all ranks: then ranks
     differ only by the few texts that happened to come to each.
     """
-    room = room_of(found)
+    room = locality_problem(found)
     whole = keep_groups(found.view.shape, found.terms.speed, found.fit, room)
-    goal = located(found.fit, replace(room, home=whole.home), present=found.table)
-    changes = without_reversals(found, toward(found.table, goal.table, found.fit, room, found.limits))
+    goal = locality_placement(found.fit, replace(room, home=whole.home), present=found.table)
+    changes = without_reversals(found, ordered_diff(found.table, goal.table, found.fit, room, found.limits))
     table = made(found.table, changes)
     # Two trade-offs between even ranks and local tokens; the cost model decides.
     ways = [PlanCandidate("locality", changes, shared(found, table, slack)) for slack in (SLACK, NEARER)]
-    best = min(ways, key=lambda way: float(found.judge(way.placement(found)).seconds.sum()))
+    best = min(ways, key=lambda way: float(found.price(way.placement(found)).seconds.sum()))
     # Control experiment: judge the same placement on demand that is equal on all ranks. The difference is
     # what locality itself is worth; the rest comes from balance.
-    alike = replace(found, judged=np.broadcast_to(found.judged.mean(axis=0), found.judged.shape))
+    alike = replace(found, evaluation=np.broadcast_to(found.evaluation.mean(axis=0), found.evaluation.shape))
     gains = [
-        float((one.before.seconds - one.judge(best.placement(found)).seconds).sum()) for one in (found, alike)
+        float((one.before.seconds - one.price(best.placement(found)).seconds).sum()) for one in (found, alike)
     ]
     if changes and gains[0] - gains[1] < NOTICEABLE * found.before.figures.seconds.dispatch:
         raise Infeasible(Finding.of(FindingCode.TOO_ALIKE, "locality"))
@@ -136,19 +136,19 @@ def local(found: PlanningProblem) -> PlanCandidate:
 
 def anew(found: PlanningProblem) -> PlanCandidate:
     """Make a full placement from nothing, assigned to the ranks that hold most of it already."""
-    changes = _towards(found, found.anew_at_home)
+    changes = _towards(found, found.anew_relabelled)
     return PlanCandidate("all anew", changes, shared(found, made(found.table, changes)))
 
 
 def anew_evenly(found: PlanningProblem) -> PlanCandidate:
     """Make the same placement as `anew` for engines whose replicas share evenly, whatever split they are
     given."""
-    return PlanCandidate("all anew, even shares", _towards(found, found.anew_at_home), None)
+    return PlanCandidate("all anew, even shares", _towards(found, found.anew_relabelled), None)
 
 
 def anew_at_most(found: PlanningProblem) -> Placement:
     """Return the end of `anew` without budget and cooldown: known before any of its changes."""
-    table = np.where(found.chosen[:, None], found.anew_at_home, found.table)
+    table = np.where(found.chosen[:, None], found.anew_relabelled, found.table)
     start = found.placement
     return Placement(
         table, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(found, table)
@@ -194,18 +194,18 @@ def _as_mapped(name: str, found: PlanningProblem, raw: NDArray[np.int64]) -> Pla
     held[layer, slot // per, end[layer, slot]] = True
     # Use the map's shares only in layers that reach it: elsewhere they do not sum to one.
     whole = (held == (part > 0)).all(axis=(1, 2))
-    wanted = np.where(
+    shares_held = np.where(
         whole[layer], part[layer, slot // per, end[layer, slot]], even.spill[layer, slot] / FULL
     )
     # Round a running sum per expert, so that each expert's shares add up to exactly FULL.
     order = np.lexsort((slot, layer * experts + end[layer, slot]))
     spill = np.zeros_like(even.spill)
-    spill[layer[order], slot[order]] = np.diff(np.rint(FULL * np.cumsum(wanted[order])), prepend=0.0)
+    spill[layer[order], slot[order]] = np.diff(np.rint(FULL * np.cumsum(shares_held[order])), prepend=0.0)
     return PlanCandidate(name, changes, even._replace(spill=spill))
 
 
 def _few(found: PlanningProblem) -> PlacementChanges:
-    changes = few(
+    changes = even_split_copies(
         found.table,
         found.load,
         found.ranks,
@@ -223,7 +223,7 @@ def _towards(found: PlanningProblem, goal: SlotTable) -> PlacementChanges:
     table = np.where(_open_layers(found)[:, None], goal, found.table)
     gain = np.where((table != found.table).any(axis=1), 1.0, 0.0)
     changes = without_reversals(found, between(found.table, table, found.ranks, gain))
-    return changes if found.limits.most_copies is None else within(changes, found.limits.most_copies)
+    return changes if found.limits.max_copies is None else within(changes, found.limits.max_copies)
 
 
 def _open_layers(found: PlanningProblem) -> NDArray[np.bool_]:

@@ -16,7 +16,7 @@ from migration.engine_state.placement_registry import EngineEntry, PlacementRegi
 from migration.execution.executor import PlanExecutor
 from migration.execution.handover_driver import Unfit
 from migration.model.plan import Plan
-from migration.planning.operator_plans import back, one_expert, read, undone
+from migration.planning.operator_plans import one_expert, plan_to_undo, read, restoring_plan
 from migration.planning.staging_capacity import StagingRoom
 
 ASK_SECONDS = 2.0
@@ -84,7 +84,7 @@ class OperatorCommands:
         """Make the requested plan. Raises ValueError with the reason if there is none."""
         match request:
             case MigrateExpert():
-                demand = self._watch.wanted(entry.worker_id)
+                demand = self._watch.reported_rates(entry.worker_id)
                 return (
                     await asyncio.to_thread(
                         one_expert, entry.placement, request, self._room(entry, statuses), demand
@@ -93,7 +93,7 @@ class OperatorCommands:
                 )
             case ApplyPlan():
                 return await asyncio.to_thread(read, request.plan, entry.placement), "operator"
-        planned = undone(self._executor.log.plans.engines[entry.engine], request.plan)
+        planned = plan_to_undo(self._executor.log.plans.engines[entry.engine], request.plan)
         return await self.undoing(entry, planned, await self.before(planned), statuses), "rollback"
 
     async def undoing(
@@ -101,11 +101,13 @@ class OperatorCommands:
         entry: EngineEntry,
         planned: MigrationPlanned,
         goal: Placement,
-        told: Sequence[HandoverDescribed],
+        statuses: Sequence[HandoverDescribed],
     ) -> Plan:
         """Make the plan that restores the placement before another plan. Raises ValueError if there is
         none."""
-        return await asyncio.to_thread(back, entry.placement, goal, planned.plan, self._room(entry, told))
+        return await asyncio.to_thread(
+            restoring_plan, entry.placement, goal, planned.plan, self._room(entry, statuses)
+        )
 
     def _room(self, entry: EngineEntry, statuses: Sequence[HandoverDescribed]) -> StagingRoom:
         """Return the staging capacity of an engine.

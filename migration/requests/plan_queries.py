@@ -14,7 +14,7 @@ from fleet.requests.refusal import RequestRefused
 from migration.config import POLICIES, MigrationConfig
 from migration.engine_state.demand_windows import DemandWindows
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementRegistry
-from migration.planning.counterfactual import Counterfactual, regret
+from migration.planning.counterfactual import Counterfactual, counterfactual_gain
 from migration.planning.planner import PlannerDecision, decide
 from migration.planning.problem import PlanningQuestion
 from migration.telemetry.metrics import MigrationMetrics
@@ -108,7 +108,7 @@ class PlanQueries:
         is known."""
         view = self._watch.view(entry, self._clock())
         return await asyncio.get_running_loop().run_in_executor(
-            self._thinking, regret, view, placement, self._config
+            self._thinking, counterfactual_gain, view, placement, self._config
         )
 
     def _checked(self, request: DescribePlan) -> tuple[EngineEntry, PlanningQuestion]:

@@ -70,7 +70,7 @@ FINE = 1e-4
 """Least amount by which a cap is lowered where it proves too high."""
 
 
-def few(
+def even_split_copies(
     table: SlotTable,
     load: NDArray[Any],
     ranks: int,
@@ -104,11 +104,11 @@ def few(
     if live < 2:
         return NONE
     # Layers that are good enough, or whose imbalance is noise, leave the search here.
-    aims, wanted = _aims(state, np.asarray(goal, np.float64), limits.target, noise)
-    search = _Search(state.taken(wanted), aims)
+    aims, open_layers = _aims(state, np.asarray(goal, np.float64), limits.target, noise)
+    search = _Search(state.taken(open_layers), aims)
     search.go(_pace(live, search.most_loaded))
     found = search.changes()
-    return found if limits.most_copies is None else within(found, limits.most_copies)
+    return found if limits.max_copies is None else within(found, limits.max_copies)
 
 
 def _pace(live: int, most: float) -> RoundSize:
@@ -134,21 +134,19 @@ def _state(
         (expert + np.arange(layers)[:, None] * (experts + 1)).ravel(), minlength=layers * (experts + 1)
     ).reshape(layers, -1)[:, :-1]
     # Lost experts (no live holder) carry no load here: `planning.rank_loss` brings them back.
-    wanted = np.where(replicas > 0, load, 0.0)
-    mean = np.maximum(wanted.sum(axis=1, keepdims=True), 1e-300) / max(int((~away).sum()), 1)
-    least = (
-        np.ones((layers, experts)) if limits.least_replicas is None else np.maximum(limits.least_replicas, 1)
-    )
+    live_load = np.where(replicas > 0, load, 0.0)
+    mean = np.maximum(live_load.sum(axis=1, keepdims=True), 1e-300) / max(int((~away).sum()), 1)
+    least = np.ones((layers, experts)) if limits.min_replicas is None else np.maximum(limits.min_replicas, 1)
     fixed = np.zeros((layers, experts), bool) if limits.frozen is None else np.asarray(limits.frozen, bool)
     # Replicas of critical experts may be spread over nodes on purpose, so they stay.
     if node is not None and len(np.unique(node)) > 1:
         fixed = fixed | (least > 1)
     # Column `experts` is the empty slot: no load, and always replaceable.
-    count, relative = _wider(np.maximum(replicas, 1), ENDLESS), _wider(wanted / mean, 0.0)
+    count, relative = _wider(np.maximum(replicas, 1), ENDLESS), _wider(live_load / mean, 0.0)
     state = SearchState(
         ranks,
         slots // ranks,
-        ENDLESS if limits.most_replicas is None else limits.most_replicas,
+        ENDLESS if limits.max_replicas is None else limits.max_replicas,
         away,
         layer=np.arange(layers),
         expert=expert,
@@ -191,11 +189,11 @@ def _aims(
     alive = state.over[:, ~state.away]
     most = np.maximum(alive.max(axis=1), 1e-9)
     least = 1.0 / np.clip(goal, 1e-9, 1.0)
-    wanted, spread = most > least, np.zeros(len(goal))
+    open_layers, spread = most > least, np.zeros(len(goal))
     if noise is not None:
         each = _deviations(state, noise.window)
         free = freedom(state.load[:, :-1], state.replicas[:, :-1], alive.shape[1])
-        wanted, spread = changed(alive, goal, each, free), np.sqrt((each**2).mean(axis=1))
+        open_layers, spread = changed(alive, goal, each, free), np.sqrt((each**2).mean(axis=1))
     # Expected maximum over ranks of the sampling noise, which a re-placement does not remove either.
     blur = expected_most(alive.shape[1]) * spread
     # Target part of the gain in throughput (1 / load), but never far behind a full re-placement.
@@ -205,10 +203,10 @@ def _aims(
     )
     state.cap = np.maximum(aim - blur + HOPE * spread, np.maximum(least, 1.0 + IDLE * spread))
     if noise is not None and noise.step is not None:
-        wanted &= _felt(state, alive, least, noise.step)
+        open_layers &= _felt(state, alive, least, noise.step)
     state.measure()
-    wanted &= most > np.maximum(state.cap, least + blur)
-    return _Aims(aim, spread), wanted
+    open_layers &= most > np.maximum(state.cap, least + blur)
+    return _Aims(aim, spread), open_layers
 
 
 def _felt(state: SearchState, loads: FloatArray, least: FloatArray, step: float | NDArray[Any]) -> BoolArray:

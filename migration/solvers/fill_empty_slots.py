@@ -34,7 +34,7 @@ def filled(
     held = held_of(table, ranks, demand.shape[2])
     share = demand / np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), 1e-300)[None, :, None]
     open_to = np.ones(held.shape[::2], bool) if limits.frozen is None else ~limits.frozen
-    count, most, per = held.sum(axis=1), limits.most_replicas or ranks, slots // ranks
+    count, most, per = held.sum(axis=1), limits.max_replicas or ranks, slots // ranks
     parts: list[PlacementChanges] = []
     # First slot of every rank, then the second of every rank, and so on.
     for slot in sorted(range(slots), key=lambda slot: (slot % per, slot)):

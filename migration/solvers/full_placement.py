@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array, FloatArray, IntArray, SlotTable
 from fleet.placement import EMPTY
-from migration.solvers.local_search import cells, fullest, polished
+from migration.solvers.local_search import cells, fullest, local_search
 from migration.solvers.replica_counts import CountBounds, floor, pigeonhole, replica_counts, replicas
 
 SPARING = -0.3
@@ -39,7 +39,7 @@ ALONE = 1 << 16
 ROUNDS = ((2, 8), (8, 12), (ALONE, 40))
 """(part, times): the heaviest 1/part of the ranks trade in this number of rounds. At the end only the
 heaviest rank trades, with one other rank after another."""
-MOST_TWOS = 500
+MAX_PAIR_EXCHANGES = 500
 """Most two-for-two exchanges to examine per pair of ranks. Ranks with more have enough experts for single
 exchanges."""
 SMALL, EMPTIES = 1 << 16, 3
@@ -53,101 +53,99 @@ _LEAST = 1e-6
 """Relative change of a rank's load that counts as none."""
 
 
-def full(
+def full_placement(
     load: NDArray[Any],
     ranks: int,
     slots_per_rank: int,
     *,
-    most_replicas: int | None = None,
-    least_replicas: NDArray[np.integer[Any]] | None = None,
+    max_replicas: int | None = None,
+    min_replicas: NDArray[np.integer[Any]] | None = None,
     node: NDArray[np.intp] | None = None,
     live: NDArray[np.bool_] | None = None,
 ) -> SlotTable:
     """int16 [layers, ranks * slots_per_rank]: the best-balanced placement found for load [layers, experts]
     (any unit).
 
-    No rank holds an expert twice; no expert has more replicas than `most_replicas` (None: one per rank), and
-    slots beyond that stay empty. least_replicas: int [layers, experts], 1 where None. node: int [ranks], from
+    No rank holds an expert twice; no expert has more replicas than `max_replicas` (None: one per rank), and
+    slots beyond that stay empty. min_replicas: int [layers, experts], 1 where None. node: int [ranks], from
     0: node of each rank; an expert's replicas are spread over nodes as far as that costs no balance. live:
     bool [ranks], the slots of the others stay empty; None: all. ValueError when the experts do not fit, or a
     load is negative or not finite.
     """
     # Dead ranks: solve for the live ones, then expand.
     if live is not None and not live.all():
-        seats = np.flatnonzero(live)
-        nodes = None if node is None else np.unique(node[seats], return_inverse=True)[1]
-        return _seated(
-            full(
+        live_ranks = np.flatnonzero(live)
+        nodes = None if node is None else np.unique(node[live_ranks], return_inverse=True)[1]
+        return _expanded(
+            full_placement(
                 load,
-                len(seats),
+                len(live_ranks),
                 slots_per_rank,
-                most_replicas=most_replicas,
-                least_replicas=least_replicas,
+                max_replicas=max_replicas,
+                min_replicas=min_replicas,
                 node=nodes,
             ),
-            seats,
+            live_ranks,
             ranks,
         )
-    wanted = _checked(load, ranks, slots_per_rank)
-    bounds = CountBounds.of(wanted, ranks, slots_per_rank, most_replicas, least_replicas)
-    even = replica_counts(wanted, bounds)
-    packing, lowest = _packed(wanted, even, ranks, slots_per_rank), floor(wanted, even, ranks, slots_per_rank)
-    table, most = _table(packing, wanted.shape[1]), packing.fullest
+    demand = _checked(load, ranks, slots_per_rank)
+    bounds = CountBounds.of(demand, ranks, slots_per_rank, max_replicas, min_replicas)
+    even = replica_counts(demand, bounds)
+    packing, lowest = _packed(demand, even, ranks, slots_per_rank), floor(demand, even, ranks, slots_per_rank)
+    table, most = _table(packing, demand.shape[1]), packing.fullest
     # Only layers far from the bound pay for the second attempt.
     again = np.flatnonzero(most > (1.0 + NEAR) * lowest)
     if len(again):
         other = _packed(
-            wanted[again],
-            replica_counts(wanted[again], bounds.of_layers(again), SPARING),
+            demand[again],
+            replica_counts(demand[again], bounds.of_layers(again), SPARING),
             ranks,
             slots_per_rank,
         )
         better = other.fullest < most[again]
-        table[again[better]] = _table(other, wanted.shape[1])[better]
+        table[again[better]] = _table(other, demand.shape[1])[better]
         most[again[better]] = other.fullest[better]
     # Local search is expensive, so it is for small engines only.
     short = np.flatnonzero(most > (1.0 + CLOSE) * lowest)
-    if len(short) and cells(table[short], wanted.shape[1], ranks) <= SMALL:
-        table[short] = _tried(table[short], wanted[short], bounds.of_layers(short), ranks)
-    return table if node is None else _spread(table, wanted, np.asarray(node))
+    if len(short) and cells(table[short], demand.shape[1], ranks) <= SMALL:
+        table[short] = _tried(table[short], demand[short], bounds.of_layers(short), ranks)
+    return table if node is None else _spread(table, demand, np.asarray(node))
 
 
-def _seated(placed: SlotTable, seats: NDArray[np.intp], ranks: int) -> SlotTable:
-    """Expand a table of the ranks `seats` to one of all ranks."""
+def _expanded(placed: SlotTable, live_ranks: NDArray[np.intp], ranks: int) -> SlotTable:
+    """Expand a table of the ranks `live_ranks` to one of all ranks."""
     layers = len(placed)
-    table = np.full((layers, ranks, placed.shape[1] // len(seats)), EMPTY, np.int16)
-    table[:, seats] = placed.reshape(layers, len(seats), -1)
+    table = np.full((layers, ranks, placed.shape[1] // len(live_ranks)), EMPTY, np.int16)
+    table[:, live_ranks] = placed.reshape(layers, len(live_ranks), -1)
     return table.reshape(layers, -1)
 
 
-def bound(
-    load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: int | None = None
-) -> FloatArray:
+def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, max_replicas: int | None = None) -> FloatArray:
     """float64 [layers]: upper bound of the balance of any placement into these slots under the even split.
 
     Some rank carries at least the mean. Some rank also carries at least the heaviest replica, which is
     lightest under the divisor rule of s = 0, and beside it the lightest of the experts that the other ranks
     have no slots for.
     """
-    wanted = _checked(load, ranks, slots_per_rank)
-    even = replica_counts(wanted, CountBounds.of(wanted, ranks, slots_per_rank, most_replicas, None))
-    return np.asarray(wanted.sum(axis=1) / ranks / floor(wanted, even, ranks, slots_per_rank))
+    demand = _checked(load, ranks, slots_per_rank)
+    even = replica_counts(demand, CountBounds.of(demand, ranks, slots_per_rank, max_replicas, None))
+    return np.asarray(demand.sum(axis=1) / ranks / floor(demand, even, ranks, slots_per_rank))
 
 
 def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> FloatArray:
     """Return the load, made positive everywhere: experts without demand share the left-over replicas."""
-    wanted = np.asarray(load, np.float64)
-    if wanted.ndim != 2 or not wanted.size:
-        raise ValueError(f"placing: load has shape {wanted.shape}; expected [layers, experts]")
-    if ranks < 1 or wanted.shape[1] > ranks * slots_per_rank:
+    demand = np.asarray(load, np.float64)
+    if demand.ndim != 2 or not demand.size:
+        raise ValueError(f"placing: load has shape {demand.shape}; expected [layers, experts]")
+    if ranks < 1 or demand.shape[1] > ranks * slots_per_rank:
         raise ValueError(
-            f"placing: {wanted.shape[1]} experts do not fit into {slots_per_rank} slots on each of {ranks}"
+            f"placing: {demand.shape[1]} experts do not fit into {slots_per_rank} slots on each of {ranks}"
             " ranks; give them more slots"
         )
-    if not (np.isfinite(wanted).all() and (wanted >= 0).all()):
+    if not (np.isfinite(demand).all() and (demand >= 0).all()):
         raise ValueError("placing: a load is negative or not finite; give counts or rates")
-    total = wanted.sum(axis=1, keepdims=True)
-    return np.asarray(wanted + np.where(total > 0, 1e-12 * total, 1.0))
+    total = demand.sum(axis=1, keepdims=True)
+    return np.asarray(demand + np.where(total > 0, 1e-12 * total, 1.0))
 
 
 # Dealing and trading
@@ -182,7 +180,7 @@ class _Packing:
 
 def _packed(load: FloatArray, counts: IntArray, ranks: int, per_rank: int) -> _Packing:
     packing = _dealt(load, counts, ranks, per_rank)
-    twos = 4 <= per_rank and (per_rank * (per_rank - 1) // 2) ** 2 <= MOST_TWOS
+    twos = 4 <= per_rank and (per_rank * (per_rank - 1) // 2) ** 2 <= MAX_PAIR_EXCHANGES
     rounds = [max(1, ranks // part) for part, times in ROUNDS for _ in range(times if ranks > 1 else 0)]
     for turn, count in enumerate(rounds):
         layers = np.flatnonzero(packing.by_layer.max(axis=1) > 1.0 + CLOSE)
@@ -393,7 +391,7 @@ def _tried(table: SlotTable, load: FloatArray, bounds: CountBounds, ranks: int) 
         [table, *(_table(_packed(load, count, ranks, slots // ranks), experts) for count in counts)]
     )
     loads = np.tile(load, (len(counts) + 1, 1))
-    found = polished(starts, loads, ranks, np.tile(bounds.least, (len(counts) + 1, 1)), bounds.most)
+    found = local_search(starts, loads, ranks, np.tile(bounds.least, (len(counts) + 1, 1)), bounds.most)
     best = fullest(found, loads, ranks).reshape(-1, layers).argmin(axis=0)
     return np.asarray(found.reshape(-1, layers, slots)[best, np.arange(layers)])
 

@@ -118,15 +118,15 @@ def _one_each(worth: HolderValue, slots: int, home: BoolArray | None) -> BoolArr
     while left.any():
         # Full ranks are closed; every remaining expert bids for its best open rank.
         open_to = np.where((room > 0)[:, :, None], value, -np.inf)
-        asked = _spread(open_to, left)
-        best = np.take_along_axis(open_to, asked[:, None], 1)[:, 0]
+        target = _spread(open_to, left)
+        best = np.take_along_axis(open_to, target[:, None], 1)[:, 0]
         if not np.isfinite(best[left]).all():
             raise ValueError(
                 f"locality: {experts} experts do not fit where they must be, with {slots} slots on each of"
                 f" {ranks} ranks"
             )
         # Regret: distance to the second-best open rank, infinite where there is none.
-        np.put_along_axis(open_to, asked[:, None], -np.inf, 1)
+        np.put_along_axis(open_to, target[:, None], -np.inf, 1)
         second = open_to.max(axis=1)
         several = np.isfinite(second)
         regret = np.where(several, best, 0.0) - np.where(several, second, -np.inf)
@@ -134,7 +134,7 @@ def _one_each(worth: HolderValue, slots: int, home: BoolArray | None) -> BoolArr
         # Each rank accepts bids in the order of regret while it has room; the others bid again in the next
         # round.
         for rank in range(ranks):
-            wants = np.take_along_axis(left & (asked == rank), order, 1)
+            wants = np.take_along_axis(left & (target == rank), order, 1)
             taken = wants & (np.cumsum(wants, axis=1) <= room[:, rank, None])
             mine = np.zeros_like(left)
             np.put_along_axis(mine, order, taken, 1)

@@ -93,10 +93,10 @@ def level(table: SlotTable, demand: NDArray[Any], ranks: int, node: NDArray[np.i
     if wants.node is not None:
         nodes = int(node.max()) + 1
         cell, cells = wants.node[parts.rank % ranks] * parts.groups + parts.group, nodes * parts.groups
-        wanted = wants.of_nodes(parts).reshape(-1)
+        node_demand = wants.of_nodes(parts).reshape(-1)
         # Start: every rank serves its own demand, and a node's rest is shared evenly on the node.
         near = (
-            np.maximum(wanted - np.bincount(cell, own, cells), 0.0)
+            np.maximum(node_demand - np.bincount(cell, own, cells), 0.0)
             / np.maximum(np.bincount(cell, minlength=cells), 1)
         )[cell]
     far = np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas
@@ -216,11 +216,13 @@ def _exchanged(
 ) -> SlotTable:
     """Return the table after a few exchanges in each of these layers; loads are updated as if weights were
     constant."""
-    wanted = (
+    demand_of_rank = (
         demand.transpose(1, 0, 2) / np.maximum(demand.sum(axis=(0, 2)) / len(demand), _TINY)[:, None, None]
     )
-    held = held_of(table, len(worth.node), wanted.shape[2])
-    state = _Layers(table.copy(), held, worth.near(held), held.sum(axis=1), each.copy(), load.copy(), wanted)
+    held = held_of(table, len(worth.node), demand_of_rank.shape[2])
+    state = _Layers(
+        table.copy(), held, worth.near(held), held.sum(axis=1), each.copy(), load.copy(), demand_of_rank
+    )
     for _ in range(_STEPS):
         rows = np.flatnonzero(state.load.max(axis=1) > cap)
         if not len(rows):
@@ -364,14 +366,14 @@ def _copies(
     return _cost(lost, relief, pairs.top - cap, may)
 
 
-def _cost(lost: FloatArray, relief: FloatArray, wanted: FloatArray, may: NDArray[np.bool_]) -> FloatArray:
+def _cost(lost: FloatArray, relief: FloatArray, needed: FloatArray, may: NDArray[np.bool_]) -> FloatArray:
     """Return worth lost per load taken off the fullest rank, down to the cap; inf where forbidden, or where
     it takes too little.
 
     Without that minimum, equal ranks would exchange tiny loads for nothing, and a load too large for all
     would never leave.
     """
-    useful = np.where(may, np.minimum(relief, wanted), 0.0)
+    useful = np.where(may, np.minimum(relief, needed), 0.0)
     enough = np.maximum(_LITTLE * useful.max(axis=(1, 2), keepdims=True), _TINY)
     return np.where(useful >= enough, (np.maximum(lost, 0.0) + _TINY) / np.maximum(useful, _TINY), np.inf)
 

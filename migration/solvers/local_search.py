@@ -25,7 +25,7 @@ def cells(table: SlotTable, experts: int, ranks: int) -> int:
     return table.size * (experts + 1) * ranks
 
 
-def polished(
+def local_search(
     table: SlotTable, load: FloatArray, ranks: int, least: NDArray[np.int64], most: int
 ) -> SlotTable:
     """Improve a placement; int16 as `table` [layers, slots], which is not changed.

@@ -22,7 +22,7 @@ from fleet.placement import Placement, Split
 from fleet.timing import EngineSpeed
 from migration.solvers.holder_value import HolderValue, filled, held_by_worth
 from migration.solvers.load_cap import held_of, levelled, split_under, table_of
-from migration.solvers.pairwise_exchange import bettered
+from migration.solvers.pairwise_exchange import exchange_experts
 
 BALANCE = 0.955
 """Mean rank load / fullest rank load of every layer, where weights and exchanges can reach it. It is slightly
@@ -123,7 +123,7 @@ def worth_of(demand: NDArray[Any], room: LocalityProblem) -> HolderValue:
     return HolderValue(rank * share, node * of_nodes, room.node)
 
 
-def located(
+def locality_placement(
     demand: NDArray[Any], room: LocalityProblem, present: SlotTable | None = None, stay: float = 0.05
 ) -> LocalityPlacement:
     """Return the placement that saves most dispatch at the required balance.
@@ -165,7 +165,7 @@ def placed(
         held = held_by_worth(worth, room.slots, room.replicas, room.home)
     else:
         held = filled(worth, start, room.slots, room.replicas, room.home, passes=1)
-    held = bettered(worth, held, room.slots, room.replicas, room.home, rounds)
+    held = exchange_experts(worth, held, room.slots, room.replicas, room.home, rounds)
     return filled(worth, held, room.slots, room.replicas, room.home, passes=1)
 
 
@@ -177,8 +177,10 @@ def _at_home(held: BoolArray, room: LocalityProblem) -> bool:
 def measured(
     table: SlotTable, split: Split | None, demand: NDArray[Any], room: LocalityProblem
 ) -> LocalityPlacement:
-    """Return the figures of any placement, as `located` does for its own. split: None: the one that levels it
-    best."""
+    """Return the figures of any placement, as `locality_placement` does for its own.
+
+    split: None: the one that levels it best.
+    """
     return _levelled_figures(table, demand, room) if split is None else _figures(table, split, demand, room)
 
 

@@ -30,7 +30,7 @@ _Option = tuple[float, int, int | None]
 """(gain, expert, the expert that makes room for it; None: a slot is free)."""
 
 
-def toward(
+def ordered_diff(
     table: SlotTable,
     target: SlotTable,
     demand: NDArray[Any],
@@ -54,14 +54,14 @@ def toward(
             f"toward: tables {table.shape} and {target.shape} and demand {demand.shape} do not fit"
             f" {room.ranks} ranks of {room.slots} slots"
         )
-    wanted, extra = _apart(table, target, demand.shape[2], room, limits)
+    missing, extra = _apart(table, target, demand.shape[2], room, limits)
     found: list[tuple[int, float, _Row]] = []
-    for layer in np.flatnonzero(wanted.any(axis=(1, 2))).tolist():
-        least = 1 if limits.least_replicas is None else limits.least_replicas[layer]
+    for layer in np.flatnonzero(missing.any(axis=(1, 2))).tolist():
+        least = 1 if limits.min_replicas is None else limits.min_replicas[layer]
         state = _Layer(
             table[layer],
             _Value(demand[:, layer], room),
-            wanted[layer],
+            missing[layer],
             extra[layer],
             np.broadcast_to(least, demand.shape[2:]),
             limits.live,
@@ -73,21 +73,21 @@ def toward(
         found += [(layer, gain, row) for gain, row in rows[:end]]
     changes = _changes(found)
     return _levelled(
-        table, changes if limits.most_copies is None else within(changes, limits.most_copies), demand, room
+        table, changes if limits.max_copies is None else within(changes, limits.max_copies), demand, room
     )
 
 
 def _apart(
     table: SlotTable, target: SlotTable, experts: int, room: LocalityProblem, limits: Constraints
 ) -> tuple[BoolArray, BoolArray]:
-    """Return (wanted, extra), bool [layers, ranks, experts]: only in the target, and only in the table."""
+    """Return (missing, extra), bool [layers, ranks, experts]: only in the target, and only in the table."""
     have, want = held_of(table, room.ranks, experts), held_of(target, room.ranks, experts)
-    wanted, extra = want & ~have, have & ~want
+    missing, extra = want & ~have, have & ~want
     if limits.frozen is not None:
-        wanted, extra = wanted & ~limits.frozen[:, None], extra & ~limits.frozen[:, None]
+        missing, extra = missing & ~limits.frozen[:, None], extra & ~limits.frozen[:, None]
     if limits.live is not None:
-        wanted, extra = wanted & limits.live[:, None], extra & limits.live[:, None]
-    return wanted, extra
+        missing, extra = missing & limits.live[:, None], extra & limits.live[:, None]
+    return missing, extra
 
 
 class _Value:
@@ -123,7 +123,7 @@ class _Rank(NamedTuple):
 
     free: list[int]
     """Empty slots."""
-    wanted: list[int]
+    missing: list[int]
     """Experts to take up, most worth last."""
     extra: list[int]
     """Experts that may leave, least worth first."""
@@ -136,31 +136,31 @@ class _Layer:
         self,
         row: SlotTable,
         value: _Value,
-        wanted: BoolArray,
+        missing: BoolArray,
         extra: BoolArray,
         least: NDArray[Any],
         live: NDArray[np.bool_] | None,
     ) -> None:
-        ranks = len(wanted)
+        ranks = len(missing)
         per = len(row) // ranks
         self._value, self._least = value, least.tolist()
         self._slot = {
             (slot // per, expert): slot for slot, expert in enumerate(row.tolist()) if expert != EMPTY
         }
-        self._count = [0] * wanted.shape[1]
+        self._count = [0] * missing.shape[1]
         for rank, expert in self._slot:
             value.count(rank, expert, 1)
             self._count[expert] += live is None or bool(live[rank])
-        self._ranks = [self._rank(row, per, rank, wanted[rank], extra[rank]) for rank in range(ranks)]
+        self._ranks = [self._rank(row, per, rank, missing[rank], extra[rank]) for rank in range(ranks)]
         self._extra_on: dict[int, set[int]] = {}
         for rank, part in enumerate(self._ranks):
             for expert in part.extra:
                 self._extra_on.setdefault(expert, set()).add(rank)
 
-    def _rank(self, row: SlotTable, per: int, rank: int, wanted: BoolArray, extra: BoolArray) -> _Rank:
+    def _rank(self, row: SlotTable, per: int, rank: int, missing: BoolArray, extra: BoolArray) -> _Rank:
         free = [slot for slot in range(rank * per, (rank + 1) * per) if row[slot] == EMPTY]
         take = sorted(
-            np.flatnonzero(wanted).tolist(), key=lambda expert: (self._value.win(rank, expert), -expert)
+            np.flatnonzero(missing).tolist(), key=lambda expert: (self._value.win(rank, expert), -expert)
         )
         return _Rank(
             free[::-1],
@@ -197,9 +197,9 @@ class _Layer:
     def _option(self, rank: int) -> _Option | None:
         """Return the next expert that a rank would take up, and the expert that it replaces."""
         part = self._ranks[rank]
-        if not part.wanted:
+        if not part.missing:
             return None
-        expert = part.wanted[-1]
+        expert = part.missing[-1]
         worth = self._value.win(rank, expert)
         if part.free:
             return worth, expert, None
@@ -212,7 +212,7 @@ class _Layer:
         _, expert, other = option
         part = self._ranks[rank]
         gain = self._value.win(rank, expert) - (0.0 if other is None else self._value.lose(rank, other))
-        part.wanted.pop()
+        part.missing.pop()
         slot = part.free.pop() if other is None else self._gone(rank, other)
         self._come(rank, expert, slot)
         touched = (
@@ -237,16 +237,16 @@ class _Layer:
     def _exchanged(self) -> tuple[tuple[float, _Row], set[int]] | None:
         """Make the best exchange of two extras, one of which the other's rank wants.
 
-        Only the few most and least wanted experts are examined.
+        Only the few most and least missing experts are examined.
         """
         value, best = self._value, None
         for rank, part in enumerate(self._ranks):
-            for expert in part.wanted[-_LOOK:]:
+            for expert in part.missing[-_LOOK:]:
                 for other in sorted(self._extra_on.get(expert, ())):
-                    wanted = self._ranks[other].wanted
+                    missing = self._ranks[other].missing
                     # Prefer to give back an expert that the other rank wants too; otherwise any extra that it
                     # lacks.
-                    backs = [back for back in part.extra if back in wanted][-_LOOK:] or [
+                    backs = [back for back in part.extra if back in missing][-_LOOK:] or [
                         back for back in part.extra if (other, back) not in self._slot
                     ][:_LOOK]
                     for back in backs:
@@ -264,9 +264,9 @@ class _Layer:
         slot, theirs = self._gone(rank, back), self._gone(other, expert)
         self._come(rank, expert, slot)
         self._come(other, back, theirs)
-        self._ranks[rank].wanted.remove(expert)
-        if back in self._ranks[other].wanted:
-            self._ranks[other].wanted.remove(back)
+        self._ranks[rank].missing.remove(expert)
+        if back in self._ranks[other].missing:
+            self._ranks[other].missing.remove(back)
         else:
             self._ranks[other].extra.append(back)
             self._extra_on[back].add(other)

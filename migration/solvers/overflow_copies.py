@@ -33,16 +33,16 @@ from migration.solvers.overflow_state import (
     OverflowRanks,
     OverflowView,
     admit,
-    crowds_of,
     over,
-    sight_of,
+    overflow_ranks,
+    overflow_view,
     widen,
 )
 from migration.solvers.split_weights import SplitResult, diffused
 
 SETTLING, LONG = 5, 12
 """Rounds of flow after copies, and where copies have failed."""
-ROUNDS, FURTHER, MOST_ROUNDS = 8, 4.0, 18
+ROUNDS, FURTHER, MAX_ROUNDS = 8, 4.0, 18
 """Rounds of copies: ROUNDS, plus FURTHER for each mean rank load of excess, averaged over layers; at most
 MOST_ROUNDS."""
 LANES = 10
@@ -66,66 +66,66 @@ NEAR_CAP = 1e-4
 _TINY = 1e-9
 
 
-def outlets(
+def overflow_copies(
     table: SlotTable,
     load: FloatArray,
     parts: SplitResult,
     served: FloatArray,
     cap: FloatArray,
-    wanted: BoolArray,
+    open_layers: BoolArray,
     limits: Constraints,
     node: NDArray[np.intp] | None,
 ) -> PlacementChanges:
-    """Return the copies that bring the `wanted` layers [layers] to their `cap` [layers], or as near as could
-    be found.
+    """Return the copies that bring the `open_layers` [layers] to their `cap` [layers], or as near as could be
+    found.
 
     load: [layers, experts] in mean rank loads; parts, served: the table's shared slots, and their loads after
     convergence of the weights.
     """
     found = [NONE]
-    crowds = crowds_of(table, load, parts, served, cap, limits, node).taken(wanted)
-    excess = crowds.excess()
+    state = overflow_ranks(table, load, parts, served, cap, limits, node).taken(open_layers)
+    excess = state.excess()
     # More rounds where the excess is larger; finished layers leave the arrays.
     rounds = ROUNDS + FURTHER * excess.mean() if len(excess) else 0
-    while len(excess) and len(found) <= min(rounds, MOST_ROUNDS):
-        found.append(_round(crowds, excess))
-        excess = crowds.excess()
-        open_ = (excess > NEAR_CAP) & (crowds.fails < len(TRIALS))
-        crowds, excess = crowds.taken(open_), excess[open_]
+    while len(excess) and len(found) <= min(rounds, MAX_ROUNDS):
+        found.append(_round(state, excess))
+        excess = state.excess()
+        open_ = (excess > NEAR_CAP) & (state.fails < len(TRIALS))
+        state, excess = state.taken(open_), excess[open_]
     return joined(found)
 
 
-def _round(crowds: OverflowRanks, before: FloatArray) -> PlacementChanges:
+def _round(state: OverflowRanks, before: FloatArray) -> PlacementChanges:
     """Make copies in each layer that has some with proof. before: [a], the excess."""
     # Room for experts that become shared in this round.
-    widen(crowds, LANES + 1 if (before > LARGE).any() else 2)
-    sight = sight_of(crowds)
-    leads = _leads(crowds, sight, before)
-    attempt, exchange = _attempts(crowds, sight, leads, before), _exchanges(crowds, sight, leads, before)
+    widen(state, LANES + 1 if (before > LARGE).any() else 2)
+    view = overflow_view(state)
+    leads = _leads(state, view, before)
+    attempt, exchange = _attempts(state, view, leads, before), _exchanges(state, view, leads, before)
     promised = np.full(len(before), -np.inf)
     np.maximum.at(promised, attempt.row, attempt.promised)
     # Double copies compete where they promise more, or where single ones have failed.
     attempt = attempt.joined(
         exchange.taken(
-            np.flatnonzero((crowds.fails[exchange.row] > 0) | (exchange.promised > promised[exchange.row]))
+            np.flatnonzero((state.fails[exchange.row] > 0) | (exchange.promised > promised[exchange.row]))
         )
     )
-    trial = _tried(crowds, sight, attempt)
+    trial = _tried(state, view, attempt)
     fallen = before[attempt.row] - trial.excess
     # Blame a slot only where a single copy was tried.
     alone = attempt.promise[:, 1] == -np.inf
-    crowds.harm[attempt.row[alone], attempt.element[alone, 0]] += np.maximum(
+    state.harm[attempt.row[alone], attempt.element[alone, 0]] += np.maximum(
         attempt.promise[:, 0] - fallen, 0.0
     )[alone]
     # Proven copies first, then the largest fall; the first of each row is made.
-    proven = fallen > np.maximum(PROOF ** (1 + crowds.fails[attempt.row]) * attempt.moved.sum(axis=1), LEAST)
+    proven = fallen > np.maximum(PROOF ** (1 + state.fails[attempt.row]) * attempt.moved.sum(axis=1), LEAST)
     best = np.lexsort((-fallen, ~proven, attempt.row))
     best = best[np.diff(attempt.row[best], prepend=-1) > 0]
     best = best[proven[best]]
-    crowds.fails += 1
-    crowds.fails[attempt.row[best]] = 0
-    crowds.harm[attempt.row[best]] *= FORGETTING
-    return _make(crowds, attempt.taken(best), trial.served[best])
+    state.fails += 1
+    state.fails[attempt.row[best]] = 0
+    state.harm[attempt.row[best]] *= FORGETTING
+    return _make(state, attempt.taken(best), trial.served[best])
 
 
 class _Leads(NamedTuple):
@@ -138,37 +138,33 @@ class _Leads(NamedTuple):
     another column too."""
 
 
-def _leads(crowds: OverflowRanks, sight: OverflowView, before: FloatArray) -> _Leads:
-    a, ranks = len(crowds.layer), len(crowds.dead) - 1
+def _leads(state: OverflowRanks, view: OverflowView, before: FloatArray) -> _Leads:
+    a, ranks = len(state.layer), len(state.dead) - 1
     rows = np.arange(a)[:, None]
     # Relieve the rank with most excess, counting that of ranks it exchanges load with. With a large excess,
     # and after every second failure, only the rank's own load counts.
-    pressed = (
-        np.where(((crowds.fails % 2 == 0) & (before <= LARGE))[:, None], sight.leaving, 0.0) + sight.loads
-    )
-    pressed[:, crowds.dead] = -np.inf
+    pressed = np.where(((state.fails % 2 == 0) & (before <= LARGE))[:, None], view.leaving, 0.0) + view.loads
+    pressed[:, state.dead] = -np.inf
     fullest = min(FULLEST, ranks) if (before > LARGE).any() else 1
     rank = (
         pressed.argmax(axis=1)[:, None]
         if fullest == 1
         else np.argsort(-pressed, axis=1, kind="stable")[:, :fullest]
     )
-    here = crowds.table.reshape(a, ranks, -1)[rows, rank].reshape(a, -1).astype(np.intp)
+    here = state.table.reshape(a, ranks, -1)[rows, rank].reshape(a, -1).astype(np.intp)
     rank = np.repeat(rank, here.shape[1] // rank.shape[1], axis=1)
     # Of a sole holder's expert up to the whole load can leave; of a shared one, what its crowded holders
     # serve.
-    alone = crowds.replicas[rows, here] == 1
-    flow = np.where(
-        alone, np.minimum(crowds.load[rows, here], sight.leaving[rows, rank]), sight.out[rows, here]
-    )
-    allowed = (here != EMPTY) & (crowds.replicas[rows, here] < crowds.most[rows, here]) & ~crowds.dead[rank]
+    alone = state.replicas[rows, here] == 1
+    flow = np.where(alone, np.minimum(state.load[rows, here], view.leaving[rows, rank]), view.out[rows, here])
+    allowed = (here != EMPTY) & (state.replicas[rows, here] < state.most[rows, here]) & ~state.dead[rank]
     column = np.broadcast_to(np.arange(here.shape[1]), here.shape)
     # Keep one column per expert, though several of the fullest ranks may hold it.
-    first = np.full(crowds.load.shape, here.shape[1])
+    first = np.full(state.load.shape, here.shape[1])
     np.minimum.at(first, (rows, here), column)
     flow = np.where(allowed & (first[rows, here] == column), np.minimum(flow, before[:, None]), 0.0)
     # Of equal flows prefer the larger expert: its replica has more room for corrections.
-    return _Leads(here, rank, flow + 1e-3 * np.where(flow > 0, crowds.load[rows, here], 0.0))
+    return _Leads(here, rank, flow + 1e-3 * np.where(flow > 0, state.load[rows, here], 0.0))
 
 
 class _Attempt(NamedTuple):
@@ -208,37 +204,37 @@ class _Attempt(NamedTuple):
         return both.taken(np.argsort(both.row, kind="stable"))
 
 
-def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before: FloatArray) -> _Attempt:
+def _attempts(state: OverflowRanks, view: OverflowView, leads: _Leads, before: FloatArray) -> _Attempt:
     """Return the attempts of a round.
 
     After a success: one attempt of several copies, which together stay well below the excess. Else: several
     attempts of one copy.
     """
-    a = len(crowds.layer)
+    a = len(state.layer)
     rows = np.arange(a)
     # Without a large excess only the fullest rank's experts are candidates.
     many = before > LARGE
     leads.flow[~many[:, None] & (leads.rank != leads.rank[:, :1])] = 0.0
-    _pass_over(leads.flow, crowds.fails)
+    _pass_over(leads.flow, state.fails)
     # Copies of one attempt must not interfere: a rank receives once, and an expert that got or lost a replica
     # loses no further one.
-    shut = np.broadcast_to(crowds.dead, (a, len(crowds.dead))).copy()
-    parted = np.zeros(crowds.load.shape, bool)
+    shut = np.broadcast_to(state.dead, (a, len(state.dead))).copy()
+    parted = np.zeros(state.load.shape, bool)
     found, row, lead = None, rows, np.full(a, -1)
-    spent, gained = np.zeros(a), crowds.replicas.copy()
+    spent, gained = np.zeros(a), state.replicas.copy()
     for lane in range(LANES):
         pick = leads.flow[row].argmax(axis=1)
         expert, flow = leads.expert[row, pick], leads.flow[row, pick]
-        admit(crowds, row, expert)
+        admit(state, row, expert)
         parted[row, expert] = True
         # Promise of a slot: load it takes, less the load it displaces, less its learnt shortfall.
-        worth = np.minimum(flow[:, None], sight.space[row]) - sight.stranded[row] - crowds.harm[row]
-        worth[(sight.space[row] <= LEAST) | (flow <= 0)[:, None]] = -np.inf
-        promise = _promises(crowds, row, expert, worth, shut, parted)
+        worth = np.minimum(flow[:, None], view.space[row]) - view.stranded[row] - state.harm[row]
+        worth[(view.space[row] <= LEAST) | (flow <= 0)[:, None]] = -np.inf
+        promise = _promises(state, row, expert, worth, shut, parted)
         # The first lane opens the attempts, several per row after failures; later lanes extend the best
         # attempt of a row.
         if found is None:
-            nth, element = _best(promise, np.array(TRIALS)[crowds.fails])
+            nth, element = _best(promise, np.array(TRIALS)[state.fails])
             found = _Attempt.of(row[nth])
             lead[row[nth][::-1]] = np.arange(len(nth))[::-1]
             at = np.arange(len(nth))
@@ -248,7 +244,7 @@ def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before:
             element, at = element[nth], lead[row[nth]]
         worth = promise[nth, element]
         row, expert, flow, pick = row[nth], expert[nth], flow[nth], pick[nth]
-        moved = np.minimum(flow, sight.space[row, element])
+        moved = np.minimum(flow, view.space[row, element])
         found.element[at, lane], found.expert[at, lane], found.moved[at, lane], found.promise[at, lane] = (
             element,
             expert,
@@ -257,17 +253,17 @@ def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before:
         )
         spent[row] += moved
         # Further copies only where the excess is large and the last round succeeded.
-        on = many[row] & (crowds.fails[row] == 0) & (spent[row] < WIDE * before[row])
+        on = many[row] & (state.fails[row] == 0) & (spent[row] < WIDE * before[row])
         row, element, expert, moved, pick = row[on], element[on], expert[on], moved[on], pick[on]
         if not len(row):
             break
-        shut[row, crowds.rank[row, element]] = True
-        parted[row, crowds.expert[row, element]] = True
+        shut[row, state.rank[row, element]] = True
+        parted[row, state.expert[row, element]] = True
         # Load that this copy moves is no longer available to experts of the same rank, or to the same expert
         # elsewhere.
         touched = (leads.rank[row] == leads.rank[row, pick][:, None]) | (leads.expert[row] == expert[:, None])
         gained[row, expert] += 1
-        full = (gained[row, expert] >= crowds.most[row, expert])[:, None] & (
+        full = (gained[row, expert] >= state.most[row, expert])[:, None] & (
             leads.expert[row] == expert[:, None]
         )
         leads.flow[row] = np.where(
@@ -277,28 +273,28 @@ def _attempts(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before:
     return found
 
 
-def _exchanges(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before: FloatArray) -> _Attempt:
+def _exchanges(state: OverflowRanks, view: OverflowView, leads: _Leads, before: FloatArray) -> _Attempt:
     """Return one attempt of two copies for each layer without a large excess.
 
     The emptiest rank may hold only experts without other replicas, so that nothing there can give way. Its
     smallest expert then goes into a slot of a crowded rank through which least flows, and its own slot gets
     an expert of a crowded rank.
     """
-    rows = np.arange(len(crowds.layer))
+    rows = np.arange(len(state.layer))
     # Another rank after each failure.
-    rank = _nth_emptiest(crowds, sight, crowds.fails)
+    rank = _nth_emptiest(state, view, state.fails)
     own, origin = (
-        table.reshape(len(rows), len(crowds.dead) - 1, -1)[rows, rank].astype(np.intp)
-        for table in (crowds.table, crowds.origin)
+        table.reshape(len(rows), len(state.dead) - 1, -1)[rows, rank].astype(np.intp)
+        for table in (state.table, state.origin)
     )
-    small, weight = _smallest(crowds, own)
+    small, weight = _smallest(state, own)
     row = rows[np.isfinite(weight) & (before <= LARGE)]
-    admit(crowds, row, small[row])
+    admit(state, row, small[row])
     # First half: the slot on a crowded rank that serves least.
-    high = sight.loads > crowds.cap[:, None]
+    high = view.loads > state.cap[:, None]
     into = np.full(len(rows), NOWHERE)
     promise = _promises(
-        crowds, row, small[row], np.where(high[row[:, None], crowds.rank[row]], -crowds.served[row], -np.inf)
+        state, row, small[row], np.where(high[row[:, None], state.rank[row]], -state.served[row], -np.inf)
     )
     found = promise.max(axis=1, initial=-np.inf) > -np.inf
     row = row[found]
@@ -306,19 +302,19 @@ def _exchanges(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before
     # Second half: an expert of a crowded rank that the emptiest rank has never held, and that did not just
     # give way.
     there = (
-        np.concatenate([own, origin, crowds.expert[rows, into][:, None]], axis=1)[:, :, None]
+        np.concatenate([own, origin, state.expert[rows, into][:, None]], axis=1)[:, :, None]
         == leads.expert[:, None, :]
     ).any(axis=1)
     flow = np.where(there, 0.0, leads.flow)
     lead = flow.argmax(axis=1)
-    moved = np.minimum(flow[rows, lead], crowds.cap - sight.loads[rows, rank] + weight)
+    moved = np.minimum(flow[rows, lead], state.cap - view.loads[rows, rank] + weight)
     # The exchange must move more load out than the small expert brings in.
     row = row[moved[row] > weight[row] + LEAST]
-    row = row[~(crowds.new[row] & (crowds.expert[row] == small[row][:, None])).any(axis=1)]
+    row = row[~(state.new[row] & (state.expert[row] == small[row][:, None])).any(axis=1)]
     expert = leads.expert[row, lead[row]]
-    admit(crowds, row, expert)
+    admit(state, row, expert)
     attempt = _Attempt.of(row)
-    out = (crowds.expert[row] == small[row][:, None]).argmax(axis=1)
+    out = (state.expert[row] == small[row][:, None]).argmax(axis=1)
     attempt.element[:, 0], attempt.expert[:, 0], attempt.promise[:, 0] = into[row], small[row], 0.0
     attempt.element[:, 1], attempt.expert[:, 1], attempt.moved[:, 1], attempt.promise[:, 1] = (
         out,
@@ -329,20 +325,20 @@ def _exchanges(crowds: OverflowRanks, sight: OverflowView, leads: _Leads, before
     return attempt
 
 
-def _nth_emptiest(crowds: OverflowRanks, sight: OverflowView, nth: IndexArray) -> IndexArray:
+def _nth_emptiest(state: OverflowRanks, view: OverflowView, nth: IndexArray) -> IndexArray:
     """[a]: the live rank that `nth` [a] ranks are emptier than."""
-    order = np.argsort(np.where(crowds.dead, np.inf, sight.loads), axis=1, kind="stable")
-    live = len(crowds.dead) - int(crowds.dead.sum())
+    order = np.argsort(np.where(state.dead, np.inf, view.loads), axis=1, kind="stable")
+    live = len(state.dead) - int(state.dead.sum())
     return np.asarray(order[np.arange(len(order)), np.minimum(nth, live - 1)])
 
 
-def _smallest(crowds: OverflowRanks, experts: IndexArray) -> tuple[IndexArray, FloatArray]:
+def _smallest(state: OverflowRanks, experts: IndexArray) -> tuple[IndexArray, FloatArray]:
     """Return ([a] the smallest of the experts [a, k] that have one holder and may move, [a] its load; inf:
     there is none)."""
     rows = np.arange(len(experts))
     at = rows[:, None], experts
-    free = (experts != EMPTY) & (crowds.replicas[at] == 1) & (crowds.least[at] == 1) & (crowds.most[at] > 1)
-    weight = np.where(free, crowds.load[at], np.inf)
+    free = (experts != EMPTY) & (state.replicas[at] == 1) & (state.least[at] == 1) & (state.most[at] > 1)
+    weight = np.where(free, state.load[at], np.inf)
     pick = weight.argmin(axis=1)
     return experts[rows, pick], weight[rows, pick]
 
@@ -363,7 +359,7 @@ def _pass_over(flow: FloatArray, fails: IndexArray) -> None:
 
 
 def _promises(
-    crowds: OverflowRanks,
+    state: OverflowRanks,
     row: IndexArray,
     expert: IndexArray,
     worth: FloatArray,
@@ -375,16 +371,16 @@ def _promises(
     shut: [a, ranks + 1], ranks that must not receive; parted: [a, experts + 1], experts that must not lose a
     replica; None: none.
     """
-    held, ranks = crowds.expert[row], len(crowds.dead) - 1
-    holds = np.broadcast_to(crowds.dead, (len(row), ranks + 1)).copy() if shut is None else shut[row]
-    here = (crowds.table[row] == expert[:, None]) | (crowds.origin[row] == expert[:, None])
-    holds[:, :ranks] |= here.reshape(len(row), ranks, crowds.table.shape[1] // ranks).any(axis=2)
-    spare = crowds.replicas[row] > crowds.least[row]
+    held, ranks = state.expert[row], len(state.dead) - 1
+    holds = np.broadcast_to(state.dead, (len(row), ranks + 1)).copy() if shut is None else shut[row]
+    here = (state.table[row] == expert[:, None]) | (state.origin[row] == expert[:, None])
+    holds[:, :ranks] |= here.reshape(len(row), ranks, state.table.shape[1] // ranks).any(axis=2)
+    spare = state.replicas[row] > state.least[row]
     if parted is not None:
         spare &= ~parted[row]
     spare[:, -1] = True
     nth = np.arange(len(row))[:, None]
-    return np.where(spare[nth, held] & ~crowds.new[row] & ~holds[nth, crowds.rank[row]], worth, -np.inf)
+    return np.where(spare[nth, held] & ~state.new[row] & ~holds[nth, state.rank[row]], worth, -np.inf)
 
 
 def _best(promise: FloatArray, most: IndexArray) -> tuple[IndexArray, IndexArray]:
@@ -411,12 +407,12 @@ class _Trial(NamedTuple):
     """[t]"""
 
 
-def _tried(crowds: OverflowRanks, sight: OverflowView, attempt: _Attempt) -> _Trial:
+def _tried(state: OverflowRanks, view: OverflowView, attempt: _Attempt) -> _Trial:
     """Simulate the flow of weights after the copies, from an estimated start."""
     row, t = attempt.row, len(attempt.row)
     nth, each = np.arange(t), np.arange(t)[:, None]
-    held, rank, served, whole = crowds.expert[row], crowds.rank[row], crowds.served[row], crowds.load[row]
-    room = np.maximum(crowds.cap[:, None] - sight.loads, 0.0)[row][each, rank] + 1e-3
+    held, rank, served, whole = state.expert[row], state.rank[row], state.served[row], state.load[row]
+    room = np.maximum(state.cap[:, None] - view.loads, 0.0)[row][each, rank] + 1e-3
     for lane in range(LANES):
         n = nth[attempt.promise[:, lane] > -np.inf]
         if not len(n):
@@ -428,7 +424,7 @@ def _tried(crowds: OverflowRanks, sight: OverflowView, attempt: _Attempt) -> _Tr
         near = np.where(held[n] == gone[:, None], room[n], 0.0)
         served[n] += near * (left / np.maximum(near.sum(axis=1), _TINY))[:, None]
         served[n, element] = 0.0
-        served[n] += _handed_back(crowds, sight, row[n], element, held[n], served[n], left)
+        served[n] += _handed_back(state, view, row[n], element, held[n], served[n], left)
         # The expert's other holders hand over the moved part evenly.
         served[n] *= np.where(
             held[n] == expert[:, None], (1.0 - moved / np.maximum(whole[n, expert], _TINY))[:, None], 1.0
@@ -436,12 +432,12 @@ def _tried(crowds: OverflowRanks, sight: OverflowView, attempt: _Attempt) -> _Tr
         held[n, element], served[n, element] = expert, moved
     excess = np.empty(t)
     # Longer flow where copies have failed: the estimate of the start was worse there.
-    for which, rounds in ((crowds.fails[row] == 0, SETTLING), (crowds.fails[row] > 0, LONG)):
+    for which, rounds in ((state.fails[row] == 0, SETTLING), (state.fails[row] > 0, LONG)):
         if which.any():
             served[which], loads = _flowed(
-                held[which], rank[which], served[which], crowds.alone[row[which]], whole.shape[1], rounds
+                held[which], rank[which], served[which], state.alone[row[which]], whole.shape[1], rounds
             )
-            excess[which] = over(loads, crowds.cap[row[which]], crowds.dead).sum(axis=1)
+            excess[which] = over(loads, state.cap[row[which]], state.dead).sum(axis=1)
     return _Trial(served, excess)
 
 
@@ -465,8 +461,8 @@ def _flowed(
 
 
 def _handed_back(
-    crowds: OverflowRanks,
-    sight: OverflowView,
+    state: OverflowRanks,
+    view: OverflowView,
     row: IndexArray,
     element: IndexArray,
     held: IndexArray,
@@ -478,8 +474,8 @@ def _handed_back(
     Its expert's other holder hands back as much as it can to the element's rank, through other experts that
     both hold.
     """
-    nth, other, rank = np.arange(len(row)), sight.other[row], crowds.rank[row]
-    here, there, parallel = rank[nth, element], rank[nth, other[nth, element]], sight.parallel[row, element]
+    nth, other, rank = np.arange(len(row)), view.other[row], state.rank[row]
+    here, there, parallel = rank[nth, element], rank[nth, other[nth, element]], view.parallel[row, element]
     part = np.where(parallel > 0, np.minimum(left / np.maximum(parallel, _TINY), 1.0), 0.0)
     both = (
         (rank == there[:, None])
@@ -501,21 +497,21 @@ def _numbered(keys: IndexArray, most: int) -> tuple[IndexArray, int]:
     return number[keys], len(found)
 
 
-def _make(crowds: OverflowRanks, attempt: _Attempt, served: FloatArray) -> PlacementChanges:
+def _make(state: OverflowRanks, attempt: _Attempt, served: FloatArray) -> PlacementChanges:
     """Make the copies of one attempt in each of its layers; the layer's gain is divided evenly among them."""
-    before = np.where(crowds.dead, 0.0, crowds.loads()[attempt.row]).max(axis=1)
+    before = np.where(state.dead, 0.0, state.loads()[attempt.row]).max(axis=1)
     nth, lane = np.nonzero(attempt.promise > -np.inf)
     row, element, expert = attempt.row[nth], attempt.element[nth, lane], attempt.expert[nth, lane]
-    slot, gone = crowds.slot[row, element], crowds.expert[row, element]
-    np.add.at(crowds.replicas, (row, gone), np.where(gone == crowds.load.shape[1] - 1, 0, -1))
-    np.add.at(crowds.replicas, (row, expert), 1)
-    crowds.table[row, slot] = expert
-    crowds.expert[row, element], crowds.new[row, element], crowds.served[attempt.row] = expert, True, served
-    after = np.where(crowds.dead, 0.0, crowds.loads()[attempt.row]).max(axis=1)
+    slot, gone = state.slot[row, element], state.expert[row, element]
+    np.add.at(state.replicas, (row, gone), np.where(gone == state.load.shape[1] - 1, 0, -1))
+    np.add.at(state.replicas, (row, expert), 1)
+    state.table[row, slot] = expert
+    state.expert[row, element], state.new[row, element], state.served[attempt.row] = expert, True, served
+    after = np.where(state.dead, 0.0, state.loads()[attempt.row]).max(axis=1)
     n = len(row)
     return PlacementChanges(
         np.full(n, ChangeKind.REPLICATE, np.uint8),
-        crowds.layer[row].astype(np.int32),
+        state.layer[row].astype(np.int32),
         slot.astype(np.int32),
         expert.astype(np.int16),
         np.full(n, NOWHERE, np.int32),

@@ -101,7 +101,7 @@ def summed(values: FloatArray, place: IndexArray, places: int) -> FloatArray:
     )
 
 
-def crowds_of(
+def overflow_ranks(
     table: SlotTable,
     load: FloatArray,
     parts: SplitResult,
@@ -175,12 +175,12 @@ def _bounds(
     """
     least, most = (
         np.ones_like(replicas),
-        np.full_like(replicas, ranks if limits.most_replicas is None else min(ranks, limits.most_replicas)),
+        np.full_like(replicas, ranks if limits.max_replicas is None else min(ranks, limits.max_replicas)),
     )
-    if limits.least_replicas is not None:
+    if limits.min_replicas is not None:
         spread = node is not None and int(node.max()) > 0
         least[:, :-1] = np.where(
-            spread & (limits.least_replicas > 1), replicas[:, :-1], np.maximum(limits.least_replicas, 1)
+            spread & (limits.min_replicas > 1), replicas[:, :-1], np.maximum(limits.min_replicas, 1)
         )
     if limits.frozen is not None:
         least[:, :-1] = np.where(limits.frozen, replicas[:, :-1], least[:, :-1])
@@ -209,23 +209,23 @@ class OverflowView(NamedTuple):
     hold."""
 
 
-def sight_of(crowds: OverflowRanks) -> OverflowView:
-    ranks, experts = len(crowds.dead), crowds.load.shape[1]
-    rows = np.arange(len(crowds.layer))[:, None]
-    loads, y = crowds.loads(), crowds.served
-    high = over(loads, crowds.cap, crowds.dead)
-    signed = np.where(crowds.dead, 0.0, crowds.cap[:, None] - loads)
-    room = np.maximum(signed, 0.0)[rows, crowds.rank]
-    leaving = pooled(crowds, high)
-    out = np.minimum(crowds.load, summed(np.minimum(y, leaving[rows, crowds.rank]), crowds.expert, experts))
+def overflow_view(state: OverflowRanks) -> OverflowView:
+    ranks, experts = len(state.dead), state.load.shape[1]
+    rows = np.arange(len(state.layer))[:, None]
+    loads, y = state.loads(), state.served
+    high = over(loads, state.cap, state.dead)
+    signed = np.where(state.dead, 0.0, state.cap[:, None] - loads)
+    room = np.maximum(signed, 0.0)[rows, state.rank]
+    leaving = pooled(state, high)
+    out = np.minimum(state.load, summed(np.minimum(y, leaving[rows, state.rank]), state.expert, experts))
     # Displaced load: first into the room of the expert's other holders, the rest one step further through
     # their other experts.
-    elsewhere = summed(room, crowds.expert, experts)[rows, crowds.expert] - room
-    passing = np.where(crowds.expert < experts - 1, np.minimum(y, elsewhere), 0.0)
-    onward = summed(passing, crowds.rank, ranks)[rows, crowds.rank]
-    further = summed(onward - passing, crowds.expert, experts)[rows, crowds.expert] - onward + passing
-    space = np.maximum(signed[rows, crowds.rank] + y + onward - passing, 0.0)
-    other, parallel = _pairs(crowds)
+    elsewhere = summed(room, state.expert, experts)[rows, state.expert] - room
+    passing = np.where(state.expert < experts - 1, np.minimum(y, elsewhere), 0.0)
+    onward = summed(passing, state.rank, ranks)[rows, state.rank]
+    further = summed(onward - passing, state.expert, experts)[rows, state.expert] - onward + passing
+    space = np.maximum(signed[rows, state.rank] + y + onward - passing, 0.0)
+    other, parallel = _pairs(state)
     # What finds no room in either step is stranded, less what the other holder returns to this rank anyway.
     homeless = np.maximum(y - elsewhere, 0.0)
     left = np.maximum(homeless - further, 0.0)
@@ -235,16 +235,16 @@ def sight_of(crowds: OverflowRanks) -> OverflowView:
     )
 
 
-def pooled(crowds: OverflowRanks, high: FloatArray) -> FloatArray:
+def pooled(state: OverflowRanks, high: FloatArray) -> FloatArray:
     """[a, ranks + 1]: the given excess, summed over the crowded ranks that can exchange load with each
     other."""
-    ranks, experts = len(crowds.dead), crowds.load.shape[1]
+    ranks, experts = len(state.dead), state.load.shape[1]
     rows = np.arange(len(high))[:, None]
     # Ranks that are joined by a shared expert with load form a component: their excess is common.
-    flowing = (crowds.served > _STILL) & (crowds.expert < experts - 1) & (high > 0)[rows, crowds.rank]
+    flowing = (state.served > _STILL) & (state.expert < experts - 1) & (high > 0)[rows, state.rank]
     rank, expert = (
-        (crowds.rank + ranks * rows)[flowing],
-        (crowds.expert + experts * rows + high.size)[flowing],
+        (state.rank + ranks * rows)[flowing],
+        (state.expert + experts * rows + high.size)[flowing],
     )
     nodes = high.size + len(high) * experts
     starts = np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=nodes))])
@@ -260,60 +260,60 @@ def pooled(crowds: OverflowRanks, high: FloatArray) -> FloatArray:
     return np.asarray(np.bincount(pool, high.ravel())[pool].reshape(high.shape))
 
 
-def _pairs(crowds: OverflowRanks) -> tuple[IndexArray, FloatArray]:
+def _pairs(state: OverflowRanks) -> tuple[IndexArray, FloatArray]:
     """Return (`OverflowView.other`, `OverflowView.parallel`)."""
-    a, m = crowds.rank.shape
-    rows, ranks, experts = np.arange(a)[:, None], len(crowds.dead), crowds.load.shape[1]
+    a, m = state.rank.shape
+    rows, ranks, experts = np.arange(a)[:, None], len(state.dead), state.load.shape[1]
     column = np.broadcast_to(np.arange(m, dtype=np.float64), (a, m))
     # The partner's column is the sum of the pair's columns less the own one.
-    two = crowds.replicas[rows, crowds.expert] == 2
-    other = np.where(
-        two, summed(column, crowds.expert, experts)[rows, crowds.expert] - column, column
-    ).astype(np.intp)
-    there = crowds.rank[rows, other]
-    between = summed(np.where(two, crowds.served, 0.0), crowds.rank * ranks + there, ranks * ranks)
-    return other, np.where(two, between[rows, there * ranks + crowds.rank] - crowds.served[rows, other], 0.0)
+    two = state.replicas[rows, state.expert] == 2
+    other = np.where(two, summed(column, state.expert, experts)[rows, state.expert] - column, column).astype(
+        np.intp
+    )
+    there = state.rank[rows, other]
+    between = summed(np.where(two, state.served, 0.0), state.rank * ranks + there, ranks * ranks)
+    return other, np.where(two, between[rows, there * ranks + state.rank] - state.served[rows, other], 0.0)
 
 
-def admit(crowds: OverflowRanks, row: IndexArray, expert: IndexArray) -> None:
+def admit(state: OverflowRanks, row: IndexArray, expert: IndexArray) -> None:
     """Make elements of the slots of experts with a single holder until now; a column is reserved for them."""
-    new = (crowds.replicas[row, expert] == 1) & ~(crowds.expert[row] == expert[:, None]).any(axis=1)
+    new = (state.replicas[row, expert] == 1) & ~(state.expert[row] == expert[:, None]).any(axis=1)
     row, expert = row[new], expert[new]
-    column = (crowds.slot[row] != NOWHERE).sum(axis=1)
-    rank_of = np.arange(crowds.table.shape[1]) // (crowds.table.shape[1] // (len(crowds.dead) - 1))
-    slot = ((crowds.table[row] == expert[:, None]) & ~crowds.dead[rank_of]).argmax(axis=1)
+    column = (state.slot[row] != NOWHERE).sum(axis=1)
+    rank_of = np.arange(state.table.shape[1]) // (state.table.shape[1] // (len(state.dead) - 1))
+    slot = ((state.table[row] == expert[:, None]) & ~state.dead[rank_of]).argmax(axis=1)
     rank = rank_of[slot]
-    load = crowds.load[row, expert]
+    load = state.load[row, expert]
     (
-        crowds.slot[row, column],
-        crowds.rank[row, column],
-        crowds.expert[row, column],
-        crowds.served[row, column],
+        state.slot[row, column],
+        state.rank[row, column],
+        state.expert[row, column],
+        state.served[row, column],
     ) = (
         slot,
         rank,
         expert,
         load,
     )
-    crowds.alone[row, rank] -= load
+    state.alone[row, rank] -= load
 
 
-def widen(crowds: OverflowRanks, room: int) -> None:
+def widen(state: OverflowRanks, room: int) -> None:
     """Add columns for `room` further elements in every layer."""
-    used = int((crowds.slot != NOWHERE).sum(axis=1).max())
-    more = used + room - crowds.slot.shape[1]
+    used = int((state.slot != NOWHERE).sum(axis=1).max())
+    more = used + room - state.slot.shape[1]
     if more <= 0:
         return
     placeholder = {
         "slot": NOWHERE,
-        "rank": len(crowds.dead) - 1,
-        "expert": crowds.load.shape[1] - 1,
+        "rank": len(state.dead) - 1,
+        "expert": state.load.shape[1] - 1,
         "served": 0.0,
         "new": False,
         "harm": 0.0,
     }
     for name, value in placeholder.items():
-        part = getattr(crowds, name)
+        part = getattr(state, name)
         setattr(
-            crowds, name, np.concatenate([part, np.full((len(part), more + room), value, part.dtype)], axis=1)
+            state, name, np.concatenate([part, np.full((len(part), more + room), value, part.dtype)], axis=1)
         )

@@ -19,7 +19,7 @@ _PICKS = 8
 """Hand-overs of a layer between two computations of the gains."""
 
 
-def bettered(
+def exchange_experts(
     worth: HolderValue,
     held: BoolArray,
     slots: int,
@@ -98,9 +98,9 @@ def _handed_over(
     release = np.where(held, lose - np.take_along_axis(offers, taker[:, None], 1), np.inf)
     handed = release.argmin(axis=2)
     wants = np.where(held | (count >= most), -np.inf, win)
-    wanted = wants.argmax(axis=2)
+    takes_up = wants.argmax(axis=2)
     gain = (
-        np.take_along_axis(wants, wanted[:, :, None], 2)[:, :, 0]
+        np.take_along_axis(wants, takes_up[:, :, None], 2)[:, :, 0]
         - np.take_along_axis(release, handed[:, :, None], 2)[:, :, 0]
     )
     free = held.sum(axis=2) < slots
@@ -109,7 +109,7 @@ def _handed_over(
     # Several hand-overs per computation of the gains, as long as they do not touch each other.
     for _ in range(_PICKS):
         giver = gain.argmax(axis=1)
-        out, up = handed[rows, giver], wanted[rows, giver]
+        out, up = handed[rows, giver], takes_up[rows, giver]
         to = taker[rows, out]
         down = spare[rows, to]
         # A chain that would return to its own expert is no gain.
@@ -123,8 +123,8 @@ def _handed_over(
         # Exclude everything that these changes touched until the gains are computed again.
         gain[rows, giver] = gain[rows, to] = -np.inf
         gain[
-            ((wanted == up[:, None]) & (most < ranks))
-            | (wanted == down[:, None])
+            ((takes_up == up[:, None]) & (most < ranks))
+            | (takes_up == down[:, None])
             | (taker[rows[:, None], handed] == to[:, None])
         ] = -np.inf
         gain[

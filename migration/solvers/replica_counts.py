@@ -42,7 +42,7 @@ class CountBounds(NamedTuple):
         )
         if fewest.sum(axis=1).max() > ranks * per_rank:
             raise ValueError(
-                f"placing: least_replicas asks for {fewest.sum(axis=1).max()} slots in a layer of"
+                f"placing: the required replicas take {fewest.sum(axis=1).max()} slots in a layer of"
                 f" {ranks * per_rank}; ask for fewer replicas"
             )
         return cls(ranks * per_rank, fewest, most)

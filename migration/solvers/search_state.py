@@ -32,7 +32,7 @@ class SearchState:
     ranks: int
     per: int
     """Slots of a rank."""
-    most_replicas: int
+    max_replicas: int
     away: BoolArray
     """[ranks]: dead."""
     layer: IndexArray
@@ -113,7 +113,7 @@ class SearchState:
 
 
 PER_LAYER = tuple(
-    field.name for field in fields(SearchState) if field.name not in ("ranks", "per", "most_replicas", "away")
+    field.name for field in fields(SearchState) if field.name not in ("ranks", "per", "max_replicas", "away")
 )
 
 

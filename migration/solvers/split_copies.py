@@ -14,7 +14,7 @@ from fleet.placement import EMPTY, Split
 from migration.model.constraints import UNLIMITED, Constraints
 from migration.model.placement_changes import NONE, PlacementChanges, made, within
 from migration.model.sampling_noise import LoadNoise, changed, deviation, expected_most
-from migration.solvers.overflow_copies import NEAR_CAP, outlets
+from migration.solvers.overflow_copies import NEAR_CAP, overflow_copies
 from migration.solvers.split_weights import ROUNDS, SLACK, DemandPull, check, diffused, reweight, shared
 
 NEARBY = 0.02
@@ -35,7 +35,7 @@ class SplitCopies(NamedTuple):
     mean rank loads."""
 
 
-def weighted(
+def split_copies(
     table: SlotTable,
     demand: NDArray[Any],
     ranks: int,
@@ -72,8 +72,8 @@ def weighted(
         # Half the rounds suffice here: the search continues from these weights.
         served = diffused(parts, served, ROUNDS // 2)
         above = _alive(parts.of_rank(served).reshape(len(table), ranks), limits).max(axis=1) > cap + NEAR_CAP
-        changes = outlets(table, wants.load, parts, served, cap, open_layers & above, limits, node)
-        changes = changes if limits.most_copies is None else within(changes, limits.most_copies)
+        changes = overflow_copies(table, wants.load, parts, served, cap, open_layers & above, limits, node)
+        changes = changes if limits.max_copies is None else within(changes, limits.max_copies)
     after = made(table, changes)
     pairs = None if noise is None else noise.window
     return SplitCopies(
@@ -119,7 +119,7 @@ def _caps(
     return cap, changed(alive, goal, spread)
 
 
-def least_copies(table: SlotTable, load: NDArray[Any], ranks: int, cap: NDArray[Any]) -> NDArray[np.int64]:
+def min_copies(table: SlotTable, load: NDArray[Any], ranks: int, cap: NDArray[Any]) -> NDArray[np.int64]:
     """int64 [layers]: lower bound of the copies that keep every rank load below `cap` [layers] (in mean rank
     loads), with any split. Not always sufficient.
 

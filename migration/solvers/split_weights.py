@@ -239,8 +239,10 @@ class DemandPull:
         size = np.bincount(self.node, minlength=nodes)[:, None]
         if not self.known:
             return np.asarray(size / self.ranks * self.load.reshape(-1)[place])
-        wanted = self._demand.reshape(self.ranks, -1)[:, place]
-        of_node = np.stack([wanted[self.node == at].sum(axis=0, dtype=np.float64) for at in range(nodes)])
+        rank_demand = self._demand.reshape(self.ranks, -1)[:, place]
+        of_node = np.stack(
+            [rank_demand[self.node == at].sum(axis=0, dtype=np.float64) for at in range(nodes)]
+        )
         return np.asarray(of_node / self._unit[place // self.load.shape[1], 0])
 
     def at_home_first(self, parts: SplitResult, own: FloatArray) -> FloatArray:
@@ -249,9 +251,9 @@ class DemandPull:
         near = np.zeros_like(own)
         if self.node is not None:
             cell = self.node[parts.rank % self.ranks] * parts.groups + parts.group
-            wanted = self.of_nodes(parts).reshape(-1)
-            left = np.maximum(wanted - np.bincount(cell, own, len(wanted)), 0.0)
-            near = (left / np.maximum(np.bincount(cell, minlength=len(wanted)), 1))[cell]
+            node_demand = self.of_nodes(parts).reshape(-1)
+            left = np.maximum(node_demand - np.bincount(cell, own, len(node_demand)), 0.0)
+            near = (left / np.maximum(np.bincount(cell, minlength=len(node_demand)), 1))[cell]
         return np.asarray(
             own + near + np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas
         )
@@ -304,9 +306,9 @@ def _near(
     """Return (near [n], [n] load served for other nodes' tokens)."""
     assert wants.node is not None
     cell = wants.node[parts.rank % wants.ranks] * parts.groups + parts.group
-    wanted = wants.of_nodes(parts).reshape(-1)
-    left = np.maximum(wanted - np.bincount(cell, kept, len(wanted)), 0.0)
-    offered = np.bincount(cell, rest, len(wanted))
+    node_demand = wants.of_nodes(parts).reshape(-1)
+    left = np.maximum(node_demand - np.bincount(cell, kept, len(node_demand)), 0.0)
+    offered = np.bincount(cell, rest, len(node_demand))
     near = rest / np.maximum(np.maximum(left, offered), _TINY)[cell]
     away = np.maximum(1.0 - left / np.maximum(offered, _TINY), 0.0)[cell]
     return np.rint(FULL * near).astype(np.uint16), np.asarray(rest * away)

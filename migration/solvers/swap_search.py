@@ -306,7 +306,7 @@ def _one_copy(
         own
         + others * (hot.replicas > 1.0)
         - hot.barred
-        - _bar(hot.replicas >= state.most_replicas)
+        - _bar(hot.replicas >= state.max_replicas)
         - _bar(hot.has_giant[:, None] & ~hot.giant)
     )
     _to_worth(replicate, relief.astype(np.float32), spare.cost, spare.weight)

@@ -152,11 +152,11 @@ def _matched(
     """
     come, go = ((kind, _nth(kind)) for kind in (comes, goes))
     most = 1 + max(int(nth.max(initial=0)) for _, nth in (come, go))
-    wanted, there = (kind * most + nth for kind, nth in (come, go))
+    sought, there = (kind * most + nth for kind, nth in (come, go))
     order = np.argsort(there)
-    at = np.searchsorted(there[order], wanted)
+    at = np.searchsorted(there[order], sought)
     known = at < len(there)
-    known[known] = there[order[at[known]]] == wanted[known]
+    known[known] = there[order[at[known]]] == sought[known]
     leaves = np.full(len(comes), NOWHERE)
     leaves[known] = slot[order[at[known]]]
     unneeded = np.ones(len(goes), bool)

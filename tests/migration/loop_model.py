@@ -183,7 +183,7 @@ class Loop:
             running=np.full(RANKS, 16.0),
             waiting=np.zeros(RANKS),
             clusters=clusters,
-            foreseen=self.foretold,
+            predictability=self.foretold,
             homes=self.homes,
             history=self.history,
             now=self.now,

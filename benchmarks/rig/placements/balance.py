@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.rig.placements.cases import Case, Drifting, Row, balance, cases, duplicates, timed
 from benchmarks.rig.report import Target
 from migration.solvers.eplb import eplb_global, eplb_hierarchical
-from migration.solvers.full_placement import bound, full
+from migration.solvers.full_placement import bound, full_placement
 
 PART = "a full placement for balance, scored on the window it is made of; gap: to the bound"
 GAP, FULL_MS, ENOUGH_SLOTS = 0.004, 60.0, 5
@@ -40,7 +40,7 @@ def rows(quick: bool) -> list[Row]:
 
 def _found(case: Case) -> _Found:
     seen = Drifting(case, "noise").before
-    table, ms = timed(lambda: full(seen, case.ranks, case.per_rank))
+    table, ms = timed(lambda: full_placement(seen, case.ranks, case.per_rank))
     raw = eplb_global(seen, case.slots, case.ranks).astype(np.int16)
     by_node = eplb_hierarchical(seen, case.slots, GROUPS, NODES, case.ranks).astype(np.int16)
     ours, theirs, nodes = (balance(one, seen, case.ranks) for one in (table, raw, by_node))

@@ -13,7 +13,7 @@ from benchmarks.rig.placements.popularity import SKEWS, by_rank, domains
 from fleet.dispatch import Chooser, reached
 from fleet.placement import Placement
 from migration.solvers.eplb import as_placement, eplb_global
-from migration.solvers.locality_placement import LocalityProblem, located
+from migration.solvers.locality_placement import LocalityProblem, locality_placement
 
 PART = (
     "ranks besides its own that a token is sent to: replicas chosen for each of its experts alone (split), or"
@@ -41,7 +41,7 @@ def _rows(skew: str, special: float, top_k: int) -> list[Row]:
     balanced = as_placement(
         eplb_global((truth * 1e5).sum(axis=0), RANKS * slots, RANKS).astype(np.int16), RANKS
     )
-    near = located(truth * 1e5, LocalityProblem(np.zeros(RANKS, np.intp), slots))
+    near = locality_placement(truth * 1e5, LocalityProblem(np.zeros(RANKS, np.intp), slots))
     placements = (
         ("EPLB", Placement(balanced, experts=EXPERTS, ranks=RANKS)),
         ("Roost", Placement(near.table, experts=EXPERTS, ranks=RANKS, split=near.split)),

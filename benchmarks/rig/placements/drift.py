@@ -25,10 +25,10 @@ from benchmarks.rig.report import Target
 from fleet.placement import Placement, Split
 from migration.model.placement_changes import copies_between, made
 from migration.model.sampling_noise import LoadNoise
-from migration.solvers.even_split_copies import few
-from migration.solvers.full_placement import full
+from migration.solvers.even_split_copies import even_split_copies
+from migration.solvers.full_placement import full_placement
 from migration.solvers.rank_relabelling import relabelled
-from migration.solvers.split_copies import weighted
+from migration.solvers.split_copies import split_copies
 from migration.solvers.split_weights import reweight
 
 EVEN = (
@@ -86,11 +86,11 @@ def rows(quick: bool) -> list[Row]:
 def _answers(drifting: Drifting, times: int) -> _Answers:
     case, now = drifting.case, drifting.now
     size, noise = (case.ranks, case.experts), LoadNoise(now.sum(axis=1))
-    before = full(drifting.before, case.ranks, case.per_rank)
-    anew = relabelled(before, full(now, case.ranks, case.per_rank), case.ranks)
+    before = full_placement(drifting.before, case.ranks, case.per_rank)
+    anew = relabelled(before, full_placement(now, case.ranks, case.per_rank), case.ranks)
     goal = balance(anew, now, case.ranks)
-    changes, few_ms = timed(lambda: few(before, now, case.ranks, goal=goal, noise=noise), times)
-    plan, plan_ms = timed(lambda: weighted(before, now, *size, goal=goal, noise=noise), times)
+    changes, few_ms = timed(lambda: even_split_copies(before, now, case.ranks, goal=goal, noise=noise), times)
+    plan, plan_ms = timed(lambda: split_copies(before, now, *size, goal=goal, noise=noise), times)
     split, split_ms = timed(lambda: reweight(before, now, *size, pairs=now.sum(axis=1)), times)
     return _Answers(
         keep=_scored(drifting, before, before),

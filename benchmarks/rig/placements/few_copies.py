@@ -11,9 +11,9 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from benchmarks.rig.placements.cases import SHAPES, SLOTS, Case, Drifting, Row, Table, balance
 from migration.model.placement_changes import copies_between, made
-from migration.solvers.even_split_copies import few
-from migration.solvers.full_placement import full
-from migration.solvers.split_copies import weighted
+from migration.solvers.even_split_copies import even_split_copies
+from migration.solvers.full_placement import full_placement
+from migration.solvers.split_copies import split_copies
 
 PART = (
     "a full change of domain, single layers: copies for 95 % of a full re-placement's gain (demand known"
@@ -46,12 +46,12 @@ def rows(quick: bool) -> list[Row]:
 def _row(case: Case, seconds: float) -> Row:
     drifting = Drifting(case, "full")
     first, load = drifting.before[:1], drifting.now[:1]
-    before, anew = (full(one, case.ranks, case.per_rank) for one in (first, load))
+    before, anew = (full_placement(one, case.ranks, case.per_rank) for one in (first, load))
     keep, goal = (balance(table, load, case.ranks) for table in (before, anew))
     most = float(load.mean() * case.experts / case.ranks / (keep + TARGET * (goal - keep))[0])
     least = least_copies(before[0], load[0], case.ranks, most, seconds)
-    even = made(before, few(before, load, case.ranks, goal=goal))
-    split = weighted(before, load, case.ranks, case.experts, goal=goal).table
+    even = made(before, even_split_copies(before, load, case.ranks, goal=goal))
+    split = split_copies(before, load, case.ranks, case.experts, goal=goal).table
     figures: dict[str, float | str] = {
         "balance kept": float(keep[0]),
         "full": float(goal[0]),

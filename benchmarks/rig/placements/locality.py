@@ -20,7 +20,13 @@ from benchmarks.rig.report import Target
 from fleet.placement import even_split
 from migration.planning.cluster_homes import ClusterTraffic, homes, routed
 from migration.solvers.eplb import as_placement, eplb_global
-from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, bound, located, measured
+from migration.solvers.locality_placement import (
+    LocalityPrices,
+    LocalityProblem,
+    bound,
+    locality_placement,
+    measured,
+)
 from migration.solvers.specialisation_test import gate
 
 PLACED = (
@@ -109,7 +115,7 @@ def _placed(skew: str, special: float, leak: float, most: int | None, seed: int,
     dice = np.random.default_rng([seed, SKEWS.index(skew), int(100 * special), int(10 * leak)])
     truth = by_rank(domains(skew, DOMAINS, special, layers, EXPERTS, dice), 8, leak)
     seen, room = _sample(truth, dice), LocalityProblem(np.zeros(8, np.intp), EXPERTS // 8 + SPARE, most=most)
-    found, ms = timed(lambda: located(seen, room), 1)
+    found, ms = timed(lambda: locality_placement(seen, room), 1)
     ours = measured(found.table, found.split, truth, room)
     raw = eplb_global(seen.sum(axis=0), 8 * room.slots, 8).astype(np.int16)
     theirs = as_placement(raw, 8)
@@ -149,7 +155,7 @@ def _wide_row(skew: str, ranks: int, special: float, quick: bool) -> Row:
     truth = truth[np.argsort(np.arange(ranks) % DOMAINS, kind="stable")]
     room = LocalityProblem(np.arange(ranks) // 8, EXPERTS // ranks + 4, LocalityPrices(1.0, NODE_PRICE))
     seen = _sample(truth, dice)
-    found, ms = timed(lambda: located(seen, room), 1)
+    found, ms = timed(lambda: locality_placement(seen, room), 1)
     ours = measured(found.table, found.split, truth, room)
     theirs = as_placement(eplb_global(seen.sum(axis=0), ranks * room.slots, ranks).astype(np.int16), ranks)
     first = measured(theirs, even_split(theirs, EXPERTS), truth, room)
@@ -188,12 +194,14 @@ def _joint_row(skew: str, leak: float, seeds: int, layers: int = 8, clusters: in
     for seed in range(seeds):
         traffic = _traffic(skew, clusters, leak, layers, seed)
         found = homes(traffic, room)
-        if found.located is None:
+        if found.placed is None:
             raise RuntimeError(f"{skew}: no homes: {found.reason}")
-        alone.append(1 - float(located(traffic.demand(np.zeros((clusters, 8))), room).saved.mean()))
+        alone.append(
+            1 - float(locality_placement(traffic.demand(np.zeros((clusters, 8))), room).saved.mean())
+        )
         best.append(1 - max(_exact_alternation(traffic, room, start) for start in range(3)))
         ours.append(1 - found.saved)
-        bal.append(float(found.located.balance.mean()))
+        bal.append(float(found.placed.balance.mean()))
     gap = 100 * max(one - other for one, other in zip(ours, best, strict=True))
     figures: dict[str, float | str] = {
         "placement alone": 100 * mean(alone),
@@ -258,20 +266,20 @@ def _whole_row(ranks: int, quick: bool) -> Row:
         np.arange(ranks) // 8, EXPERTS // ranks + 4, LocalityPrices(1.0, NODE_PRICE if ranks > 8 else 0.0)
     )
     found, ms = timed(lambda: homes(traffic, room), 1 if quick else 3)
-    if found.located is None:
+    if found.placed is None:
         raise RuntimeError(f"{ranks} ranks: no homes: {found.reason}")
-    alone = located(traffic.demand(np.zeros((len(traffic.shares), ranks))), room)
+    alone = locality_placement(traffic.demand(np.zeros((len(traffic.shares), ranks))), room)
     figures: dict[str, float | str] = {
         "placement alone": 100 * (1 - float(alone.saved.mean())),
         "Roost": 100 * (1 - found.saved),
         "best alternation": "",
         "gap": "",
-        "balance": float(found.located.balance.mean()),
+        "balance": float(found.placed.balance.mean()),
         "s": ms / 1e3,
     }
     held = (
         Target("homes and placement together", ms / 1e3, JOINT_SECONDS, at_least=False, unit=" s"),
-        Target("balance of a placement for locality", float(found.located.balance.mean()), BALANCE, unit=""),
+        Target("balance of a placement for locality", float(found.placed.balance.mean()), BALANCE, unit=""),
     )
     return Row(
         JOINT,

@@ -11,15 +11,15 @@ from benchmarks.rig.report import Target
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 from migration.model.constraints import Constraints
-from migration.model.cost_model import CostTerms, LinkSpeeds, judged, transfer_seconds
+from migration.model.cost_model import CostTerms, LinkSpeeds, priced, transfer_seconds
 from migration.model.placement_changes import PlacementChanges, copies_between, made
 from migration.model.plan import planned, replay
 from migration.model.sampling_noise import LoadNoise
 from migration.planning.handover_batching import ordered, transfers
 from migration.planning.rank_loss import critical, recover
 from migration.planning.staging_capacity import StagingRoom
-from migration.solvers.even_split_copies import few
-from migration.solvers.full_placement import full
+from migration.solvers.even_split_copies import even_split_copies
+from migration.solvers.full_placement import full_placement
 from migration.solvers.rank_relabelling import relabelled
 from migration.solvers.table_diff import between, shortened
 
@@ -53,8 +53,8 @@ def rows(quick: bool) -> list[Row]:
 
 def _plans(drifting: Drifting) -> Iterator[Row]:
     case, now = drifting.case, drifting.now
-    before, anew = (full(load, case.ranks, case.per_rank) for load in (drifting.before, now))
-    changes = few(
+    before, anew = (full_placement(load, case.ranks, case.per_rank) for load in (drifting.before, now))
+    changes = even_split_copies(
         before, now, case.ranks, goal=balance(anew, now, case.ranks), noise=LoadNoise(now.sum(axis=1))
     )
     yield _plan(f"{drifting}, few copies", case, before, changes)
@@ -101,7 +101,7 @@ def _plan(name: str, case: Case, before: Table, changes: PlacementChanges) -> Ro
 
 def _loss(drifting: Drifting) -> Row:
     case, load, node = drifting.case, drifting.before, _nodes(drifting.case)
-    start = _placement(full(load, case.ranks, case.per_rank), case)
+    start = _placement(full_placement(load, case.ranks, case.per_rank), case)
     dead = np.arange(case.ranks) == case.ranks // 2
     found, ms = timed(
         lambda: recover(
@@ -110,7 +110,7 @@ def _loss(drifting: Drifting) -> Row:
             load,
             node,
             critical(load, case.experts // 32),
-            most_copies=start.expert_of_slot.size // 20,
+            max_copies=start.expert_of_slot.size // 20,
         ),
         1,
     )
@@ -126,7 +126,9 @@ def _loss(drifting: Drifting) -> Row:
         "handovers": str(len(plan.handovers)),
         "copies": str(len(plan.copies)),
         "best balance": (
-            float(balance(full(load, case.ranks, case.per_rank, live=~dead), load, case.ranks).mean())
+            float(
+                balance(full_placement(load, case.ranks, case.per_rank, live=~dead), load, case.ranks).mean()
+            )
             * case.ranks
             / (case.ranks - 1)
         ),
@@ -139,14 +141,14 @@ def _loss(drifting: Drifting) -> Row:
 def _price(drifting: Drifting) -> Row:
     case = drifting.case
     demand = np.repeat(drifting.now[None], case.ranks, axis=0)
-    held = _placement(full(drifting.before, case.ranks, case.per_rank), case)
+    held = _placement(full_placement(drifting.before, case.ranks, case.per_rank), case)
     terms = CostTerms(
         EngineSpeed(expert_pair=1e-8, dispatch=1e-9, dispatch_node=4e-9),
         _nodes(case),
         8,
         step_tokens=128.0 * case.ranks,
     )
-    found, ms = timed(lambda: judged(held, demand, terms), 5)
+    found, ms = timed(lambda: priced(held, demand, terms), 5)
     parts = found.figures
     figures: dict[str, float | str] = {
         "remote ranks": parts.remote_ranks,

@@ -430,7 +430,9 @@ async def test_a_rollback_that_was_given_up_is_tried_again_and_till_then_nothing
 def step_by_step(*arguments: Any) -> Any:
     """Make the rollback plan with one handover per step."""
     placement = arguments[0]
-    steps = [step for handover in operator_plans.back(*arguments).handovers for step in handover.steps]
+    steps = [
+        step for handover in operator_plans.restoring_plan(*arguments).handovers for step in handover.steps
+    ]
     return planned_of(
         placement,
         [Handover(epoch=placement.epoch + at, steps=(step,)) for at, step in enumerate(steps, 1)],
@@ -442,7 +444,7 @@ def step_by_step(*arguments: Any) -> Any:
 async def test_a_rollback_that_was_given_up_on_its_way_is_gone_on_with_and_all_that_it_brought_back_rests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("migration.requests.operator_commands.back", step_by_step)
+    monkeypatch.setattr("migration.requests.operator_commands.restoring_plan", step_by_step)
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, HARSH):
         planned = await carried_out(world)

@@ -173,8 +173,8 @@ def test_what_is_kept_is_bounded() -> None:
     model = ClusterModel(1, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0)
     for number in range(200):
         watch.clusters(str(number), model)
-        watch.foreseen(str(number), {})
-    assert (len(watch._clusters), len(watch._foreseen)) == (64, 64)
+        watch.predictability(str(number), {})
+    assert watch.stored_models == {str(number) for number in range(136, 200)}
 
 
 def test_load_and_clusters_are_part_of_the_view() -> None:

@@ -16,8 +16,8 @@ from migration.model.cost_model import (
     balance,
     expert_seconds,
     figures,
-    judged,
     payback,
+    priced,
     step_ceiling,
     traffic,
     transfer_seconds,
@@ -109,7 +109,7 @@ def test_seconds_are_those_of_the_slowest_rank_and_the_busiest_link_of_each_laye
     assert found.seconds.experts == pytest.approx(experts)
     assert found.seconds.dispatch == pytest.approx(dispatch)
     assert found.seconds.total == pytest.approx(experts + dispatch + 0.25)
-    assert judged(held, wanted, terms).seconds.sum() == pytest.approx(experts + dispatch)
+    assert priced(held, wanted, terms).seconds.sum() == pytest.approx(experts + dispatch)
     assert found.balance == pytest.approx(
         np.mean([load[layer].mean() / load[layer].max() for layer in range(2)])
     )

@@ -186,7 +186,7 @@ def test_experts_keep_the_live_holders_that_they_must_after_every_handover(
     last = Placement(made(table, wanted), experts=experts, ranks=ranks)
     count = np.minimum(start.replicas_on_rank.sum(axis=1), last.replicas_on_rank.sum(axis=1))
     least = np.minimum(count, dice.integers(1, 3, count.shape))
-    plan = planned(start, ordered(start, wanted, room(ranks, 100), limits=Constraints(least_replicas=least)))
+    plan = planned(start, ordered(start, wanted, room(ranks, 100), limits=Constraints(min_replicas=least)))
     for placement_of_epoch in replay(start, plan):
         assert (placement_of_epoch.replicas_on_rank.sum(axis=1) >= least).all()
 
@@ -356,12 +356,10 @@ def test_an_expert_that_must_keep_two_holders_has_them_after_every_handover() ->
     start = placement([0, 1, 0, 2, 3, EMPTY], ranks=3, experts=4)
     there_and_back = joined([replicate(0, 0, 3), replicate(0, 5, 0)])
     least = np.array([[2, 1, 1, 1]])
-    series = ordered(start, there_and_back, room(3, staging=1), limits=Constraints(least_replicas=least))
+    series = ordered(start, there_and_back, room(3, staging=1), limits=Constraints(min_replicas=least))
     assert [len(handover.steps) for handover in series] == [2]
     with pytest.raises(Unorderable, match="must keep 2"):
-        ordered(
-            start, taken(there_and_back, np.array([0])), room(3), limits=Constraints(least_replicas=least)
-        )
+        ordered(start, taken(there_and_back, np.array([0])), room(3), limits=Constraints(min_replicas=least))
 
 
 @pytest.mark.parametrize(

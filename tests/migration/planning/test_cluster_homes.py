@@ -13,7 +13,7 @@ from fleet.placement import linear
 from migration.planning.cluster_homes import ClusterTraffic, chained, homes, laid_onto, routed
 from migration.planning.findings import FindingCode
 from migration.solvers.load_cap import held_of
-from migration.solvers.locality_placement import LocalityProblem, located
+from migration.solvers.locality_placement import LocalityProblem, locality_placement
 
 LAYERS, EXPERTS, RANKS = 4, 32, 4
 ROOM = LocalityProblem(np.zeros(RANKS, np.intp), 10, balance=0.9)
@@ -65,16 +65,16 @@ def test_joint_homes_come_within_a_point_of_the_best_alternation_of_exact_halves
     given = traffic(0.6, leak=leak)
     found = homes(given, ROOM)
     assert found.homes is not None
-    assert found.located is not None
+    assert found.placed is not None
     assert found.saved >= max(best_alternation(given, ROOM, seed) for seed in range(4)) - 0.01
-    assert found.located.balance.min() >= 0.89
+    assert found.placed.balance.min() >= 0.89
     assert found.reason.code is FindingCode.HOMES_SAVE
 
 
 def test_together_they_save_what_neither_does_alone() -> None:
     given = traffic(0.8)
     found = homes(given, ROOM)
-    placement_alone = located(given.demand(np.zeros((8, RANKS))), ROOM).saved.mean()
+    placement_alone = locality_placement(given.demand(np.zeros((8, RANKS))), ROOM).saved.mean()
     assert found.saved > placement_alone + 0.05
 
 
@@ -82,7 +82,7 @@ def test_together_they_save_what_neither_does_alone() -> None:
 def test_homogeneous_traffic_gets_no_homes(pairs: NDArray[np.float64] | None) -> None:
     found = homes(traffic(0.0), ROOM, pairs=pairs)
     assert found.homes is None
-    assert found.located is None
+    assert found.placed is None
     assert found.saved == found.saved_before
     assert found.reason.code is (
         FindingCode.HOMES_SAVE_TOO_LITTLE if pairs is None else FindingCode.SPECIALISATION
@@ -109,8 +109,8 @@ def test_homes_of_before_are_kept_unless_others_are_clearly_better() -> None:
     given = traffic(0.6)
     first = homes(given, ROOM)
     assert first.homes is not None
-    assert first.located is not None
-    table = first.located.table
+    assert first.placed is not None
+    table = first.placed.table
     again = homes(given, ROOM, before=first.homes, present=table)
     assert np.array_equal(again.homes, first.homes)
     assert again.saved_before == pytest.approx(first.saved, abs=1e-3)
@@ -124,12 +124,12 @@ def test_ranks_are_renamed_to_where_experts_are_already() -> None:
     given = traffic(0.9)
     first = homes(given, ROOM)
     assert first.homes is not None
-    assert first.located is not None
-    turned = np.roll(first.located.table.reshape(LAYERS, RANKS, -1), 1, axis=1).reshape(LAYERS, -1)
+    assert first.placed is not None
+    turned = np.roll(first.placed.table.reshape(LAYERS, RANKS, -1), 1, axis=1).reshape(LAYERS, -1)
     found = homes(given, ROOM, present=turned)
-    assert found.located is not None
+    assert found.placed is not None
     assert np.allclose(found.homes, np.roll(first.homes, 1, axis=1), atol=0.3)
-    had, have = (held_of(table, RANKS, EXPERTS) for table in (turned, found.located.table))
+    had, have = (held_of(table, RANKS, EXPERTS) for table in (turned, found.placed.table))
     assert (have & ~had).sum() < 0.25 * have.sum()
 
 

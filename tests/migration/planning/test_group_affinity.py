@@ -12,7 +12,7 @@ from fleet.timing import EngineSpeed
 from migration.model.cost_model import CostTerms, traffic
 from migration.model.grouped_routing import draws_of, expected_nodes, node_draws
 from migration.planning.group_affinity import group_homes, keep_groups
-from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, located
+from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, locality_placement
 
 SHAPE = ModelShape(
     layers=4, experts=64, top_k=4, hidden=8, expert_intermediate=8, groups=8, groups_per_token=2
@@ -52,7 +52,7 @@ def test_groups_are_kept_where_sending_is_dear_and_not_where_computing_is() -> N
     assert kept.keep
     assert kept.together < kept.apart
     assert kept.home is not None
-    found = located(demand, LocalityProblem(room.node, 5, room.prices, home=kept.home))
+    found = locality_placement(demand, LocalityProblem(room.node, 5, room.prices, home=kept.home))
     nodes = {
         (group, int(slot) // 5 // 4)
         for slot, expert in enumerate(found.table[0])

@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 from fleet.signatures import ClusterModel
 from migration.config import POLICIES, MigrationConfig
 from migration.planning.cluster_homes import ClusterTraffic
-from migration.planning.demand_forecast import expected, followed, lived, mix_of, spread
+from migration.planning.demand_forecast import (
+    expected_part,
+    homes_within_capacity,
+    mix_of,
+    observed_part,
+    spread,
+)
 from migration.planning.planner import decide
 from migration.planning.problem import PlanningQuestion
 from tests.migration.loop_model import EXPERTS, LAYERS, RANKS, SHAPE, SLOTS, Loop, eplb, profiles
@@ -144,7 +150,7 @@ def test_a_gain_that_is_not_trusted_does_not_pay() -> None:
     assert sure.homes_after is not None
     assert sure.homes_after.epoch == view.placement.epoch + len(sure.plan.handovers)
     assert doubtful.plan is None
-    nobody = decide(replace(view, foreseen=0.0), PlanningQuestion("roost", 1 << 40), MigrationConfig())
+    nobody = decide(replace(view, predictability=0.0), PlanningQuestion("roost", 1 << 40), MigrationConfig())
     assert nobody.homes_after is None or nobody.homes_after.share is None
     assert "cannot be predicted" in nobody.homes.note
 
@@ -176,16 +182,16 @@ def test_how_many_requests_live_at_home_is_read_from_what_ranks_want(part: float
     traffic, homes = kinds()
     demand = ClusterTraffic(traffic.profiles, traffic.shares, 1.0 - part).demand(homes)
     counts = np.random.default_rng(2).poisson(demand * 200_000).astype(float)
-    found = followed(counts, counts.sum(axis=(1, 2)) / LAYERS, traffic, homes, 0.9)
+    found = observed_part(counts, counts.sum(axis=(1, 2)) / LAYERS, traffic, homes, 0.9)
     assert found.seen
     assert found.part == pytest.approx(part, abs=0.05)
-    few = followed(counts, np.full(RANKS, 0.01), traffic, homes, 0.9)
-    assert few.part == pytest.approx(expected(0.9).part, abs=0.05), "next to no evidence"
+    few = observed_part(counts, np.full(RANKS, 0.01), traffic, homes, 0.9)
+    assert few.part == pytest.approx(expected_part(0.9).part, abs=0.05), "next to no evidence"
 
 
 def test_the_forecast_keeps_every_experts_own_count_and_gives_each_rank_its_even_part() -> None:
     traffic, homes = kinds()
-    routed = lived(homes, traffic.shares, traffic.room_for(RANKS))
+    routed = homes_within_capacity(homes, traffic.shares, traffic.room_for(RANKS))
     wanted = np.random.default_rng(3).poisson(50.0, (RANKS, LAYERS, EXPERTS)).astype(float)
     found = spread(wanted, traffic, routed)
     np.testing.assert_allclose(found.sum(axis=0), wanted.sum(axis=0))
@@ -195,7 +201,7 @@ def test_the_forecast_keeps_every_experts_own_count_and_gives_each_rank_its_even
 def test_what_a_home_has_no_room_for_lives_where_there_is_some() -> None:
     homes = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
     shares = np.array([0.5, 0.25, 0.25])
-    found = lived(homes, shares, np.full(4, 0.25))
+    found = homes_within_capacity(homes, shares, np.full(4, 0.25))
     np.testing.assert_allclose(found.sum(axis=1), 1.0)
     load = shares @ found
     assert load.max() <= 0.275 + 1e-9

@@ -13,7 +13,7 @@ from fleet.placement import EMPTY, FULL, Placement, Split, linear
 from fleet.requests.plans import MigrateExpert
 from migration.model.plan import Handover, Plan, planned, replay
 from migration.model.plan_log import EnginePlans
-from migration.planning.operator_plans import back, checked, one_expert, read, undone
+from migration.planning.operator_plans import checked, one_expert, plan_to_undo, read, restoring_plan
 from migration.planning.staging_capacity import StagingRoom
 from tests.migration.model.test_plan_log import aborted, committed
 from tests.migration.model.test_plan_log import planned as announced
@@ -177,22 +177,22 @@ def test_the_plan_to_undo_is_the_last_of_which_anything_was_committed() -> None:
     plans = EnginePlans()
     for entry in log:
         plans.apply(entry)
-    assert undone(plans).plan == "q"
-    assert undone(plans, "p").plan == "p"
+    assert plan_to_undo(plans).plan == "q"
+    assert plan_to_undo(plans, "p").plan == "p"
     with pytest.raises(ValueError, match="no plan 'r' of which anything was committed; there are: q, p"):
-        undone(plans, "r")
+        plan_to_undo(plans, "r")
     nothing = EnginePlans()
     for entry in log[-2:]:
         nothing.apply(entry)
     with pytest.raises(ValueError, match="no plan of this engine was ever committed"):
-        undone(nothing)
+        plan_to_undo(nothing)
 
 
 def test_an_engine_of_another_shape_cannot_go_back() -> None:
     with pytest.raises(ValueError, match="was restarted with another configuration"):
-        back(TIGHT, ROOMY, "p", ROOM)
+        restoring_plan(TIGHT, ROOMY, "p", ROOM)
     with pytest.raises(ValueError, match="serves what it served before plan p already"):
-        back(ROOMY, ROOMY, "p", ROOM)
+        restoring_plan(ROOMY, ROOMY, "p", ROOM)
 
 
 def _legal(
@@ -256,7 +256,9 @@ def test_back_leads_to_what_every_rank_held_and_how_it_was_shared(
 ) -> None:
     chance = np.random.default_rng(seed)
     now, goal = (_legal(chance, ranks, 4, 2, 3 * ranks, epoch) for epoch in (6, 3))
-    plan = back(now, goal, "p", StagingRoom(node=np.zeros(ranks, np.intp), expert_bytes=10, staging=staging))
+    plan = restoring_plan(
+        now, goal, "p", StagingRoom(node=np.zeros(ranks, np.intp), expert_bytes=10, staging=staging)
+    )
     end = replay(now, plan)[-1]
     assert (end.replicas_on_rank == goal.replicas_on_rank).all()
     if not goal.even:

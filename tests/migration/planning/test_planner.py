@@ -1,4 +1,4 @@
-"""Decisions and their reasons: scenarios of demand, judged on the window after the one that plans are fitted
+"""Decisions and their reasons: scenarios of demand, evaluated on the window after the one that plans are fitted
 to."""
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from migration.model.plan_record import PlanRecord
 from migration.planning.planner import PlannerDecision, ReasonCode, decide
 from migration.planning.problem import PlanningQuestion
 from migration.solvers.eplb import eplb_global
-from migration.solvers.full_placement import full
+from migration.solvers.full_placement import full_placement
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 64, 8, 10
 SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=4, hidden=64, expert_intermediate=32)
@@ -64,7 +64,7 @@ def view(placement: Placement, truth: Truth, later: Truth | None = None, **about
 
 
 def planned_for(truth: Truth, slots: int = SLOTS) -> Placement:
-    return Placement(full(truth, RANKS, slots), experts=EXPERTS, ranks=RANKS)
+    return Placement(full_placement(truth, RANKS, slots), experts=EXPERTS, ranks=RANKS)
 
 
 def zipf(seed: int = 7) -> tuple[Truth, Truth, np.random.Generator]:
@@ -224,8 +224,10 @@ def test_a_step_of_evenly_loaded_ranks_lasts_what_the_speeds_say_and_chance_and_
     assert record.before is not None
     assert record.after is not None
     mean = LAYERS * 512 * SHAPE.top_k * SPEED.expert_pair
-    for told in (record.before, record.after):
-        assert told.step_seconds == pytest.approx(even + told.expert_seconds - mean + told.memory_seconds)
+    for figures in (record.before, record.after):
+        assert figures.step_seconds == pytest.approx(
+            even + figures.expert_seconds - mean + figures.memory_seconds
+        )
     assert even < record.after.step_seconds < even + 0.2 * mean + record.after.memory_seconds
 
 
@@ -323,7 +325,7 @@ def kinds(count: int = 4, special: float = 1.0) -> ClusterModel:
 def test_kinds_of_requests_get_homes_with_the_plan_that_brings_their_experts_and_keep_them() -> None:
     clusters = kinds()
     truth = np.asarray(clusters.mean, np.float64)
-    seen = view(planned_for(truth), truth, speed=FAR, clusters=clusters, foreseen=0.9)
+    seen = view(planned_for(truth), truth, speed=FAR, clusters=clusters, predictability=0.9)
     found = decided(seen)
     assert found.homes.share is None, "what is served now brings nobody nearer to anything"
     assert found.plan is not None
@@ -362,7 +364,7 @@ def test_a_lull_takes_nobodys_home_away() -> None:
     before = PlannedHomes(share, 8, 3, "they save", 50.0)
     served = Placement(planned_for(truth).expert_of_slot, experts=EXPERTS, ranks=RANKS, epoch=3)
     seen = view(
-        served, truth, speed=FAR, clusters=clusters, foreseen=0.9, homes=before, pairs=500.0, now=100.0
+        served, truth, speed=FAR, clusters=clusters, predictability=0.9, homes=before, pairs=500.0, now=100.0
     )
     found = decided(seen)
     assert found.why is ReasonCode.DATA
@@ -384,7 +386,7 @@ def test_a_lull_takes_nobodys_home_away() -> None:
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        ({"foreseen": 0.0}, "cannot be predicted"),
+        ({"predictability": 0.0}, "cannot be predicted"),
         ({"clusters": None}, "no clusters of requests"),
         (
             {
@@ -401,7 +403,7 @@ def test_a_lull_takes_nobodys_home_away() -> None:
 def test_nobody_has_a_home_where_none_would_help_and_it_is_said_why(about: dict[str, Any], said: str) -> None:
     truth, _, _ = zipf()
     found = decided(
-        view(planned_for(truth), truth, **{"speed": FAR, "clusters": kinds(), "foreseen": 0.9, **about})
+        view(planned_for(truth), truth, **{"speed": FAR, "clusters": kinds(), "predictability": 0.9, **about})
     )
     assert found.homes.share is None
     assert said in found.homes.note
@@ -560,7 +562,7 @@ def test_experts_that_must_be_held_twice_where_there_is_no_room_for_that_hinder_
         view(planned_for(truth), foreign), budget=0, config=MigrationConfig(critical_experts=0.5)
     ).record
     assert {step.kind for step in found.steps} == {"reweight"}
-    assert len([reason for reason in found.reasons if "least_replicas asks for" in reason]) == 1
+    assert len([reason for reason in found.reasons if "required replicas take" in reason]) == 1
 
 
 def linear_with_room() -> Placement:

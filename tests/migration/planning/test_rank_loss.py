@@ -101,7 +101,7 @@ def test_a_second_holder_goes_to_a_node_that_has_none() -> None:
         np.array([[5.0, 9.0, 9.0]]),
         np.array([0, 0, 1, 1]),
         np.array([[2, 1, 1]]),
-        most_copies=0,
+        max_copies=0,
     )
     assert found.table.tolist() == [[0, EMPTY, 1, EMPTY, 2, 0, EMPTY, EMPTY]]
 
@@ -110,7 +110,7 @@ def test_the_survivors_are_evened_out_and_what_nobody_holds_comes_before_that() 
     dice = np.random.default_rng(4)
     start, load, node = filled(dice, 6, 24, 6, 6), dice.random((6, 24)) ** 3, np.zeros(6, np.intp)
     dead = np.arange(6) == 2
-    plain, found = (recover(start, dead, load, node, most_copies=most) for most in (0, None))
+    plain, found = (recover(start, dead, load, node, max_copies=most) for most in (0, None))
     worst = []
     for one in (plain, found):
         each = load / np.maximum((one.table[:, :, None] == np.arange(24)).sum(axis=1), 1)
@@ -127,7 +127,7 @@ def test_the_survivors_are_evened_out_and_what_nobody_holds_comes_before_that() 
     assert any(stored[0])
     assert not any(stored[-1])
     assert (
-        recover(start, dead, load, node, most_copies=3).changes.copies.sum() <= plain.changes.copies.sum() + 3
+        recover(start, dead, load, node, max_copies=3).changes.copies.sum() <= plain.changes.copies.sum() + 3
     )
 
 
@@ -177,8 +177,8 @@ def test_a_second_holder_takes_no_place_of_experts_that_rest_but_lost_experts_do
         np.array([[1, 1, 2, 1]]),
     )
     rests = np.array([[False, True, False, False]])
-    assert recover(start, alive, load, node, least, most_copies=0).table.tolist() == [[0, 1, 2, 0, 3, 2]]
-    assert recover(start, alive, load, node, least, most_copies=0, frozen=rests).table.tolist() == [
+    assert recover(start, alive, load, node, least, max_copies=0).table.tolist() == [[0, 1, 2, 0, 3, 2]]
+    assert recover(start, alive, load, node, least, max_copies=0, frozen=rests).table.tolist() == [
         [0, 1, 2, 2, 3, 1]
     ]
     assert not recover(start, alive, load, node, least, frozen=np.ones((1, 4), bool)).changes

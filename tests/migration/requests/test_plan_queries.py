@@ -45,7 +45,7 @@ class Traffic:
         self._about = {"engine": engine, "worker_id": worker_id, "model": "m"}
         self._version = 0
 
-    async def speak(self, rates: np.ndarray[Any, Any], ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+    async def report(self, rates: np.ndarray[Any, Any], ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
         """Publish these rates [experts] for every rank and layer, and that every rank is decoding."""
         for rank in ranks:
             self._version += 1
@@ -72,7 +72,7 @@ class Traffic:
 
     async def last(self, seconds: int, rates: np.ndarray[Any, Any]) -> None:
         for _ in range(seconds // 2):
-            await self.speak(rates)
+            await self.report(rates)
             await asyncio.sleep(2)
 
 
@@ -184,7 +184,7 @@ async def test_more_questions_than_may_wait_are_refused() -> None:
     bus = MemoryBus()
     await join(bus)
     async with serving(bus, MigrationConfig(most_questions=1)) as service:
-        await Traffic(bus).speak(SKEWED)
+        await Traffic(bus).report(SKEWED)
         await asyncio.sleep(0.1)
         answers = await asyncio.gather(ask(bus), ask(bus), ask(bus), return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, BusError)]
@@ -200,7 +200,7 @@ async def test_old_repeated_and_impossible_demand_is_counted_and_changes_nothing
     await join(bus)
     async with serving(bus) as service:
         traffic = Traffic(bus)
-        await traffic.speak(SKEWED)
+        await traffic.report(SKEWED)
         publisher = bus.publisher(SUBJECTS.demand)
         table = ExpertTable.of(np.ones((2, 16)))
         plain: dict[str, Any] = {

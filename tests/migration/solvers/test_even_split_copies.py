@@ -21,8 +21,8 @@ from migration.model.placement_changes import (
     within,
 )
 from migration.model.sampling_noise import LoadNoise, changed, deviations, expected_max, expected_most
-from migration.solvers.even_split_copies import few
-from migration.solvers.full_placement import full
+from migration.solvers.even_split_copies import even_split_copies
+from migration.solvers.full_placement import full_placement
 
 
 def random_table(
@@ -66,44 +66,50 @@ def states(table: SlotTable, changes: PlacementChanges) -> Iterator[SlotTable]:
 
 def test_one_swap_evens_out_two_ranks() -> None:
     table = np.array([[0, 1, 2, 3]], np.int16)
-    changes = few(table, np.array([[4.0, 3.0, 2.0, 1.0]]), 2, goal=np.array([1.0]))
+    changes = even_split_copies(table, np.array([[4.0, 3.0, 2.0, 1.0]]), 2, goal=np.array([1.0]))
     assert [ChangeKind(kind) for kind in changes.kind] == [ChangeKind.SWAP]
     assert most_loaded(made(table, changes), np.array([[4.0, 3.0, 2.0, 1.0]]), 2) == pytest.approx([1.0])
 
 
 def test_a_hot_expert_is_replicated_into_an_empty_slot() -> None:
     table = np.array([[0, EMPTY, 1, EMPTY]], np.int16)
-    changes = few(table, np.array([[4.0, 0.0]]), 2, goal=np.array([1.0]))
+    changes = even_split_copies(table, np.array([[4.0, 0.0]]), 2, goal=np.array([1.0]))
     assert [ChangeKind(kind) for kind in changes.kind] == [ChangeKind.REPLICATE]
     assert copies_between(table, made(table, changes), 2) == 1
 
 
 def test_a_spare_replica_of_the_fullest_rank_is_given_up_for_nothing() -> None:
     table = np.array([[0, 1, 0, 2]], np.int16)
-    changes = few(table, np.array([[2.0, 4.0, 2.0]]), 2, goal=np.array([1.0]))
+    changes = even_split_copies(table, np.array([[2.0, 4.0, 2.0]]), 2, goal=np.array([1.0]))
     assert [ChangeKind(kind) for kind in changes.kind] == [ChangeKind.DROP]
     assert changes.copies.sum() == 0
 
 
 def test_a_flat_layer_is_left_as_it_is() -> None:
-    assert not few(np.arange(8, dtype=np.int16)[None, :], np.ones((1, 8)), 4, goal=np.array([1.0]))
+    assert not even_split_copies(
+        np.arange(8, dtype=np.int16)[None, :], np.ones((1, 8)), 4, goal=np.array([1.0])
+    )
 
 
 def test_no_demand_and_one_rank_are_left_as_they_are() -> None:
-    assert not few(np.arange(8, dtype=np.int16)[None, :], np.zeros((1, 8)), 4, goal=np.array([1.0]))
-    assert not few(np.arange(8, dtype=np.int16)[None, :], np.arange(8.0)[None, :], 1, goal=np.array([1.0]))
+    assert not even_split_copies(
+        np.arange(8, dtype=np.int16)[None, :], np.zeros((1, 8)), 4, goal=np.array([1.0])
+    )
+    assert not even_split_copies(
+        np.arange(8, dtype=np.int16)[None, :], np.arange(8.0)[None, :], 1, goal=np.array([1.0])
+    )
 
 
 @pytest.mark.parametrize(("table", "goal", "named"), [((1, 7), (1,), "7 slots"), ((1, 8), (2,), r"\(2,\)")])
 def test_what_does_not_fit_together_is_named(table: tuple[int, int], goal: tuple[int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        few(np.zeros(table, np.int16), np.ones((1, 4)), 4, goal=np.ones(goal))
+        even_split_copies(np.zeros(table, np.int16), np.ones((1, 4)), 4, goal=np.ones(goal))
 
 
 def test_without_redundancy_everything_is_a_swap() -> None:
     dice = np.random.default_rng(0)
     table = np.stack([dice.permutation(24) for _ in range(4)]).astype(np.int16)
-    changes = few(table, dice.lognormal(0.0, 0.5, (4, 24)), 4, goal=np.full(4, 0.99))
+    changes = even_split_copies(table, dice.lognormal(0.0, 0.5, (4, 24)), 4, goal=np.full(4, 0.99))
     assert set(changes.kind) == {ChangeKind.SWAP}
 
 
@@ -114,7 +120,7 @@ def test_every_state_between_is_legal_and_gains_add_up(seed: int) -> None:
     layers, ranks, per = 2, int(dice.integers(2, 6)), int(dice.integers(1, 5))
     experts = int(dice.integers(max(1, ranks * per - 4), ranks * per + 1))
     table, load = random_table(layers, experts, ranks, per, dice), dice.lognormal(0.0, 1.0, (layers, experts))
-    changes = few(table, load, ranks, goal=np.ones(layers))
+    changes = even_split_copies(table, load, ranks, goal=np.ones(layers))
     before, now = most_loaded(table, load, ranks), table
     for after in states(table, changes):
         Placement(after, experts=experts, ranks=ranks)  # refuses what is not legal
@@ -136,10 +142,8 @@ def test_every_limit_is_kept(seed: int) -> None:
     start = replicas(table, experts, live)
     frozen, least = dice.random((layers, experts)) < 0.2, dice.integers(1, 3, (layers, experts))
     copies, most = int(dice.integers(0, 9)), int(dice.integers(1, 4))
-    limits = Constraints(
-        most_copies=copies, most_replicas=most, frozen=frozen, live=live, least_replicas=least
-    )
-    changes = few(table, load, ranks, limits, goal=np.ones(layers))
+    limits = Constraints(max_copies=copies, max_replicas=most, frozen=frozen, live=live, min_replicas=least)
+    changes = even_split_copies(table, load, ranks, limits, goal=np.ones(layers))
     assert changes.copies.sum() <= copies
     for after in states(table, changes):
         assert (after == table)[:, ~np.repeat(live, per)].all(), "a slot of a dead rank was written"
@@ -156,7 +160,7 @@ def test_every_limit_is_kept(seed: int) -> None:
 def test_the_same_is_answered_to_the_same() -> None:
     dice = np.random.default_rng(3)
     table, load = random_table(4, 30, 6, 6, dice), dice.lognormal(0.0, 1.0, (4, 30))
-    once, again = (few(table, load, 6, goal=np.ones(4)) for _ in range(2))
+    once, again = (even_split_copies(table, load, 6, goal=np.ones(4)) for _ in range(2))
     assert [part.tolist() for part in once] == [part.tolist() for part in again]
 
 
@@ -204,8 +208,8 @@ def test_comes_near_the_best_of_all_pairs_of_changes() -> None:
         table, load = random_table(1, 6, 3, 3, dice), dice.lognormal(0.0, 0.7, (1, 6))
         budget = int(dice.integers(1, 4))
         keep, best = most_loaded(table, load, 3)[0], best_within(table[0], load, 3, budget)
-        changes = few(
-            table, load, 3, Constraints(most_copies=budget, target=1.0), goal=np.array([1.0 / best])
+        changes = even_split_copies(
+            table, load, 3, Constraints(max_copies=budget, target=1.0), goal=np.array([1.0 / best])
         )
         part.append(
             (keep - most_loaded(made(table, changes), load, 3)[0]) / (keep - best)
@@ -223,9 +227,14 @@ def drifting() -> Drifting:
 
 def test_wins_back_what_is_wanted_on_the_next_window_for_a_fraction_of_the_copies(drifting: Drifting) -> None:
     ranks = drifting.case.ranks
-    before, anew = (full(load, ranks, drifting.case.per_rank) for load in (drifting.before, drifting.now))
+    before, anew = (
+        full_placement(load, ranks, drifting.case.per_rank) for load in (drifting.before, drifting.now)
+    )
     goal = balance(anew, drifting.now, ranks)
-    after = made(before, few(before, drifting.now, ranks, goal=goal, noise=LoadNoise(drifting.case.window)))
+    after = made(
+        before,
+        even_split_copies(before, drifting.now, ranks, goal=goal, noise=LoadNoise(drifting.case.window)),
+    )
     keep, most, now = (balance(table, drifting.next, ranks).mean() for table in (before, anew, after))
     assert now >= keep + 0.93 * (most - keep)
     assert copies_between(before, after, ranks) < 0.25 * copies_between(before, anew, ranks)
@@ -233,8 +242,8 @@ def test_wins_back_what_is_wanted_on_the_next_window_for_a_fraction_of_the_copie
 
 def test_a_smaller_budget_takes_the_best_of_the_changes(drifting: Drifting) -> None:
     ranks = drifting.case.ranks
-    before = full(drifting.before, ranks, drifting.case.per_rank)
-    changes = few(before, drifting.now, ranks, goal=np.ones(4))
+    before = full_placement(drifting.before, ranks, drifting.case.per_rank)
+    changes = even_split_copies(before, drifting.now, ranks, goal=np.ones(4))
     all_copies = int(changes.copies.sum())
     falls = [most_loaded(before, drifting.now, ranks).sum() - most_loaded(made(before, within(changes, budget)), drifting.now, ranks).sum() for budget in
              (all_copies // 4, all_copies // 2, all_copies)]  # fmt: skip
@@ -245,8 +254,8 @@ def test_a_smaller_budget_takes_the_best_of_the_changes(drifting: Drifting) -> N
 def test_a_new_sample_of_the_same_demand_copies_nothing() -> None:
     for seed in range(3):
         same = Drifting(Case("zipf", 8, 64, 8, 72, seed), "noise")
-        before, anew = (full(load, 8, 9) for load in (same.before, same.now))
-        assert not few(
+        before, anew = (full_placement(load, 8, 9) for load in (same.before, same.now))
+        assert not even_split_copies(
             before, same.now, 8, goal=balance(anew, same.now, 8), noise=LoadNoise(same.case.window)
         )
 
@@ -254,17 +263,17 @@ def test_a_new_sample_of_the_same_demand_copies_nothing() -> None:
 def test_imbalance_that_drowns_in_the_noise_of_a_step_is_left_alone() -> None:
     load = np.array([[0.53, 0.5, 0.47, 0.5, 0.5, 0.5, 0.5, 0.5]]) * 1e9
     table, goal = np.arange(8, dtype=np.int16)[None, :], np.array([1.0])
-    assert few(table, load, 4, goal=goal, noise=LoadNoise(4e9))
-    assert few(table, load, 4, goal=goal, noise=LoadNoise(4e9, step=4e5))
-    assert not few(table, load, 4, goal=goal, noise=LoadNoise(4e9, step=400.0))
+    assert even_split_copies(table, load, 4, goal=goal, noise=LoadNoise(4e9))
+    assert even_split_copies(table, load, 4, goal=goal, noise=LoadNoise(4e9, step=4e5))
+    assert not even_split_copies(table, load, 4, goal=goal, noise=LoadNoise(4e9, step=400.0))
 
 
 def test_one_changed_layer_among_many_is_found() -> None:
     same = Drifting(Case("mild", 8, 64, 8, 72, 0), "noise")
-    before, load = full(same.before, 8, 9), same.now.copy()
+    before, load = full_placement(same.before, 8, 9), same.now.copy()
     load[5] = np.roll(load[5], 1)
-    goal = balance(full(load, 8, 9), load, 8)
-    assert set(few(before, load, 8, goal=goal, noise=LoadNoise(same.case.window)).layer) == {5}
+    goal = balance(full_placement(load, 8, 9), load, 8)
+    assert set(even_split_copies(before, load, 8, goal=goal, noise=LoadNoise(same.case.window)).layer) == {5}
 
 
 def test_noise_of_a_rank_is_that_of_counts() -> None:

@@ -26,7 +26,7 @@ def test_what_is_full_stays_and_limits_hold(seed: int, slots: int, most: int, bo
     dice = np.random.default_rng(seed)
     placement = linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=slots)
     frozen, live = dice.random((LAYERS, EXPERTS)) < 0.3, np.array([True, True, False])
-    limits = Constraints(most_replicas=most, frozen=frozen, live=live) if bounded else Constraints()
+    limits = Constraints(max_replicas=most, frozen=frozen, live=live) if bounded else Constraints()
     table = placement.expert_of_slot
     changes = filled(table, dice.random((RANKS, LAYERS, EXPERTS)), RANKS, limits)
     after = made(table, changes)

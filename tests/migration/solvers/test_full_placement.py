@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement
 from migration.solvers.eplb import eplb_global
-from migration.solvers.full_placement import bound, full
+from migration.solvers.full_placement import bound, full_placement
 from migration.solvers.replica_counts import CountBounds, replica_counts
 
 
@@ -53,7 +53,7 @@ def best_of_all(load: NDArray[np.float64], ranks: int, per_rank: int) -> NDArray
 @pytest.mark.parametrize("skew", [zipf, lognormal])
 def test_small_engines_get_nearly_the_best_of_all_placements(skew: object) -> None:
     load = zipf(40, 6, 1) if skew is zipf else lognormal(40, 6, 1)
-    found = load.sum(axis=1) / 3 / balance(full(load, 3, 3), load, 3)
+    found = load.sum(axis=1) / 3 / balance(full_placement(load, 3, 3), load, 3)
     best = best_of_all(load, 3, 3)
     assert (found > best * (1 - 1e-9)).all()
     assert (found / best).mean() < 1.01
@@ -69,7 +69,7 @@ def test_every_shape_gives_a_lawful_placement_not_above_its_bound(data: st.DataO
     load = np.array(
         [data.draw(st.lists(st.integers(0, 9), min_size=experts, max_size=experts)) for _ in range(2)], float
     )
-    table = full(load, ranks, per_rank, most_replicas=most)
+    table = full_placement(load, ranks, per_rank, max_replicas=most)
     Placement(table, experts=experts, ranks=ranks)
     assert max(row.tolist().count(expert) for row in table for expert in range(experts)) <= min(
         ranks, most or ranks
@@ -78,7 +78,7 @@ def test_every_shape_gives_a_lawful_placement_not_above_its_bound(data: st.DataO
         balance(table, load, ranks), bound(load, ranks, per_rank, most), load.any(axis=1), strict=True
     ):
         assert found <= limit + 1e-9 or not asked
-    assert np.array_equal(table, full(load, ranks, per_rank, most_replicas=most))
+    assert np.array_equal(table, full_placement(load, ranks, per_rank, max_replicas=most))
 
 
 @pytest.mark.parametrize(("ranks", "per_rank"), [(8, 10), (16, 5), (32, 3), (32, 2)])
@@ -86,14 +86,14 @@ def test_it_is_at_least_as_even_as_eplb_whose_raw_map_may_hold_duplicates(ranks:
     for load in (zipf(4, 64, 3), lognormal(4, 64, 3)):
         ours, theirs = (
             balance(table, load, ranks)
-            for table in (full(load, ranks, per_rank), eplb_global(load, ranks * per_rank, ranks))
+            for table in (full_placement(load, ranks, per_rank), eplb_global(load, ranks * per_rank, ranks))
         )
         assert ours.mean() >= theirs.mean() - 1e-9
 
 
 def test_five_slots_a_rank_come_near_the_bound() -> None:
     for load in (zipf(4, 128, 5), lognormal(4, 128, 5)):
-        assert (bound(load, 32, 5) - balance(full(load, 32, 5), load, 32)).mean() < 0.004
+        assert (bound(load, 32, 5) - balance(full_placement(load, 32, 5), load, 32)).mean() < 0.004
 
 
 def test_replicas_that_equal_loads_leave_over_are_dealt_one_each() -> None:
@@ -103,7 +103,7 @@ def test_replicas_that_equal_loads_leave_over_are_dealt_one_each() -> None:
 
 
 def test_experts_that_nobody_asked_for_share_what_slots_are_left() -> None:
-    table = full(np.zeros((1, 4)), 4, 2)
+    table = full_placement(np.zeros((1, 4)), 4, 2)
     assert [table[0].tolist().count(expert) for expert in range(4)] == [2, 2, 2, 2]
 
 
@@ -120,7 +120,7 @@ def test_divisor_counts_make_the_heaviest_replica_lightest() -> None:
 def test_replicas_lie_on_different_nodes_and_ranks_carry_what_they_carried() -> None:
     node = np.repeat(np.arange(4), 2)
     for load in (zipf(5, 24, 2), lognormal(5, 24, 2)):
-        flat, spread = full(load, 8, 4), full(load, 8, 4, node=node)
+        flat, spread = full_placement(load, 8, 4), full_placement(load, 8, 4, node=node)
         np.testing.assert_allclose(balance(flat, load, 8), balance(spread, load, 8))
         before, after = (nodes_of_a_pair(table, load, node) for table in (flat, spread))
         assert after > 1.1 * before
@@ -140,23 +140,23 @@ def test_chosen_experts_have_the_replicas_they_must_have() -> None:
     load, least = zipf(2, 8, 4), np.ones((2, 8), int)
     least[:, 3] = 3
     for ranks, per_rank in ((4, 4), (12, 2)):
-        table = full(load, ranks, per_rank, least_replicas=least)
+        table = full_placement(load, ranks, per_rank, min_replicas=least)
         assert all((row == 3).sum() >= 3 for row in table)
         Placement(table, experts=8, ranks=ranks)
-    with pytest.raises(ValueError, match="asks for 10 slots in a layer of 8"):
-        full(load, 4, 2, least_replicas=least)
+    with pytest.raises(ValueError, match="take 10 slots in a layer of 8"):
+        full_placement(load, 4, 2, min_replicas=least)
 
 
 def test_ranks_that_are_not_live_get_nothing_and_the_others_what_they_would_get_alone() -> None:
     load, live = lognormal(2, 6, 8), np.array([True, False, True, True])
-    table = full(load, 4, 3, live=live, node=np.array([0, 0, 1, 2]))
+    table = full_placement(load, 4, 3, live=live, node=np.array([0, 0, 1, 2]))
     assert (table.reshape(2, 4, 3)[:, 1] == EMPTY).all()
-    alone = full(load, 3, 3)
+    alone = full_placement(load, 3, 3)
     np.testing.assert_allclose(
         balance(table.reshape(2, 4, 3)[:, live].reshape(2, -1), load, 3), balance(alone, load, 3)
     )
     with pytest.raises(ValueError, match="6 experts do not fit into 3 slots on each of 1 ranks"):
-        full(load, 4, 3, live=np.array([True, False, False, False]))
+        full_placement(load, 4, 3, live=np.array([True, False, False, False]))
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_ranks_that_are_not_live_get_nothing_and_the_others_what_they_would_get_
 )
 def test_what_cannot_be_placed_is_refused(load: NDArray[np.float64], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        full(load, 4, 2)
+        full_placement(load, 4, 2)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement
-from migration.solvers.local_search import fullest, polished
+from migration.solvers.local_search import fullest, local_search
 
 EXPERTS, RANKS, PER_RANK = 5, 3, 3
 
@@ -24,7 +24,7 @@ def some(seed: int) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
 def test_it_stays_lawful_and_the_fullest_rank_does_not_get_fuller_by_much(seed: int, most: int) -> None:
     table, load = some(seed)
     least = np.minimum(np.stack([np.bincount(row[row != EMPTY], minlength=EXPERTS) for row in table]), 2)
-    after = polished(table, load, RANKS, least, max(most, 3))
+    after = local_search(table, load, RANKS, least, max(most, 3))
     Placement(after, experts=EXPERTS, ranks=RANKS)
     counts = np.stack([np.bincount(row[row != EMPTY], minlength=EXPERTS) for row in after])
     assert (counts >= least).all()
@@ -35,7 +35,7 @@ def test_it_stays_lawful_and_the_fullest_rank_does_not_get_fuller_by_much(seed: 
 @given(st.integers(0, 100_000))
 def test_in_the_end_no_other_expert_in_one_slot_relieves_the_fullest_rank(seed: int) -> None:
     table, load = some(seed)
-    after = polished(table, load, RANKS, np.ones_like(load, np.int64), RANKS)
+    after = local_search(table, load, RANKS, np.ones_like(load, np.int64), RANKS)
     for layer, row in enumerate(after):
         now = fullest(row[None], load[[layer]], RANKS)[0]
         for slot in range(len(row)):
@@ -53,6 +53,6 @@ def test_replicas_beyond_the_most_are_not_made() -> None:
     load = np.array([[9.0, 1.0, 1.0]])
     table = np.array([[0, EMPTY, 1, EMPTY, 2, EMPTY]], np.int16)
     least = np.ones((1, 3), np.int64)
-    assert (polished(table, load, 3, least, 2) == 0).sum() == 2
-    assert (polished(table, load, 3, least, 3) == 0).sum() == 3
-    assert (polished(table, load, 3, least, 1) == 0).sum() == 1
+    assert (local_search(table, load, 3, least, 2) == 0).sum() == 2
+    assert (local_search(table, load, 3, least, 3) == 0).sum() == 3
+    assert (local_search(table, load, 3, least, 1) == 0).sum() == 1

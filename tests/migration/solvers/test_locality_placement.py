@@ -19,12 +19,12 @@ from migration.solvers.locality_placement import (
     LocalityPrices,
     LocalityProblem,
     bound,
-    located,
+    locality_placement,
     measured,
     placed,
     worth_of,
 )
-from migration.solvers.pairwise_exchange import bettered
+from migration.solvers.pairwise_exchange import exchange_experts
 
 FLAT8 = np.zeros(8, np.intp)
 
@@ -62,7 +62,7 @@ def test_three_ranks_and_six_experts_are_placed_as_brute_force_would(slots: int,
 def test_within_a_point_of_the_linear_programme_at_the_balance_asked_for(skew: str, most: int | None) -> None:
     demand = demand_of(skew, 0.5, 8, 4, 64, 5, leak=0.3)
     room = LocalityProblem(FLAT8, 12, most=most)
-    found = located(demand, room)
+    found = locality_placement(demand, room)
     layers, optimum = bound(demand, room)
     assert (found.saved[layers] <= optimum + 1e-9).all()
     assert found.saved[layers].mean() >= optimum.mean() - 0.01
@@ -72,7 +72,7 @@ def test_within_a_point_of_the_linear_programme_at_the_balance_asked_for(skew: s
 def test_small_layers_too() -> None:
     demand = demand_of("topheavy", 1.0, 4, 6, 12, 3)
     room = LocalityProblem(np.zeros(4, np.intp), 5, most=3, balance=0.5)
-    assert located(demand, room).saved.mean() >= bound(demand, room)[1].mean() - 0.01
+    assert locality_placement(demand, room).saved.mean() >= bound(demand, room)[1].mean() - 0.01
 
 
 @settings(max_examples=10, deadline=None)
@@ -94,7 +94,7 @@ def test_every_placement_is_legal(seed: int, size: tuple[int, int, int], most: i
         most,
         balance=0.9,
     )
-    found = located(demand, room)
+    found = locality_placement(demand, room)
     placement = Placement(found.table, experts=experts, ranks=ranks, split=found.split)
     assert placement.replicas_on_rank.sum(axis=1).max() <= most
     load = loads(placement, demand, room.node)
@@ -104,23 +104,23 @@ def test_every_placement_is_legal(seed: int, size: tuple[int, int, int], most: i
 
 def test_the_same_demand_everywhere_leaves_all_but_one_rank_s_part_remote() -> None:
     demand = demand_of("topheavy", 0.0, 8, 3, 64, 1)
-    assert located(demand, LocalityProblem(FLAT8, 8, balance=0.5)).local == pytest.approx(1 / 8)
+    assert locality_placement(demand, LocalityProblem(FLAT8, 8, balance=0.5)).local == pytest.approx(1 / 8)
 
 
 def test_a_placement_it_made_itself_is_left_as_it_is() -> None:
     demand = demand_of("topheavy", 0.5, 8, 4, 64, 2)
     room = LocalityProblem(FLAT8, 12)
-    first = located(demand, room)
-    again = located(demand, room, first.table)
+    first = locality_placement(demand, room)
+    again = locality_placement(demand, room, first.table)
     assert copies_between(first.table, again.table, 8) <= 0.02 * first.table.size
-    assert np.array_equal(located(demand, room).table, first.table)
+    assert np.array_equal(locality_placement(demand, room).table, first.table)
 
 
 def test_nodes_come_first_where_their_link_costs_more() -> None:
     demand, node = demand_of("topheavy", 0.5, 8, 4, 64, 4), np.arange(8) // 2
     flat, wide = (
-        located(demand, LocalityProblem(FLAT8, 10)),
-        located(demand, LocalityProblem(node, 10, LocalityPrices(1.0, 4.0))),
+        locality_placement(demand, LocalityProblem(FLAT8, 10)),
+        locality_placement(demand, LocalityProblem(node, 10, LocalityPrices(1.0, 4.0))),
     )
     room = LocalityProblem(node, 10, LocalityPrices(1.0, 4.0))
     assert wide.near.mean() > measured(flat.table, None, demand, room).near.mean() + 0.03
@@ -132,7 +132,7 @@ def test_experts_stay_where_they_must() -> None:
     demand = demand_of("zipf", 1.0, 4, 2, 16, 6)
     home = np.zeros((2, 4, 16), bool)
     home[:, :2, :8] = home[:, 2:, 8:] = True
-    found = located(demand, LocalityProblem(np.zeros(4, np.intp), 6, balance=0.6, home=home))
+    found = locality_placement(demand, LocalityProblem(np.zeros(4, np.intp), 6, balance=0.6, home=home))
     assert (held_of(found.table, 4, 16) & home).any(axis=1).all()
 
 
@@ -140,7 +140,7 @@ def test_exchanges_never_lose_worth() -> None:
     room = LocalityProblem(np.arange(8) // 4, 10, LocalityPrices(1.0, 1.0), 3)
     worth = worth_of(demand_of("zipf", 0.5, 8, 4, 64, 8), room)
     held = held_by_worth(worth, 10, 3)
-    assert (worth.of(bettered(worth, held, 10, 3)) >= worth.of(held) - 1e-9).all()
+    assert (worth.of(exchange_experts(worth, held, 10, 3)) >= worth.of(held) - 1e-9).all()
     assert np.array_equal(held_of(table_of(held, 10), 8, 64), held)
 
 
@@ -161,20 +161,22 @@ def test_a_pair_costs_what_its_destination_costs_less_what_its_token_sends_there
 def test_what_does_not_fit_is_refused() -> None:
     demand = np.ones((2, 1, 8))
     with pytest.raises(ValueError, match="do not fit"):
-        located(demand, LocalityProblem(np.zeros(2, np.intp), 3))
+        locality_placement(demand, LocalityProblem(np.zeros(2, np.intp), 3))
     home = np.zeros((1, 2, 8), bool)
     home[:, 0] = True
     with pytest.raises(ValueError, match="where they must be"):
-        located(demand, LocalityProblem(np.zeros(2, np.intp), 5, home=home))
+        locality_placement(demand, LocalityProblem(np.zeros(2, np.intp), 5, home=home))
     for wrong in ({"slots": 0}, {"most": 0}, {"balance": 0.0}, {"prices": LocalityPrices(0.0, 0.0)}):
         with pytest.raises(ValueError, match="locality"):
             LocalityProblem(**{"node": np.zeros(2, np.intp), "slots": 4} | wrong)
 
 
 def test_one_rank_serves_all_and_no_demand_is_no_error() -> None:
-    alone = located(np.ones((1, 2, 6)), LocalityProblem(np.zeros(1, np.intp), 8))
+    alone = locality_placement(np.ones((1, 2, 6)), LocalityProblem(np.zeros(1, np.intp), 8))
     assert alone.local == pytest.approx(1.0)
-    idle = located(np.zeros((4, 2, 16)), LocalityProblem(np.arange(4) // 2, 5, LocalityPrices(1.0, 1.0)))
+    idle = locality_placement(
+        np.zeros((4, 2, 16)), LocalityProblem(np.arange(4) // 2, 5, LocalityPrices(1.0, 1.0))
+    )
     assert (idle.balance == 1.0).all()
     assert (idle.saved == 0.0).all()
 

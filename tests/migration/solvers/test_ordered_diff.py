@@ -11,8 +11,8 @@ from fleet.placement import Placement, linear
 from migration.model.constraints import Constraints
 from migration.model.placement_changes import made, taken
 from migration.solvers.load_cap import held_of
-from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, located, worth_of
-from migration.solvers.ordered_diff import toward
+from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, locality_placement, worth_of
+from migration.solvers.ordered_diff import ordered_diff
 
 RANKS, EXPERTS, SLOTS, LAYERS = 4, 12, 5, 2
 ROOM = LocalityProblem(np.zeros(RANKS, np.intp), SLOTS, balance=0.5)
@@ -29,9 +29,9 @@ def tables(
     begun = (
         linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=SLOTS).expert_of_slot
         if seed % 2
-        else located(first, room).table
+        else locality_placement(first, room).table
     )
-    return begun, located(second, room).table, second
+    return begun, locality_placement(second, room).table, second
 
 
 @settings(max_examples=20, deadline=None)
@@ -43,7 +43,7 @@ def test_every_state_between_is_legal_and_gains_add_up(seed: int, nodes: bool) -
         else ROOM
     )
     table, target, demand = tables(seed, room)
-    changes = toward(table, target, demand, room)
+    changes = ordered_diff(table, target, demand, room)
     for upto in range(len(changes.kind) + 1):
         Placement(made(table, taken(changes, np.arange(upto))), experts=EXPERTS, ranks=RANKS)
     worth, after = worth_of(demand, room), made(table, changes)
@@ -57,11 +57,11 @@ def test_every_state_between_is_legal_and_gains_add_up(seed: int, nodes: bool) -
 
 def test_the_budget_is_kept_and_the_best_copies_come_first() -> None:
     table, target, demand = tables(4)
-    whole = toward(table, target, demand, ROOM)
-    few = toward(table, target, demand, ROOM, Constraints(most_copies=6))
+    whole = ordered_diff(table, target, demand, ROOM)
+    few = ordered_diff(table, target, demand, ROOM, Constraints(max_copies=6))
     assert 0 < few.copies.sum() <= 6
     assert few.gain.sum() / few.copies.sum() >= whole.gain.sum() / whole.copies.sum()
-    assert not toward(table, target, demand, ROOM, Constraints(most_copies=0))
+    assert not ordered_diff(table, target, demand, ROOM, Constraints(max_copies=0))
 
 
 def test_nothing_is_done_for_a_target_that_is_there_or_wins_nothing() -> None:
@@ -70,20 +70,20 @@ def test_nothing_is_done_for_a_target_that_is_there_or_wins_nothing() -> None:
         worth, unit = worth_of(demand, ROOM), demand.sum(axis=(0, 2))
         there, back = ((worth.of(held_of(one, RANKS, EXPERTS)) * unit).sum() for one in (target, table))
         assert back < there  # the way back wins nothing
-        assert not toward(target, target, demand, ROOM)
-        assert not toward(target, table, demand, ROOM)
+        assert not ordered_diff(target, target, demand, ROOM)
+        assert not ordered_diff(target, table, demand, ROOM)
 
 
 def test_what_rests_is_not_touched_and_dead_ranks_get_nothing() -> None:
     table, target, demand = tables(6)
     frozen = np.zeros((LAYERS, EXPERTS), bool)
     frozen[:, ::2] = True
-    resting = toward(table, target, demand, ROOM, Constraints(frozen=frozen))
+    resting = ordered_diff(table, target, demand, ROOM, Constraints(frozen=frozen))
     assert resting
     before, after = (held_of(one, RANKS, EXPERTS) for one in (table, made(table, resting)))
     assert np.array_equal(before[:, :, ::2], after[:, :, ::2])
     live = np.array([True, False, True, True])
-    changes = toward(table, target, demand, ROOM, Constraints(live=live))
+    changes = ordered_diff(table, target, demand, ROOM, Constraints(live=live))
     slots = np.concatenate([changes.slot, changes.other_slot[changes.other_slot >= 0]])
     assert (slots // SLOTS != 1).all()
     alive = (
@@ -96,7 +96,7 @@ def test_what_rests_is_not_touched_and_dead_ranks_get_nothing() -> None:
 def test_experts_that_must_survive_keep_so_many_holders() -> None:
     table, target, demand = tables(8)
     least = held_of(table, RANKS, EXPERTS).sum(axis=1)
-    after = made(table, toward(table, target, demand, ROOM, Constraints(least_replicas=least)))
+    after = made(table, ordered_diff(table, target, demand, ROOM, Constraints(min_replicas=least)))
     assert (held_of(after, RANKS, EXPERTS).sum(axis=1) >= least).all()
 
 
@@ -106,8 +106,8 @@ def test_a_rank_that_would_be_too_full_is_spared() -> None:
     target = np.array([[2, 3, -1, 0, 1, -1]], np.int16)
     demand = np.zeros((2, 1, 4))
     demand[0, 0], demand[1, 0] = [0, 30, 10, 10], [10, 10, 30, 0]
-    assert toward(table, np.array([[0, 1, 2, 3, -1, -1]], np.int16), demand, room).copies.sum() <= 1
-    changes = toward(table, target, demand, room)
+    assert ordered_diff(table, np.array([[0, 1, 2, 3, -1, -1]], np.int16), demand, room).copies.sum() <= 1
+    changes = ordered_diff(table, target, demand, room)
     held = [held_of(one, 2, 4)[0] for one in (table, made(table, changes))]
     full = [
         (demand.sum(axis=(0, 1)) / one.sum(axis=0) * one).sum(axis=1).max() for one in held
@@ -120,4 +120,4 @@ def test_a_rank_that_would_be_too_full_is_spared() -> None:
 def test_shapes_that_contradict_each_other_are_refused() -> None:
     table, target, demand = tables(1)
     with pytest.raises(ValueError, match="toward"):
-        toward(table[:1], target, demand, ROOM)
+        ordered_diff(table[:1], target, demand, ROOM)

@@ -15,8 +15,8 @@ from fleet.placement import EMPTY, Placement
 from migration.model.constraints import Constraints
 from migration.model.placement_changes import ChangeKind, copies_between, made, taken
 from migration.model.sampling_noise import LoadNoise
-from migration.solvers.full_placement import full
-from migration.solvers.split_copies import SplitCopies, least_copies, weighted
+from migration.solvers.full_placement import full_placement
+from migration.solvers.split_copies import SplitCopies, min_copies, split_copies
 
 Table = NDArray[np.int16]
 
@@ -82,9 +82,9 @@ def test_needs_as_few_copies_as_exhaustive_search_on_three_ranks_and_six_experts
     for _ in range(12):
         table, load = random_table(1, 6, 3, 9, dice), dice.gamma(0.7, size=(1, 6)) + 0.05
         least = fewest(table[0], load[0], 3, 1 / 0.9, 2)
-        plan = weighted(table, load, 3, 6, Constraints(target=1.0), goal=np.array([0.9]))
+        plan = split_copies(table, load, 3, 6, Constraints(target=1.0), goal=np.array([0.9]))
         if least is not None:
-            assert least_copies(table, load, 3, np.array([1 / 0.9]))[0] <= least
+            assert min_copies(table, load, 3, np.array([1 / 0.9]))[0] <= least
             needed.append(least)
             spent.append(len(plan.changes.kind))
             missed += fullest(plan.table[0], load[0], 3) > 1 / 0.9 + 0.01
@@ -99,8 +99,11 @@ def test_few_copies_win_back_what_a_full_replacement_would(
     drift: str, ranks: int, slots: int, most: float
 ) -> None:
     drifting = Drifting(Case("lognormal", 6, 64, ranks, slots, 3), drift)
-    before, now = full(drifting.before, ranks, slots // ranks), full(drifting.now, ranks, slots // ranks)
-    plan = weighted(
+    before, now = (
+        full_placement(drifting.before, ranks, slots // ranks),
+        full_placement(drifting.now, ranks, slots // ranks),
+    )
+    plan = split_copies(
         before,
         drifting.now,
         ranks,
@@ -116,15 +119,15 @@ def test_few_copies_win_back_what_a_full_replacement_would(
 
 def test_what_a_new_sample_of_the_same_demand_explains_gets_no_copy() -> None:
     drifting = Drifting(Case("zipf", 8, 64, 16, 96, 5), "noise")
-    before = full(drifting.before, 16, 6)
-    plan = weighted(before, drifting.now, 16, 64, noise=LoadNoise(drifting.case.window))
+    before = full_placement(drifting.before, 16, 6)
+    plan = split_copies(before, drifting.now, 16, 64, noise=LoadNoise(drifting.case.window))
     assert not plan.changes
     np.testing.assert_array_equal(plan.table, before)
 
 
 def test_layers_that_weights_alone_bring_to_the_cap_get_no_copy() -> None:
     table = np.array([[0, 1, 0, 2]], np.int16)
-    plan = weighted(table, np.array([[4.0, 3.0, 1.0]]), 2, 3)
+    plan = split_copies(table, np.array([[4.0, 3.0, 1.0]]), 2, 3)
     assert not plan.changes
     np.testing.assert_allclose(served(plan, np.array([[4.0, 3.0, 1.0]]), 2), [[4, 4]], rtol=1e-3)
 
@@ -134,7 +137,7 @@ def test_a_rank_that_holds_nothing_shared_makes_room_by_giving_away_its_smallest
         [[0, 5, 1, 0, 5, 2, 3, 4, 6]], np.int16
     )  # ranks 0 and 1 share experts 0 and 5, rank 2 shares nothing
     load = np.array([[2.0, 4.0, 4.0, 0.2, 1.0, 0.1, 0.7]])
-    plan = weighted(table, load, 3, 7, goal=np.array([0.97]))
+    plan = split_copies(table, load, 3, 7, goal=np.array([0.97]))
     np.testing.assert_array_equal(plan.changes.expert, [3, 1])
     assert served(plan, load, 3).max() < 1.03 * 4
 
@@ -142,7 +145,7 @@ def test_a_rank_that_holds_nothing_shared_makes_room_by_giving_away_its_smallest
 def test_the_gains_of_a_layer_add_up_to_the_fall_of_its_fullest_rank() -> None:
     dice = np.random.default_rng(7)
     table, load = random_table(5, 24, 8, 40, dice), dice.gamma(0.5, size=(5, 24)) + 0.02
-    plan = weighted(table, load, 8, 24)
+    plan = split_copies(table, load, 8, 24)
     for layer in range(5):
         gain = plan.changes.gain[plan.changes.layer == layer].sum()
         fall = fullest(table[layer], load[layer], 8) - fullest(plan.table[layer], load[layer], 8)
@@ -152,13 +155,13 @@ def test_the_gains_of_a_layer_add_up_to_the_fall_of_its_fullest_rank() -> None:
 def test_a_heavy_expert_needs_as_many_holders_as_it_has_loads_of_a_rank() -> None:
     table = np.array([[0, 1, 2, -1, 3, -1, 4, -1]], np.int16)
     load = np.array([[8.0, 1.0, 1.0, 1.0, 1.0]])
-    assert least_copies(table, load, 4, np.array([1.0])).tolist() == [2]
-    assert len(weighted(table, load, 4, 5).changes.kind) >= 2
+    assert min_copies(table, load, 4, np.array([1.0])).tolist() == [2]
+    assert len(split_copies(table, load, 4, 5).changes.kind) >= 2
 
 
 def test_a_goal_for_other_layers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"goal has shape \(2,\); expected one balance for each of 1 layers"):
-        weighted(np.array([[0, 1]], np.int16), np.ones((1, 2)), 2, 2, goal=np.ones(2))
+        split_copies(np.array([[0, 1]], np.int16), np.ones((1, 2)), 2, 2, goal=np.ones(2))
 
 
 @settings(max_examples=30, deadline=None)
@@ -175,13 +178,13 @@ def test_every_plan_keeps_every_limit(seed: int, ranks: int, kind: str) -> None:
     least = np.full((3, experts), 2)
     limits = {
         "free": Constraints(),
-        "budget": Constraints(most_copies=1),
-        "replicas": Constraints(most_replicas=2),
+        "budget": Constraints(max_copies=1),
+        "replicas": Constraints(max_replicas=2),
         "frozen": Constraints(frozen=frozen),
         "dead": Constraints(live=live),
-        "kept": Constraints(least_replicas=least),
+        "kept": Constraints(min_replicas=least),
     }[kind]
-    plan = weighted(table, load, ranks, experts, limits, node=np.arange(ranks) % 2 if seed % 2 else None)
+    plan = split_copies(table, load, ranks, experts, limits, node=np.arange(ranks) % 2 if seed % 2 else None)
     before, after = (
         Placement(each, experts=experts, ranks=ranks).replicas_on_rank > 0 for each in (table, plan.table)
     )
