@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import typer
 
+from benchmarks.demo_model import routings_path
 from benchmarks.rig.homes import RANKS, SPEED, LoadResult, Setting, World, run_load, world
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
-from deploy.demo_model import routings_path
 
 SLOTS, GAIN = 10, 0.9
 SEQUENCE_SECONDS = (2e-4, 5e-4, 1e-3)

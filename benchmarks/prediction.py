@@ -20,10 +20,10 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from benchmarks.demo_model import routings_path
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from benchmarks.rig.tracking import RANKS, Fleet
 from benchmarks.rig.traffic import Request, Routings, counted, load, request, stream, tenants, untrained
-from deploy.demo_model import routings_path
 from fleet.arrays import Float32Array
 from fleet.prediction import FLOOR, SOURCES
 from fleet.signatures import MIN_PROBABILITY
@@ -43,7 +43,7 @@ Table = NDArray[np.float64]
 File = typer.Option(
     routings_path(),
     "--routings",
-    help="recorded routings, in the format of deploy.demo_model.record_routings",
+    help="recorded routings, in the format of benchmarks.demo_model.record_routings",
 )
 Seeds = typer.Option(
     3, "--seeds", min=1, help="number of random orders of requests and of their names (1 with --quick)"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.demo_model import DOMAINS, routings_path
+from benchmarks.demo_model import DOMAINS, routings_path
 
 LAYERS, EXPERTS = 4, 32
 DECODE_SECONDS = 8

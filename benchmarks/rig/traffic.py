@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.demo_model.evaluate import control_model
-from deploy.demo_model.record_routings import chosen_experts
+from benchmarks.demo_model.evaluate import control_model
+from benchmarks.demo_model.record_routings import chosen_experts
 from fleet.blocks import BLOCK_SIZE, local_hashes, sequence_hashes
 from fleet.routings import UNKNOWN, count_pairs
 
@@ -21,7 +21,7 @@ ONE_NAME_IN = 5
 
 @dataclass(frozen=True)
 class Routings:
-    """Arrays over requests [R], as `deploy.demo_model.record_routings` writes them. experts: [R, tokens,
+    """Arrays over requests [R], as `benchmarks.demo_model.record_routings` writes them. experts: [R, tokens,
     layers, k]; prompt: tokens of the prompt."""
 
     tokens: NDArray[Any]

@@ -73,10 +73,9 @@ def test_fleet_imports_only_its_three_libraries_and_pure_standard_modules() -> N
         assert not tops & FLEET_FORBIDDEN, f"{path.name} imports {tops & FLEET_FORBIDDEN}"
 
 
-def test_the_product_never_imports_transformers_outside_the_training_scripts() -> None:
+def test_the_product_never_imports_transformers() -> None:
     for path in python_files(*PACKAGES):
-        if "demo_model" not in path.parts:
-            assert "transformers" not in {name.split(".")[0] for name in imported_modules(path)}, path
+        assert "transformers" not in {name.split(".")[0] for name in imported_modules(path)}, path
 
 
 def test_nixl_is_loaded_by_its_one_door() -> None:

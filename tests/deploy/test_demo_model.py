@@ -18,14 +18,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from deploy.demo_model import CONTEXT_LENGTH, DOMAINS, checkpoint_path, heldout_path, routings_path
+from benchmarks.demo_model import DOMAINS, heldout_path, routings_path
+from deploy.demo_model import CONTEXT_LENGTH, checkpoint_path
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from deploy.demo_model import corpus, heldout  # noqa: E402  (they need no torch, but the rest below does)
-from deploy.demo_model.architecture import load_model, router_outputs, write_checkpoint  # noqa: E402
-from deploy.demo_model.corpus import (  # noqa: E402
+from benchmarks.demo_model import corpus, heldout  # noqa: E402  (they need no torch, but the rest below does)
+from benchmarks.demo_model.architecture import load_model, router_outputs, write_checkpoint  # noqa: E402
+from benchmarks.demo_model.corpus import (  # noqa: E402
     CorpusError,
     Document,
     NearCopies,
@@ -33,20 +34,20 @@ from deploy.demo_model.corpus import (  # noqa: E402
     middle,
     strip_roff,
 )
-from deploy.demo_model.evaluate import (  # noqa: E402
+from benchmarks.demo_model.evaluate import (  # noqa: E402
     control_model,
     losses_by_domain,
     losses_by_position,
     measure_skew,
 )
-from deploy.demo_model.optimiser import orthogonalise  # noqa: E402
-from deploy.demo_model.record_routings import (  # noqa: E402
+from benchmarks.demo_model.optimiser import orthogonalise  # noqa: E402
+from benchmarks.demo_model.record_routings import (  # noqa: E402
     PROMPT_TOKENS,
     REQUEST_TOKENS,
     chosen_experts,
     windows,
 )
-from deploy.demo_model.train import WINDOW, balance_loss, rate, train, window_length  # noqa: E402
+from benchmarks.demo_model.train import WINDOW, balance_loss, rate, train, window_length  # noqa: E402
 
 TEST, FIT = "test", "fit"
 
@@ -82,7 +83,7 @@ def documents() -> list[Document]:
 def test_asking_for_the_paths_imports_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "numpy", "typer"}
     code = (
-        f"import sys, deploy.demo_model as m; m.checkpoint_path(); sys.exit(bool({heavy!r} &"
+        f"import sys, benchmarks.demo_model, deploy.demo_model as m; m.checkpoint_path(); sys.exit(bool({heavy!r} &"
         " set(sys.modules)))"
     )
     assert (

@@ -6,14 +6,13 @@ perfect clusters, and the planner itself. Time passes in windows; nothing else i
 
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-import deploy.demo_model
+from benchmarks.demo_model import routings_path
 from fleet.dispatch import Chooser, reached
 from fleet.experts import ModelShape
 from fleet.layout import EP
@@ -42,7 +41,7 @@ Routings = NDArray[np.int64]
 @cache
 def recorded() -> tuple[Routings, NDArray[np.intp], NDArray[np.intp], tuple[str, ...]]:
     """Return (routings, domain of each request, split of each request, domain names) of the demo model."""
-    with np.load(Path(deploy.demo_model.__file__).parent / "routings.npz") as found:
+    with np.load(routings_path()) as found:
         experts, domain, part, names = (found[name] for name in ("experts", "domain", "part", "domains"))
     return (
         experts.astype(np.int64),

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from deploy.demo_model.heldout import read_documents
+from benchmarks.demo_model.heldout import read_documents
 from deploy.settings import DEMO_CHECKPOINT
 from tests.system.fleets import MODEL
 from tests.system.migration_clients import MARGIN, Answer, margins

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.demo_model import DOMAINS, routings_path
+from benchmarks.demo_model import DOMAINS, routings_path
 from tracker.config import TrackerConfig
 from tracker.drift.detector import DriftDetector, PopularityShift
 

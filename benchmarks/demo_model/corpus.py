@@ -3,7 +3,7 @@ documentation.
 
 Downloads nothing and reads only text files that are already on the machine. `gather` reports the documents
 found. It skips a domain that the machine lacks, and raises CorpusError with the packages to install if the
-machine has none at all. Held-out documents (`deploy.demo_model.heldout`) are recognised by their words, not
+machine has none at all. Held-out documents (`benchmarks.demo_model.heldout`) are recognised by their words, not
 by their path, so near copies are skipped too.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from deploy.demo_model import DOMAINS
+from benchmarks.demo_model import DOMAINS
 
 __all__ = [
     "CorpusError",

@@ -1,6 +1,6 @@
 """Train the demo model with one command. With one thread, the same seed and text give the same model.
 
-    python -m deploy.demo_model.train --out checkpoint
+    python -m benchmarks.demo_model.train --out checkpoint
 
 Each batch has one row per domain: a random window of that domain's concatenated documents. The load-balance
 loss is taken over the whole batch, so that each domain may prefer its own experts. A balance loss per
@@ -21,11 +21,16 @@ import typer
 from transformers import Qwen3MoeForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from deploy.demo_model.architecture import build_model, router_outputs, set_expert_kernel, write_checkpoint
-from deploy.demo_model.corpus import CorpusError, concatenate, gather
-from deploy.demo_model.evaluate import losses_by_domain
-from deploy.demo_model.heldout import read_documents, texts_not_to_train_on
-from deploy.demo_model.optimiser import build_optimisers
+from benchmarks.demo_model.architecture import (
+    build_model,
+    router_outputs,
+    set_expert_kernel,
+    write_checkpoint,
+)
+from benchmarks.demo_model.corpus import CorpusError, concatenate, gather
+from benchmarks.demo_model.evaluate import losses_by_domain
+from benchmarks.demo_model.heldout import read_documents, texts_not_to_train_on
+from benchmarks.demo_model.optimiser import build_optimisers
 
 __all__ = ["main", "train"]
 

@@ -1,6 +1,6 @@
 """Quality of the demo model and its routing skew: the figures of the model card.
 
-    python -m deploy.demo_model.evaluate
+    python -m benchmarks.demo_model.evaluate
 
 An untrained router is strongly skewed too, because of its frozen geometry; it predicts itself well without
 learning anything. Every figure of skew is therefore printed beside that of an untrained control. Two figures
@@ -21,11 +21,12 @@ import torch
 import typer
 from transformers import Qwen3MoeForCausalLM
 
-from deploy.demo_model import CONTEXT_LENGTH, DOMAINS, checkpoint_path, routings_path
-from deploy.demo_model.architecture import build_model, load_model, set_expert_kernel
-from deploy.demo_model.corpus import Document
-from deploy.demo_model.heldout import read_documents
-from deploy.demo_model.record_routings import chosen_experts
+from benchmarks.demo_model import DOMAINS, routings_path
+from benchmarks.demo_model.architecture import build_model, load_model, set_expert_kernel
+from benchmarks.demo_model.corpus import Document
+from benchmarks.demo_model.heldout import read_documents
+from benchmarks.demo_model.record_routings import chosen_experts
+from deploy.demo_model import CONTEXT_LENGTH, checkpoint_path
 from fleet.arrays import FloatArray
 
 __all__ = ["RoutingSkew", "control_model", "losses_by_domain", "losses_by_position", "main", "measure_skew"]

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.demo_model import DOMAINS, heldout_path
-from deploy.demo_model.corpus import Document, NearCopies, find_documents, middle
+from benchmarks.demo_model import DOMAINS, heldout_path
+from benchmarks.demo_model.corpus import Document, NearCopies, find_documents, middle
 
 __all__ = ["ALLOWED_LICENCES", "choose", "read_documents", "read_manifest", "texts_not_to_train_on"]
 

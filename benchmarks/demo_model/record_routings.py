@@ -31,10 +31,11 @@ import torch
 import typer
 from transformers import DynamicCache, Qwen3MoeForCausalLM
 
-from deploy.demo_model import DOMAINS, checkpoint_path, routings_path
-from deploy.demo_model.architecture import EOS_ID, load_model, router_outputs
-from deploy.demo_model.corpus import Document
-from deploy.demo_model.heldout import read_documents
+from benchmarks.demo_model import DOMAINS, routings_path
+from benchmarks.demo_model.architecture import EOS_ID, load_model, router_outputs
+from benchmarks.demo_model.corpus import Document
+from benchmarks.demo_model.heldout import read_documents
+from deploy.demo_model import checkpoint_path
 
 __all__ = ["PROMPT_TOKENS", "REQUEST_TOKENS", "chosen_experts", "main", "record", "windows"]
 
