@@ -239,7 +239,7 @@ class ExpertMemory(Protocol):
         ...
 
     def cell(self, number: int) -> NDArray[np.uint8]:
-        """Return a view of the cell's memory, uint8 [cell_bytes]."""
+        """Return a view of the cell's memory, uint8 [cell_bytes]. IndexError when there is no such cell."""
         ...
 
 

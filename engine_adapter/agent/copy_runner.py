@@ -178,7 +178,7 @@ class CopyRunner:
             experts=effect.experts,
             seconds=self._config.lease_seconds,
         )
-        answer = await self._ask(effect.source, request, seconds)
+        answer = await self._request(effect.source, request, seconds)
         if not isinstance(answer, ExpertsLeased):
             raise TypeError(f"it answered with {type(answer).__name__}")
         return answer
@@ -210,7 +210,7 @@ class CopyRunner:
     async def _release_lease(self, effect: ReleaseLease) -> None:
         request = EndLeaseRequest(worker_id=self._context.worker_id, rank=effect.source, lease=effect.lease)
         try:
-            await self._ask(effect.source, request, ANSWER_SECONDS)
+            await self._request(effect.source, request, ANSWER_SECONDS)
         except BusError as error:
             log.info(
                 "rank %d could not tell rank %d that it has read; the lease will run out: %s",
@@ -219,7 +219,7 @@ class CopyRunner:
                 error,
             )
 
-    async def _ask(self, source: int, request: Message, seconds: float) -> Message:
+    async def _request(self, source: int, request: Message, seconds: float) -> Message:
         context = self._context
         subject = context.subjects.leases(context.engine, context.worker_id, source)
         return await context.bus.request(subject, request, seconds)

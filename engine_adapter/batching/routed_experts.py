@@ -14,7 +14,6 @@ class RoutedTrace:
 
     def __init__(self, layers: int, top_k: int) -> None:
         self.positions = 0
-        """Number of positions up to the last computed one."""
         self._table = np.full((0, layers, top_k), UNKNOWN, np.int16)
 
     @classmethod
@@ -27,7 +26,6 @@ class RoutedTrace:
 
     @property
     def nbytes(self) -> int:
-        """Allocated memory in bytes."""
         return int(self._table.nbytes)
 
     def note(self, start: int, routed: NDArray[Any]) -> None:
@@ -42,6 +40,4 @@ class RoutedTrace:
         self.positions = max(self.positions, end)
 
     def chosen(self) -> NDArray[np.int16]:
-        """int16 [positions, layers, k] up to the last computed position. UNKNOWN where nothing was
-        computed."""
         return self._table[: self.positions]

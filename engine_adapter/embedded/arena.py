@@ -45,8 +45,10 @@ class Arena:
         self.slots = slots
         self.ballast_bytes = ballast_bytes
         self.cells = (shape.layers + 1) * slots
+        # Rounded up, so that the weights of every cell begin aligned wherever the expert moves.
         self.cell_bytes = -(-(shape.expert_bytes + ballast_bytes) // _ALIGNED) * _ALIGNED
         self.descriptor, self._memory = _shared_memory(self.nbytes)
+        # Readers of other ranks open the file by this descriptor's number, so it stays open with the arena.
         if self.descriptor >= 0:
             weakref.finalize(self, os.close, self.descriptor)
 
@@ -101,6 +103,8 @@ class Arena:
     def load_expert(self, cell: int, weights: ExpertWeights) -> None:
         """Copy an expert in checkpoint layout (down is [H, I]) into a cell."""
         rows, width = self._weights(cell), self.shape.expert_intermediate
+        # The down projection is transposed once here, so that a step multiplies without a transposition and a
+        # shard over I is one block.
         rows[:width].copy_(weights.gate)
         rows[width : 2 * width].copy_(weights.up)
         rows[2 * width :].copy_(weights.down.t())
@@ -120,6 +124,7 @@ class Arena:
 def _shared_memory(size: int) -> tuple[int, NDArray[np.uint8]]:
     """Create a memory file and map it as uint8 [size], zeroed, with every page allocated. Return descriptor
     -1 and plain memory where the system lacks memfd."""
+    # A file can be mapped by the other ranks of the machine. Without one, NIXL still reads plain memory.
     if hasattr(os, "memfd_create"):
         return mapped("roost-experts", size)
     memory = torch.zeros(size, dtype=torch.uint8).numpy()  # Torch aligns its memory, NumPy does not.

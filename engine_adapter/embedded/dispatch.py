@@ -67,10 +67,12 @@ class Groups:
 
 def group_by_slot(slots: NDArray[Any], slot_count: int, min_rows: int = GROUP_ROWS) -> Groups:
     """Sort pairs by their physical slots [n], stably. Non-empty groups are padded to `least_rows`."""
+    # Stable, so that rows of a slot stay in the order of (source rank, token): part of the contract above.
     order = np.argsort(slots, kind="stable")
     counts = np.bincount(slots, minlength=slot_count)
     sizes = np.where(counts > 0, np.maximum(counts, min_rows), 0)
     ends = np.cumsum(sizes)
+    # Where a slot's rows begin with the padding of the slots before it, less where they begin without.
     shift = (ends - sizes) - (np.cumsum(counts) - counts)
     rows = np.arange(len(slots)) + shift[slots[order]]
     row_of_pair = np.empty(len(slots), np.int64)
@@ -388,6 +390,7 @@ class GlooDispatch:
         k = ranks.shape[1]
         computed_for = np.bincount(self._step.home[pairs // k], minlength=self._group.ranks)
         own = ranks[self._step.home == self._group.rank].reshape(-1)
+        # Results come back ordered by the rank that computed them. This is the inverse of that sort.
         back_order = np.empty(len(own), np.int64)
         back_order[np.argsort(own, kind="stable")] = np.arange(len(own))
         from_ranks = np.bincount(own, minlength=self._group.ranks)

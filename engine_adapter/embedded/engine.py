@@ -155,17 +155,14 @@ class EmbeddedEngine:
 
     @property
     def tokenizer(self) -> CheckpointTokenizer:
-        """Tokenizer of the checkpoint."""
         return self._alive.tokenizer
 
     @property
     def vocabulary(self) -> int:
-        """Upper bound (exclusive) of token IDs."""
         return self._alive.setup.vocabulary
 
     @property
     def failure(self) -> EngineFailed | None:
-        """Reason why the engine has stopped serving. None while it is healthy."""
         return self._failure
 
     async def start(self) -> None:
@@ -186,8 +183,6 @@ class EmbeddedEngine:
         self._running.ended.add_done_callback(self._on_end)
 
     async def submit(self, request: GenerationRequest) -> AnswerStream:
-        """Submit a request. Overloaded when too many are open. EngineFailed when the engine is gone.
-        ValueError for a request out of bounds."""
         self._refuse_if_failed()
         if len(self._open) >= self.config.max_running + self.config.max_waiting:
             raise Overloaded(self.config.max_waiting)
@@ -203,7 +198,6 @@ class EmbeddedEngine:
         return answer
 
     def fresh_seed(self) -> int:
-        """Draw a seed for a request without one."""
         self._seedless += 1
         return xxhash.xxh3_64_intdigest(self._seedless.to_bytes(8, "little"), self._seed % (1 << 64))
 

@@ -19,11 +19,11 @@ _SLOWEST = 50e6
 
 
 class Deadlines:
-    """Deadlines of one rank's reads, by (source rank, transfer backend). least_seconds: minimum allowance of
+    """Deadlines of one rank's reads, by (source rank, transfer backend). min_seconds: minimum allowance of
     every read. bytes_per_second: rate limit of the reads. None: no limit."""
 
-    def __init__(self, least_seconds: float, bytes_per_second: int | None = None) -> None:
-        self._least = least_seconds
+    def __init__(self, min_seconds: float, bytes_per_second: int | None = None) -> None:
+        self._min_seconds = min_seconds
         self._cap = bytes_per_second
         self._read: dict[tuple[int, str], deque[tuple[int, float]]] = {}
 
@@ -34,7 +34,7 @@ class Deadlines:
     def allowed(self, source: int, transfer: str, size: int) -> float:
         """Seconds allowed for a read of `size` bytes."""
         floor = 0.0 if self._cap is None else size / self._cap
-        return max(self._least, SLACK * max(floor, self.expected(source, transfer, size)))
+        return max(self._min_seconds, SLACK * max(floor, self.expected(source, transfer, size)))
 
     def expected(self, source: int, transfer: str, size: int) -> float:
         """Expected seconds for a read of `size` bytes, based on earlier reads."""

@@ -79,7 +79,8 @@ class RequestProfiler:
         )
         self._publisher = context.bus.publisher(context.subjects.requests_profiled(context.engine))
         self._waiting: deque[_Waiting] = deque()
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
+        """Memory of the traces that wait to be profiled."""
         self._work = asyncio.Event()
         self._samples = Allowance(config.samples_per_second, config.samples_burst)
         self._batch: dict[tuple[int, int], list[RequestProfile]] = {}
@@ -96,8 +97,8 @@ class RequestProfiler:
         self.lost += lost
         for one in ended:
             self._waiting.append(_Waiting(one, placement))
-            self._waiting_bytes += one.nbytes
-        while self._waiting_bytes > self._config.profile_queue_bytes and len(self._waiting) > 1:
+            self.waiting_bytes += one.nbytes
+        while self.waiting_bytes > self._config.profile_queue_bytes and len(self._waiting) > 1:
             self._next()
             self.lost += 1
         if ended:
@@ -153,11 +154,11 @@ class RequestProfiler:
         """Take the next requests to profile together: all of one placement, and few enough that a turn is
         short."""
         turn: list[_Waiting] = []
-        limit = self._waiting_bytes - TURN_BYTES
+        limit = self.waiting_bytes - TURN_BYTES
         while self._waiting and (
             not turn
             or (
-                self._waiting_bytes > limit
+                self.waiting_bytes > limit
                 and len(turn) < max_requests
                 and self._waiting[0].placement is turn[0].placement
             )
@@ -167,7 +168,7 @@ class RequestProfiler:
 
     def _next(self) -> _Waiting:
         one = self._waiting.popleft()
-        self._waiting_bytes -= one.ended.nbytes
+        self.waiting_bytes -= one.ended.nbytes
         return one
 
     def _read(

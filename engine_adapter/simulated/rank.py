@@ -119,7 +119,6 @@ class SimulatedRank:
 
     @property
     def failure(self) -> EngineFailed | None:
-        """Reason why the engine has stopped serving. None while it is healthy."""
         return self._engine.failure
 
     async def start(self) -> None:
@@ -144,8 +143,6 @@ class SimulatedRank:
         return replace(self._facts.take(), sent=sent)
 
     async def submit(self, request: GenerationRequest) -> AnswerStream:
-        """Submit a request. Overloaded when too many are open. EngineFailed when the engine is gone.
-        ValueError for a request out of bounds."""
         self._engine.refuse_if_failed()
         request.check_bounds(max_context=self.description.max_context, vocabulary=VOCABULARY)
         answer = AnswerStream(self._cancel)

@@ -23,7 +23,6 @@ class RowTrace:
 
     @property
     def positions(self) -> int:
-        """Number of positions up to the last computed one."""
         return len(self._rows)
 
     def note(self, start: int, rows: NDArray[np.int16]) -> None:
@@ -39,7 +38,6 @@ class RowTrace:
         return 2 * len(self._rows)
 
     def chosen(self) -> NDArray[np.int16]:
-        """int16 [positions, layers, k]. UNKNOWN where nothing was computed."""
         return self._routing.chosen(np.array(self._rows, np.int16))
 
 

@@ -38,6 +38,8 @@ def mapped(name: str, size: int) -> tuple[int, NDArray[np.uint8]]:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
+        # A reader of a file that shrinks is killed (SIGBUS). So readers demand the seals, and no one can lift
+        # them again.
         fcntl.fcntl(
             descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         )
@@ -57,6 +59,7 @@ class MappedCells:
             raise ValueError(f"cells: {cells} of {len(tensors)} tensors: there must be at least one of each")
         self.tensors = tensors
         self.cells = cells
+        # Whole pages: a read that lands never touches a page of another cell.
         self.cell_bytes = (
             -(-max(one.offset + one.bytes for one in tensors) // CELL_ALIGNMENT) * CELL_ALIGNMENT
         )
@@ -67,13 +70,13 @@ class MappedCells:
         return int(self._memory.ctypes.data)
 
     def cell(self, number: int) -> NDArray[np.uint8]:
-        """Return a view of the cell's memory, uint8 [cell_bytes]. IndexError when there is no such cell."""
         if not 0 <= number < self.cells:
             raise IndexError(f"cell {number} of {self.cells}")
         return self._memory[number * self.cell_bytes : (number + 1) * self.cell_bytes]
 
     def close(self) -> None:
         """Prevent new mappings by other processes. Existing mappings and arrays stay valid."""
+        # Our own mapping needs no descriptor. Others reach the memory only through /proc/PID/fd.
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -23,12 +23,14 @@ def own_address(memory: ExpertMemory) -> MemoryAddress:
 def refuse(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress) -> None:
     """Raise AddressRefused unless these remote cells can be read into our own memory. Every number that
     becomes an address is checked."""
+    # Cells are copied byte by byte, so both sides must agree on every offset in them.
     if (address.layout, address.cell_bytes) != (own.layout, own.cell_bytes):
         theirs = f"{address.cell_bytes} bytes, layout {address.layout[:64]!r}"
         raise AddressRefused(
             f"the source's cells ({theirs}) differ from ours ({own.cell_bytes} bytes, layout {own.layout!r}):"
             " run one version and one dtype on all ranks"
         )
+    # The address came over the bus, and NIXL checks none of it.
     if not (
         0 < address.base
         and 0 < address.cells
@@ -48,6 +50,7 @@ def refuse(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress) ->
             raise AddressRefused(
                 f"cell {pull.cell} is to be written, and there are {own.cells} here: the caller is at fault"
             )
+    # Two reads into one cell would mix two experts, and each alone would look complete.
     if len({pull.cell for pull in pulls}) < len(pulls):
         raise AddressRefused(
             f"{len(pulls)} cells are to be read into fewer ({sorted(pull.cell for pull in pulls)}): the"
@@ -79,6 +82,7 @@ class OpenRead:
         """Wait for the read. Return its result or raise its error. Overdue after `seconds`, or when cancelled
         with bytes in flight."""
         try:
+            # `wait` and not `wait_for`: the future must outlive this caller, because bytes still land.
             await asyncio.wait((self._ended,), timeout=seconds)
         except asyncio.CancelledError:
             if not self._ended.done():
@@ -95,6 +99,7 @@ class OpenRead:
 
     def _abandon(self) -> "asyncio.Future[None]":
         self.abandoned = True
+        # Another future than `_ended`: the holder of a quarantine waits for the end and not for the outcome.
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def settle(ended: "asyncio.Future[Pulled]") -> None:

@@ -7,10 +7,11 @@ adopted.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from engine_adapter.agent.handover_agent import HandoverAgent
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineDescription
 from engine_adapter.reporting.rank_context import RankContext
+from engine_adapter.transfer.checksums import checksums
 from engine_adapter.transfer.in_process import MemoryFabric, MemoryTransfer
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from fleet.experts import ModelShape
@@ -58,6 +60,13 @@ class Inline(Executor):
         except Exception as error:  # noqa: BLE001, an executor passes on whatever it was
             done.set_exception(error)
         return done
+
+
+class NoChecksums(Inline):
+    """Never computes checksums: a rank that does not know its own grants no lease."""
+
+    def submit(self, work: Any, /, *arguments: Any, **named: Any) -> "Future[Any]":
+        return Future() if work is checksums else super().submit(work, *arguments, **named)
 
 
 def weights(layer: int, expert: int) -> NDArray[np.uint8]:
@@ -143,9 +152,9 @@ class Group:
     fabric: MemoryFabric = field(default_factory=MemoryFabric)
     ranks: list[StandingRank] = field(default_factory=list)
     transfers: list[MemoryTransfer] = field(default_factory=list)
-    desks: list[HandoverAgent] = field(default_factory=list)
+    agents: list[HandoverAgent] = field(default_factory=list)
     running: list["asyncio.Task[None]"] = field(default_factory=list)
-    """of the desks; a test that expects one to end takes it out"""
+    """of the agents; a test that expects one to end takes it out"""
     token: int = 1
     handover: int = 0
     _flip: asyncio.Event = field(default_factory=asyncio.Event)
@@ -243,7 +252,7 @@ class Group:
 
     def check(self) -> None:
         """Every rank's books agree, and every slot holds what it shall."""
-        for rank, handovers in zip(self.ranks, self.desks, strict=True):
+        for rank, handovers in zip(self.ranks, self.agents, strict=True):
             handovers.protocol.cell_table.check_integrity()
             rank.experts.check()
             assert (handovers.protocol.cell_table.table == rank.experts.cells).all()
@@ -277,9 +286,13 @@ def after(placement: Placement, *changes: tuple[int, int, int]) -> Placement:
 
 @asynccontextmanager
 async def standing(
-    placement: Placement, config: TransferConfig = CONFIG, *, tracing: Any = None
+    placement: Placement,
+    config: TransferConfig = CONFIG,
+    *,
+    tracing: Any = None,
+    executors: Mapping[int, Executor] = MappingProxyType({}),
 ) -> AsyncIterator[Group]:
-    """A group whose desks serve until the block ends; then nothing of them is left."""
+    """A group whose agents serve until the block ends; then nothing of them is left."""
     group = Group(placement, MemoryBroker(SUBJECTS), config)
     before = asyncio.all_tasks()
     async with AsyncExitStack() as stack:
@@ -291,12 +304,17 @@ async def standing(
             stack.push_async_callback(way.close)
             group.transfers.append(way)
         for one, way in zip(group.ranks, group.transfers, strict=True):
-            staging = Staging(transfers=(way,), config=config, tracing=tracing, executor=Inline())
+            staging = Staging(
+                transfers=(way,),
+                config=config,
+                tracing=tracing,
+                executor=executors.get(one.description.rank, Inline()),
+            )
             context = RankContext(MemoryBus(group.broker), SUBJECTS, "a", WORKER, one.description)
-            group.desks.append(HandoverAgent(context, one, staging))  # type: ignore[arg-type]
+            group.agents.append(HandoverAgent(context, one, staging))  # type: ignore[arg-type]
         running = [
-            asyncio.create_task(handovers.run(), name=f"desk {rank}")
-            for rank, handovers in enumerate(group.desks)
+            asyncio.create_task(handovers.run(), name=f"agent of rank {rank}")
+            for rank, handovers in enumerate(group.agents)
         ]
         stack.push_async_callback(_stop, running)
         group.running = running

@@ -194,9 +194,9 @@ async def _run(seed: int) -> int:
 async def _is_whole(group: Group, trial: Trial) -> None:
     """Everything that is served is there, the books of all agree, and handovers go on."""
     group.check()
-    assert {handovers.protocol.standing.served for handovers in group.desks} == {group.placement.epoch}
+    assert {handovers.protocol.standing.served for handovers in group.agents} == {group.placement.epoch}
     assert all(
-        handovers.protocol.at_rest and handovers.protocol.cell_table.leases == 0 for handovers in group.desks
+        handovers.protocol.at_rest and handovers.protocol.cell_table.leases == 0 for handovers in group.agents
     )
     placement = group.placement
     layer, rank, expert = np.argwhere(placement.replicas_on_rank == 0)[0].tolist()

@@ -108,12 +108,12 @@ class SimulatedConfig:
             self.placement,
             f"use one of {', '.join(PLACEMENTS)}, or name a file, with a dot or a slash in its name",
         )
-        least = -(-SHAPES[self.shape].experts // self.ranks) if self.ranks > 0 else 1
+        min_slots = -(-SHAPES[self.shape].experts // self.ranks) if self.ranks > 0 else 1
         _need(
-            self.slots_per_rank is None or self.slots_per_rank >= least,
+            self.slots_per_rank is None or self.slots_per_rank >= min_slots,
             "slots_per_rank",
             self.slots_per_rank,
-            f"use {least} or more, or leave it out",
+            f"use {min_slots} or more, or leave it out",
         )
         _need(
             self.dispatch_rule in DISPATCHES,

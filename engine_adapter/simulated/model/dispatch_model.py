@@ -53,6 +53,8 @@ class DispatchModel:
             slot // placement.slots_per_rank,
             part,
         )
+        # Most experts have one replica. Their traffic is the same whatever a token's home, so it is computed
+        # by row alone, without the dimension of homes.
         replicas = np.bincount(held.place)[held.place]
         demand = np.zeros((routing.rows, placement.layers * placement.experts), bool)
         np.put_along_axis(demand, routing.places, True, axis=1)
@@ -122,6 +124,8 @@ class _Sole:
         by_row = np.bincount(cells.ravel(), minlength=routing.rows * (servers + 1)).reshape(routing.rows, -1)
         self._pairs = by_row[:, :servers].astype(np.float32)
         """[rows, layers * ranks] pairs per token of each row."""
+        # Whether an expert is read is one bit per row, and a step only joins the bits of its rows: 64 slots
+        # an operation, instead of a product over rows and slots.
         bits = np.packbits(demand[:, held.place], axis=1)
         self._demand = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))).view(np.uint64)
         """[rows, slots / 64]: one bit per slot."""
@@ -147,6 +151,7 @@ class _Several:
         places, self._which = np.unique(held.place, return_inverse=True)
         self._rank, self._server = held.rank, held.layer * placement.ranks + held.rank
         self._part = held.part
+        # Misses of independent pairs multiply. With logarithms a step sums them by one product.
         self._miss = np.log(np.maximum(1.0 - held.part, _NEVER))
         """Logarithm of the probability that a pair goes to another slot."""
         self._demand = demand[:, places].astype(np.float32)
@@ -164,6 +169,7 @@ class _Several:
 
     def read(self, pairs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the expected number of experts that each rank must read, float64 [ranks]."""
+        # 1 - exp(x) loses all digits of a small x.
         return np.bincount(self._rank, -np.expm1((pairs * self._miss).sum(axis=0)), self._ranks).astype(
             np.float64
         )
@@ -183,6 +189,7 @@ def _remote(
     alike = bool((held.part == held.part[0]).all())
     ends = np.searchsorted(held.layer, np.arange(placement.layers + 1))
     for layer, home in product(range(placement.layers), range(placement.ranks)):
+        # Without a preference for near replicas, all homes share the result of the first.
         if not home or not alike:
             these = slice(ends[layer], ends[layer + 1])
             place = (held.place[these] - layer * placement.experts) * spots + spot[held.rank[these]]
@@ -226,6 +233,7 @@ def _went(experts: NDArray[np.int16], share: NDArray[np.float64]) -> NDArray[np.
 
     experts: [rows, k] distinct experts. share: [experts, places] share of an expert's tokens.
     """
+    # A token misses a place only if each of its k distinct experts does.
     elsewhere = 1.0 - share
     missed = elsewhere[experts[:, 0]]
     for one in experts[:, 1:].T:

@@ -37,7 +37,6 @@ class SimulatedCells:
         return int(self._words.ctypes.data)
 
     def cell(self, number: int) -> NDArray[np.uint8]:
-        """Return a view of the cell's memory, uint8 [64]. IndexError when there is no such cell."""
         if not 0 <= number < self.cells:
             raise IndexError(f"cell {number} of {self.cells}")
         cell: NDArray[np.uint8] = self._bytes[number]

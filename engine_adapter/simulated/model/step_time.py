@@ -44,6 +44,7 @@ def plan(slices: Sequence[Slice], routing: RoutingModel) -> StepPlan:
     pairs = 0.0
     for one in slices:
         about = one.generation
+        # One row without the array machinery of a chunk: nearly all slices of a busy engine are of this kind.
         if one.count == 1 and one.last:
             parts.append(
                 PlannedWork(
@@ -55,6 +56,7 @@ def plan(slices: Sequence[Slice], routing: RoutingModel) -> StepPlan:
         else:
             parts.append(PlannedWork(one, routing.rows_of(one.tokens, one.start, about.blocks)))
             tokens += one.count
+            # Token i of the slice attends to start + i + 1 tokens. The sum over the slice has a closed form.
             pairs += one.count * (one.start + (one.count + 1) / 2)
     return StepPlan(parts, tokens, pairs, sequences, blocks)
 

@@ -24,7 +24,17 @@ from fleet.requests.handovers import (
     LeaseEnded,
     LeaseExperts,
 )
-from tests.engine_adapter.rank_fixture import LEASE, SCALE, SUBJECTS, WORKER, Group, after, standing, weights
+from tests.engine_adapter.rank_fixture import (
+    LEASE,
+    SCALE,
+    SUBJECTS,
+    WORKER,
+    Group,
+    NoChecksums,
+    after,
+    standing,
+    weights,
+)
 
 pytestmark = pytest.mark.looptime
 FIRST = linear(layers=2, experts=6, ranks=3, slots_per_rank=3)
@@ -51,7 +61,7 @@ async def all_free(group: Group, seconds: float = 60.0) -> None:
     for rank, free in enumerate(group.free):
         await group.until(rank, lambda described, free=free: described.free == free, seconds)  # type: ignore[misc]
     group.check()
-    assert all(handovers.protocol.at_rest for handovers in group.desks)
+    assert all(handovers.protocol.at_rest for handovers in group.agents)
 
 
 # good ones
@@ -316,8 +326,7 @@ async def test_a_source_that_breaks_off_is_let_go_of_and_another_replica_is_read
 
 
 async def test_a_source_that_does_not_answer_fails_the_handover_in_time() -> None:
-    async with standing(FIRST) as group:
-        group.desks[0]._sealed.clear()
+    async with standing(FIRST, executors={0: NoChecksums()}) as group:
         await group.propose(COPIED)
         described = await group.reaches(2, RankState.FAILED)
         assert described.fault == "source"
@@ -476,9 +485,9 @@ async def test_a_long_read_keeps_its_lease() -> None:
         group.transfers[2].faults.append(PullFault(delay_seconds=10 * LEASE))
         await group.propose(COPIED, deadline=1000.0)
         await asyncio.sleep(9 * LEASE)
-        assert group.desks[0].protocol.cell_table.leases == 1
+        assert group.agents[0].protocol.cell_table.leases == 1
         await group.reaches(2, RankState.STAGED)
-        assert group.desks[0].protocol.cell_table.leases == 0
+        assert group.agents[0].protocol.cell_table.leases == 0
 
 
 async def test_a_late_read_ends_its_lease_when_it_settles() -> None:
@@ -488,10 +497,10 @@ async def test_a_late_read_ends_its_lease_when_it_settles() -> None:
         await group.reaches(2, RankState.FAILED)
         await group.abort(2)
         await asyncio.sleep(3 * LEASE)
-        assert group.desks[0].protocol.cell_table.leases == 1
+        assert group.agents[0].protocol.cell_table.leases == 1
         group.fabric.resume(group.transfers[0])
         await asyncio.sleep(0.1)
-        assert group.desks[0].protocol.cell_table.leases == 0
+        assert group.agents[0].protocol.cell_table.leases == 0
 
 
 @pytest.mark.parametrize(
@@ -593,7 +602,7 @@ async def test_memory_that_is_changed_while_it_is_served_ends_its_rank() -> None
     async with standing(FIRST, AUDITED) as group:
         await asyncio.sleep(3 * 60.0)
         assert not any(task.done() for task in group.running), "nothing was changed"
-        cell = int(group.desks[1].protocol.cell_table.table[1, 0])
+        cell = int(group.agents[1].protocol.cell_table.table[1, 0])
         group.ranks[1].experts.memory.cell(cell)[7] ^= 1
         handovers = group.running.pop(1)
         async with asyncio.timeout(2 * 60.0):
@@ -613,7 +622,7 @@ async def test_experts_that_come_and_go_and_cells_that_serve_nothing_alarm_nobod
         for expected in (swapped, back, after(back, (1, 8, 0))):
             await group.hand_over(expected)
             await asyncio.sleep(1.0)
-        cell_table = group.desks[0].protocol.cell_table
+        cell_table = group.agents[0].protocol.cell_table
         free = next(
             cell for cell in range(group.ranks[0].experts.memory.cells) if cell_table.use(cell) is Cell.FREE
         )
@@ -624,6 +633,6 @@ async def test_experts_that_come_and_go_and_cells_that_serve_nothing_alarm_nobod
 
 async def test_without_an_audit_nobody_looks() -> None:
     async with standing(FIRST, TransferConfig(lease_seconds=LEASE, audit_seconds=0.0)) as group:
-        group.ranks[1].experts.memory.cell(int(group.desks[1].protocol.cell_table.table[1, 0]))[7] ^= 1
+        group.ranks[1].experts.memory.cell(int(group.agents[1].protocol.cell_table.table[1, 0]))[7] ^= 1
         await asyncio.sleep(3600.0)
         assert not any(task.done() for task in group.running)

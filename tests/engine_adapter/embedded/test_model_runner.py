@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_adapter.embedded.attention import SequenceSpan, plan_attention
+from engine_adapter.embedded.attention import Rotary, SequenceSpan, plan_attention
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.dispatch import CapacityError
 from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork, WorkError
@@ -172,7 +172,7 @@ def test_the_measured_speed_is_of_this_machine(runner):
 def test_sequences_of_like_length_are_computed_as_one_batch_and_outliers_apart(runner):
     def batches(*lengths):
         spans = [SequenceSpan(1, length - 1, range(-(-length // 16))) for length in lengths]
-        plan = plan_attention(spans, max(4, len(spans)), 2, 16, runner._rotary)
+        plan = plan_attention(spans, max(4, len(spans)), 2, 16, Rotary(runner.config, torch.float32))
         return [batch.count for batch in plan.decodes]
 
     assert batches(100, 120, 140, 200) == [4]

@@ -205,7 +205,7 @@ async def test_a_tracker_that_comes_later_is_heard_or_asked(broker: MemoryBroker
     async with bus.subscribe(SUBJECTS.requests_profiled()) as subscription, running(broker) as profiles:
         profiles.take([ended()] * 3, 9, HERE)
         await asyncio.sleep(3 * CONFIG.heartbeat_seconds)
-        assert (profiles.lost, profiles._waiting_bytes) == (0, 0), "without clusters nothing is kept"
+        assert (profiles.lost, profiles.waiting_bytes) == (0, 0), "without clusters nothing is kept"
         async with tracking(broker, clusters(2)):
             assert (await known(profiles, subscription)).clusters == 2
         publisher = bus.publisher(SUBJECTS.clusters)

@@ -278,7 +278,7 @@ async def test_the_end_does_not_wait_long_for_what_hangs(
     overdue = await given_up(worker, script, address(), Pull(0, 0))
     await worker.close()
     assert "until the process ends" in caplog.text
-    assert not worker._thread.is_alive()
+    assert not any(one.name == f"reads experts by {script.name}" for one in threading.enumerate())
     checked = script.checked
     script.done.set()
     assert not overdue.settled.done(), "nobody looks any more"
