@@ -18,10 +18,60 @@ from migration.engine_state.placement_registry import EngineEntry
 from migration.handover.coordinator import HandoverState, Move
 from migration.model.plan_record import PlanRecord
 
-_RECORDING = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
-_THINKING = (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+_RECORD = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+_PLAN = (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _CELLS = ("free", "quarantined", "draining")
-_HANDING = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+_HANDOVER = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+_BY_ENGINE = {
+    "roost_migration_epoch": "Placement epoch that the engine serves",
+    "roost_migration_last_success_timestamp_seconds": "Unix time of the last committed handover",
+    "roost_migration_cells_oldest_seconds": "Age of the oldest cell that is draining or in quarantine",
+    "roost_migration_plan_age_seconds": "Seconds since the plan under way was started; 0 without a plan",
+    "roost_migration_handovers_pending": "Remaining handovers of the plan under way",
+    "roost_migration_layers_pending": "Layers that the remaining handovers change",
+    "roost_migration_commit_overdue": (
+        "1 while some rank does not serve a decided handover within planner.commit_seconds"
+    ),
+    "roost_planner_gain_seconds": "Predicted reduction of the step time by the last plan of the cycle",
+    "roost_planner_net_seconds": (
+        "Predicted gain of the last plan over the expected lifetime of the demand, minus its cost"
+    ),
+    "roost_planner_copied_bytes": "Bytes of weights that the last plan would copy",
+    "roost_planner_balance": (
+        "Balance of the served placement: mean over layers of mean / highest rank load"
+    ),
+    "roost_planner_local_share": (
+        "Predicted share of (token, k) pairs served on the rank of their request, for the served placement"
+    ),
+    "roost_loop_balance": (
+        "Measured balance in single steps (mean / highest rank load), mean over layers, in the last window"
+    ),
+    "roost_loop_remote_ranks": (
+        "Measured mean of the distinct other ranks that a token was sent to, over all layers, in the last"
+        " window"
+    ),
+    "roost_loop_local_share": (
+        "Measured share of (token, k) pairs served on the rank of their request, in the last window"
+    ),
+    "roost_loop_step_seconds": "Measured mean step time in the last window",
+    "roost_loop_communication_share": (
+        "Measured share of the step time spent on communication, including waiting for other ranks, in the"
+        " last window"
+    ),
+    "roost_loop_plan_discount": "Discount factor (0-1) applied to predicted plan gains",
+    "roost_loop_spent_bytes": ("Bytes of weights copied by automatic plans within planner.budget_seconds"),
+    "roost_loop_left_bytes": "Bytes of weights that automatic plans may still copy",
+    "roost_loop_realised": "Share of the predicted gain realised by the last evaluated plan",
+}
+_BY_LAYER = {
+    "balance": "Measured balance of a layer in single steps (mean / highest rank load) in the last window",
+    "remote_ranks": (
+        "Measured mean of the distinct other ranks that a token was sent to in a layer, in the last window"
+    ),
+    "local_share": (
+        "Measured share of a layer's (token, k) pairs served on the rank of their request, in the last window"
+    ),
+}
 
 
 class MigrationMetrics:
@@ -35,7 +85,7 @@ class MigrationMetrics:
         self.recording = Histogram(
             "roost_migration_record_seconds",
             "Seconds from join to stored placement, including retries",
-            buckets=_RECORDING,
+            buckets=_RECORD,
             registry=registry,
         )
         self.retries = Counter(
@@ -47,9 +97,13 @@ class MigrationMetrics:
             ["reason"],
             registry=registry,
         )
-        self._epoch = Gauge(
-            "roost_migration_epoch", "Placement epoch that the engine serves", ["engine"], registry=registry
-        )
+        self._by_engine = {
+            name: Gauge(name, text, ["engine"], registry=registry) for name, text in _BY_ENGINE.items()
+        }
+        self._by_layer = {
+            name: Gauge(f"roost_loop_layer_{name}", text, ["engine", "layer"], registry=registry)
+            for name, text in _BY_LAYER.items()
+        }
         self._plans = Counter(
             "roost_planner_plans", "Planning runs, by outcome", ["outcome"], registry=registry
         )
@@ -62,35 +116,13 @@ class MigrationMetrics:
         self.thinking = Histogram(
             "roost_planner_plan_seconds",
             "Duration of planning runs in seconds",
-            buckets=_THINKING,
+            buckets=_PLAN,
             registry=registry,
         )
         self.lost = Counter(
             "roost_planner_lost", "Lost messages, counted by gaps in sequence numbers", registry=registry
         )
         self.homes = Counter("roost_planner_homes_changed", "Changes of engines' homes", registry=registry)
-        self._figures = {
-            name: Gauge(f"roost_planner_{name}", text, ["engine"], registry=registry)
-            for name, text in (
-                ("gain_seconds", "Predicted reduction of the step time by the last plan of the cycle"),
-                (
-                    "net_seconds",
-                    (
-                        "Predicted gain of the last plan over the expected lifetime of the demand, minus its"
-                        " cost"
-                    ),
-                ),
-                ("copied_bytes", "Bytes of weights that the last plan would copy"),
-                ("balance", "Balance of the served placement: mean over layers of mean / highest rank load"),
-                (
-                    "local_share",
-                    (
-                        "Predicted share of (token, k) pairs served on the rank of their request, for the"
-                        " served placement"
-                    ),
-                ),
-            )
-        }
         self._full = Gauge(
             "roost_planner_bus_store_full",
             "Writes rejected because a store of the bus was full, by store",
@@ -98,69 +130,6 @@ class MigrationMetrics:
             registry=registry,
         )
         self.stored_bytes = Gauge("roost_planner_stored_bytes", "Bytes of stored demand", registry=registry)
-        self._layers = {
-            name: Gauge(f"roost_loop_layer_{name}", text, ["engine", "layer"], registry=registry)
-            for name, text in (
-                (
-                    "balance",
-                    (
-                        "Measured balance of a layer in single steps (mean / highest rank load) in the last"
-                        " window"
-                    ),
-                ),
-                (
-                    "remote_ranks",
-                    (
-                        "Measured mean of the distinct other ranks that a token was sent to in a layer, in"
-                        " the last window"
-                    ),
-                ),
-                (
-                    "local_share",
-                    (
-                        "Measured share of a layer's (token, k) pairs served on the rank of their request, in"
-                        " the last window"
-                    ),
-                ),
-            )
-        }
-        self._loop = {
-            name: Gauge(f"roost_loop_{name}", text, ["engine"], registry=registry)
-            for name, text in (
-                (
-                    "balance",
-                    (
-                        "Measured balance in single steps (mean / highest rank load), mean over layers, in"
-                        " the last window"
-                    ),
-                ),
-                (
-                    "remote_ranks",
-                    (
-                        "Measured mean of the distinct other ranks that a token was sent to, over all layers,"
-                        " in the last window"
-                    ),
-                ),
-                (
-                    "local_share",
-                    (
-                        "Measured share of (token, k) pairs served on the rank of their request, in the last"
-                        " window"
-                    ),
-                ),
-                ("step_seconds", "Measured mean step time in the last window"),
-                (
-                    "communication_share",
-                    (
-                        "Measured share of the step time spent on communication, including waiting for other"
-                        " ranks, in the last window"
-                    ),
-                ),
-                ("plan_discount", "Discount factor (0-1) applied to predicted plan gains"),
-                ("spent_bytes", "Bytes of weights copied by automatic plans within planner.budget_seconds"),
-                ("left_bytes", "Bytes of weights that automatic plans may still copy"),
-            )
-        }
         self._verdicts = Counter(
             "roost_loop_verdicts", "Evaluated automatic plans, by verdict", ["verdict"], registry=registry
         )
@@ -168,12 +137,6 @@ class MigrationMetrics:
             "roost_loop_plans",
             "Completed plans, by origin and outcome",
             ["origin", "outcome"],
-            registry=registry,
-        )
-        self._realised = Gauge(
-            "roost_loop_realised",
-            "Share of the predicted gain realised by the last evaluated plan",
-            ["engine"],
             registry=registry,
         )
         self._paused = Gauge(
@@ -203,37 +166,13 @@ class MigrationMetrics:
             "roost_migration_handover_seconds",
             "Duration of handovers in seconds, by phase",
             ["phase"],
-            buckets=_HANDING,
+            buckets=_HANDOVER,
             registry=registry,
         )
-        self._success = Gauge(
-            "roost_migration_last_success_timestamp_seconds",
-            "Unix time of the last committed handover",
-            ["engine"],
-            registry=registry,
-        )
-        self._watchdog = {
-            name: Gauge(f"roost_migration_{name}", text, ["engine"], registry=registry)
-            for name, text in (
-                ("plan_age_seconds", "Seconds since the plan under way was started; 0 without a plan"),
-                ("handovers_pending", "Remaining handovers of the plan under way"),
-                ("layers_pending", "Layers that the remaining handovers change"),
-                (
-                    "commit_overdue",
-                    "1 while some rank does not serve a decided handover within planner.commit_seconds",
-                ),
-            )
-        }
         self._cells = Gauge(
             "roost_migration_cells",
             "Cells of expert memory that serve no expert, over all ranks, by state",
             ["engine", "state"],
-            registry=registry,
-        )
-        self._oldest = Gauge(
-            "roost_migration_cells_oldest_seconds",
-            "Age of the oldest cell that is draining or in quarantine",
-            ["engine"],
             registry=registry,
         )
 
@@ -265,31 +204,21 @@ class MigrationMetrics:
         }
         if record.before is not None:
             current.update(balance=record.before.balance_mean, local_share=record.before.local_share)
-        if record.engine in self._engines:
-            for name, value in current.items():
-                self._figures[name].labels(record.engine).set(value)
+        self._publish(record.engine, "roost_planner", current)
 
     def serving(self, engines: dict[str, EngineEntry]) -> None:
         """Publish the epochs of the present engines and remove the series of all others."""
         for engine in self._engines - engines.keys():
-            for gauge in (
-                self._epoch,
-                self._success,
-                self._oldest,
-                self._realised,
-                *self._figures.values(),
-                *self._watchdog.values(),
-                *self._loop.values(),
-            ):
+            for gauge in self._by_engine.values():
                 gauge.remove(engine)
             for layer in range(self._measured.pop(engine, 0)):
-                for gauge in self._layers.values():
+                for gauge in self._by_layer.values():
                     gauge.remove(engine, str(layer))
             for state in _CELLS:
                 self._cells.remove(engine, state)
-        for engine, entry in engines.items():
-            self._epoch.labels(engine).set(entry.epoch)
         self._engines = set(engines)
+        for engine, entry in engines.items():
+            self._publish(engine, "roost_migration", {"epoch": entry.epoch})
 
     # Control loop
 
@@ -305,8 +234,7 @@ class MigrationMetrics:
         }
         if figures.communication is not None:
             current["communication_share"] = figures.communication
-        for name, value in current.items():
-            self._loop[name].labels(engine).set(value)
+        self._publish(engine, "roost_loop", current)
         self._measured[engine] = len(layers.balance)
         for name, values in (
             ("balance", layers.balance),
@@ -314,18 +242,18 @@ class MigrationMetrics:
             ("local_share", layers.local),
         ):
             for layer, value in enumerate(values):
-                self._layers[name].labels(engine, str(layer)).set(value)
+                self._by_layer[name].labels(engine, str(layer)).set(value)
 
     def loop(self, engine: str, plan_discount: float, spent: int, left: int) -> None:
         """Publish the control loop's state for an engine."""
-        for name, value in (("plan_discount", plan_discount), ("spent_bytes", spent), ("left_bytes", left)):
-            self._set(self._loop[name], engine, value)
+        values = {"plan_discount": plan_discount, "spent_bytes": spent, "left_bytes": left}
+        self._publish(engine, "roost_loop", values)
 
     def evaluated(self, message: PlanEvaluated) -> None:
         """Publish the verdict on a plan."""
         self._verdicts.labels(message.verdict).inc()
         if message.realised is not None:
-            self._set(self._realised, message.engine, message.realised)
+            self._publish(message.engine, "roost_loop", {"realised": message.realised})
 
     def plan_ended(self, origin: str, outcome: str) -> None:
         """Count a plan that has ended: committed or aborted."""
@@ -350,7 +278,7 @@ class MigrationMetrics:
                     self._ended.labels("committed", "").inc()
                     self._bytes.inc(entry.bytes)
                     self._seconds.labels("commit").observe(entry.commit_seconds)
-                    self._set(self._success, entry.engine, time())
+                    self._publish(entry.engine, "roost_migration", {"last_success_timestamp_seconds": time()})
                 case MigrationAborted():
                     self._ended.labels("aborted", entry.fault).inc()
         self.overdue(after.what.engine, after.overdue(now))
@@ -360,28 +288,26 @@ class MigrationMetrics:
         self._ended.labels("dropped", fault).inc()
 
     def overdue(self, engine: str, overdue: bool) -> None:
-        self._set(self._watchdog["commit_overdue"], engine, float(overdue))
+        self._publish(engine, "roost_migration", {"commit_overdue": float(overdue)})
 
     def pending(self, engine: str, age: float, handovers: int, layers: int) -> None:
         """Publish the progress of an engine's plan; all 0 if there is none."""
-        for name, value in (
-            ("plan_age_seconds", age),
-            ("handovers_pending", handovers),
-            ("layers_pending", layers),
-        ):
-            self._set(self._watchdog[name], engine, value)
+        values = {"plan_age_seconds": age, "handovers_pending": handovers, "layers_pending": layers}
+        self._publish(engine, "roost_migration", values)
 
     def cells(self, engine: str, statuses: Sequence[HandoverDescribed]) -> None:
         """Publish the cell counts that the ranks of an engine last reported."""
         if engine in self._engines:
             for state in _CELLS:
                 self._cells.labels(engine, state).set(sum(getattr(status, state) for status in statuses))
-            self._oldest.labels(engine).set(max((status.oldest_seconds for status in statuses), default=0.0))
+            oldest = max((status.oldest_seconds for status in statuses), default=0.0)
+            self._publish(engine, "roost_migration", {"cells_oldest_seconds": oldest})
 
-    def _set(self, gauge: Gauge, engine: str, value: float) -> None:
-        """Set a gauge, but only for present engines, because the series of others are removed."""
+    def _publish(self, engine: str, prefix: str, values: Mapping[str, float]) -> None:
+        """Set gauges, but only for present engines, because the series of others are removed."""
         if engine in self._engines:
-            gauge.labels(engine).set(value)
+            for name, value in values.items():
+                self._by_engine[f"{prefix}_{name}"].labels(engine).set(value)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)

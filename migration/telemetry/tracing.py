@@ -185,13 +185,8 @@ class HandoverTrace:
 def _figures(prefix: str, figures: LoopFigures | None) -> Attributes:
     if figures is None:
         return {}
-    values = {
-        "remote_ranks": figures.remote_ranks,
-        "local": figures.local,
-        "balance": figures.balance,
-        "step_seconds": figures.step_seconds,
-    }
-    return {f"roost.{prefix}.{name}": value for name, value in values.items()}
+    names = ("remote_ranks", "local", "balance", "step_seconds")
+    return {f"roost.{prefix}.{name}": getattr(figures, name) for name in names}
 
 
 def _end(span: Span, end: MigrationCommitted | MigrationAborted | None) -> None:

@@ -85,7 +85,7 @@ async def log(bus: Bus, name: str = "a") -> list[Any]:
     return [received.message async for received in bus.replay(both, follow=False)]
 
 
-def told(entries: list[Any]) -> list[str]:
+def in_words(entries: list[Any]) -> list[str]:
     """Describe the log in words; placements with worker and epoch."""
     return [
         (

@@ -87,7 +87,7 @@ class Ranks:
                 for task in (beating, *self._staging.values()):
                     task.cancel()
 
-    async def told_to(self, command: type[Message]) -> None:
+    async def commands_to(self, command: type[Message]) -> None:
         """Wait until a rank has received such a command."""
         self._awaited = (command, asyncio.Event())
         await self._awaited[1].wait()
@@ -114,11 +114,11 @@ class Ranks:
             self.commands.append((rank, message))
             if self._awaited is not None and isinstance(message, self._awaited[0]):
                 self._awaited[1].set()
-            return self._heed(rank, message)
+            return self._obey(rank, message)
 
         return answer
 
-    def _heed(self, rank: int, message: Message) -> Message:
+    def _obey(self, rank: int, message: Message) -> Message:
         if isinstance(message, ProposeHandover | CommitHandover | AbortHandover):
             self.standing[rank] = heard(self.standing[rank], message.token)
         now = self.standing[rank]
@@ -152,20 +152,20 @@ class Ranks:
         if rank in self.fails:
             self._failures[rank] = self.fails[rank]
         self.standing[rank] = staged(self.standing[rank], failed=rank in self.fails)
-        await self._say(rank)
+        await self._report(rank)
 
     def _flip(self) -> None:
         if all(standing.state is RankState.READY for standing in self.standing):
             self.standing = [flipped(standing) for standing in self.standing]
             (self.placement,) = set(self._proposed.values())
             self.served.append(self.placement.epoch)
-            self._staging[-1] = asyncio.create_task(self._say_all())
+            self._staging[-1] = asyncio.create_task(self._report_all())
 
-    async def _say_all(self) -> None:
+    async def _report_all(self) -> None:
         for rank in range(len(self.standing)):
-            await self._say(rank)
+            await self._report(rank)
 
-    async def _say(self, rank: int) -> None:
+    async def _report(self, rank: int) -> None:
         if self.alive and not self.mute and rank not in self.silent:
             await self._voice.publish(self.described(rank))
 

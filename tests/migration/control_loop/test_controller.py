@@ -114,19 +114,19 @@ async def test_a_plan_that_pays_is_carried_out_and_judged_with_nobody_touching_i
         assert planned.before.balance < planned.after.balance
         assert planned.before.step_seconds > planned.after.step_seconds
         world.balance = 0.9
-        judged = await world.until(PlanEvaluated)
-        assert judged.verdict == "kept", judged
-        assert judged.realised > 0.4
-        assert judged.epoch == world.ranks.served[-1] == planned.handovers
-        told = await engine_of(world.bus)
-        assert told.plans[0].outcome == "kept"
-        assert told.plans[0].measured_after == judged.measured_after
-        assert told.measured is not None
-        assert told.layers is not None
-        assert told.at_start is not None
-        assert told.at_start.balance == pytest.approx(0.5, rel=0.02)
-        assert (told.spent_bytes, told.moved_bytes) == (planned.bytes, planned.bytes)
-        assert told.epoch == planned.handovers
+        evaluation = await world.until(PlanEvaluated)
+        assert evaluation.verdict == "kept", evaluation
+        assert evaluation.realised > 0.4
+        assert evaluation.epoch == world.ranks.served[-1] == planned.handovers
+        shown = await engine_of(world.bus)
+        assert shown.plans[0].outcome == "kept"
+        assert shown.plans[0].measured_after == evaluation.measured_after
+        assert shown.measured is not None
+        assert shown.layers is not None
+        assert shown.at_start is not None
+        assert shown.at_start.balance == pytest.approx(0.5, rel=0.02)
+        assert (shown.spent_bytes, shown.moved_bytes) == (planned.bytes, planned.bytes)
+        assert shown.epoch == planned.handovers
         exposed = service.metrics.exposition().decode()
         for line in (
             'verdicts_total{verdict="kept"} 1.0',
@@ -149,9 +149,9 @@ async def test_where_it_is_not_to_move_anything_by_itself_nothing_is_copied(conf
         await world.last(25)
         assert await copied(world.bus) == 0
         assert await own(world.bus) == []
-        told = await engine_of(world.bus)
-        assert told.decided
-        assert ("planner.automatic is off" in told.decided) == (not config.automatic)
+        shown = await engine_of(world.bus)
+        assert shown.decided
+        assert ("planner.automatic is off" in shown.decided) == (not config.automatic)
 
 
 @pytest.mark.looptime
@@ -159,8 +159,8 @@ async def test_a_pause_outlives_the_service_and_what_operators_ask_for_is_still_
     broker = MemoryBroker()
     async with flight(broker) as world:
         async with serving(broker) as service:
-            told = await steer(world.bus, paused=True, reason="a demonstration")
-            assert (told.paused, told.paused_reason, told.paused_at is None) == (
+            shown = await steer(world.bus, paused=True, reason="a demonstration")
+            assert (shown.paused, shown.paused_reason, shown.paused_at is None) == (
                 True,
                 "a demonstration",
                 False,
@@ -177,8 +177,8 @@ async def test_a_pause_outlives_the_service_and_what_operators_ask_for_is_still_
             )
             await world.last(5)
             assert world.ranks.served[-1] > 0
-            told = await steer(world.bus, paused=False)
-            assert (told.paused, told.paused_reason, told.paused_at) == (False, "", None)
+            shown = await steer(world.bus, paused=False)
+            assert (shown.paused, shown.paused_reason, shown.paused_at) == (False, "", None)
             await world.until(MigrationPlanned, 20, after=1)
             assert len(await own(world.bus)) == 1
 
@@ -190,17 +190,17 @@ async def test_a_plan_that_pays_is_not_begun_any_more_where_somebody_pauses_at_t
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
         executor = executor_of(service)
-        survey, asked = executor.survey, 0
+        survey, calls = executor.survey, 0
 
         async def meanwhile(*arguments: Any) -> Any:
-            nonlocal asked
-            asked += 1
+            nonlocal calls
+            calls += 1
             await steer(world.bus, paused=True)
             return await survey(*arguments)
 
         monkeypatch.setattr(executor, "survey", meanwhile)
         await world.last(25)
-        assert asked == 1
+        assert calls == 1
         assert await own(world.bus) == []
 
 
@@ -211,20 +211,20 @@ async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(
 ) -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
-        executor, asked = executor_of(service), 0
+        executor, calls = executor_of(service), 0
         store, record = executor.log.store, MemoryBus.record
 
         async def storing(*arguments: Any) -> str:
-            nonlocal asked
-            if not asked:
-                asked += 1
+            nonlocal calls
+            if not calls:
+                calls += 1
                 await steer(world.bus, paused=True)
             return await store(*arguments)
 
         async def recording(bus: MemoryBus, subject: str, message: Any) -> None:
-            nonlocal asked
-            if isinstance(message, MigrationPlanned) and not asked:
-                asked += 1
+            nonlocal calls
+            if isinstance(message, MigrationPlanned) and not calls:
+                calls += 1
                 await steer(world.bus, paused=True)
                 raise BusError("no answer in time")
             await record(bus, subject, message)
@@ -234,7 +234,7 @@ async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(
         else:
             monkeypatch.setattr(MemoryBus, "record", recording)
         await world.last(25)
-        assert asked == 1
+        assert calls == 1
         assert await own(world.bus) == []
         assert (executor._plans, executor._traces) == ({}, {})
         await steer(world.bus, paused=False)
@@ -352,32 +352,32 @@ async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_aft
             assert planned.origin == "planner"
             assert planned.copies > 0
             world.rates, world.balance, world.step_seconds = EVEN, 0.3, 4e-3
-            judged = await world.until(PlanEvaluated)
-            assert judged.verdict == "harmful", judged
-            assert judged.realised < 0
-            assert judged.plan_discount < 1.0
+            evaluation = await world.until(PlanEvaluated)
+            assert evaluation.verdict == "harmful", evaluation
+            assert evaluation.realised < 0
+            assert evaluation.plan_discount < 1.0
             back = await world.until(MigrationPlanned, 20, after=1)
-            assert (back.origin, back.policy, back.base_epoch) == ("rollback", "roost", judged.epoch)
+            assert (back.origin, back.policy, back.base_epoch) == ("rollback", "roost", evaluation.epoch)
             await world.last(5)
             assert (world.ranks.placement.replicas_on_rank == FIRST.replicas_on_rank).all()
-            told = await engine_of(world.bus)
-            assert told.plan_discount == pytest.approx(judged.plan_discount, abs=0.01)
-            assert told.resting > 0
-            assert [plan.outcome for plan in told.plans] == ["committed", "harmful"]
+            shown = await engine_of(world.bus)
+            assert shown.plan_discount == pytest.approx(evaluation.plan_discount, abs=0.01)
+            assert shown.resting > 0
+            assert [plan.outcome for plan in shown.plans] == ["committed", "harmful"]
             assert "was not rolled back" not in caplog.text, "once is enough"
             answer = await world.bus.request(SUBJECTS.describe_plan, DescribePlan(engine="a"), 20)
             assert isinstance(answer, PlanDescribed)
             assert msgspec.json.decode(answer.record, type=PlanRecord).plan_discount == pytest.approx(
-                judged.plan_discount, abs=0.01
+                evaluation.plan_discount, abs=0.01
             )
             assert b'roost_loop_verdicts_total{verdict="harmful"} 1.0' in service.metrics.exposition()
             world.rates, world.balance, world.step_seconds = SKEWED, 0.5, 2e-3
             await world.last(20)
             assert (await engine_of(world.bus)).resting > 0, "longer than what was merely moved"
         async with serving(broker, config):
-            told = await engine_of(world.bus)
-            assert told.resting > 0
-            assert told.plan_discount == pytest.approx(judged.plan_discount, abs=0.05)
+            shown = await engine_of(world.bus)
+            assert shown.resting > 0
+            assert shown.plan_discount == pytest.approx(evaluation.plan_discount, abs=0.05)
 
 
 HARSH = replace(CONFIG, cooldown_seconds=3.0, judge_seconds=22.0)
@@ -401,12 +401,12 @@ async def rolled_back(world: Flight) -> EngineLoop:
     else:
         raise AssertionError(await engine_of(world.bus))
     await world.last(3)
-    told = await engine_of(world.bus)
-    assert told.resting > 0
-    assert "rolled back yet" not in told.decided
-    (judged,) = await verdicts(world.bus)
-    assert judged.verdict == "harmful"
-    return told
+    shown = await engine_of(world.bus)
+    assert shown.resting > 0
+    assert "rolled back yet" not in shown.decided
+    (evaluation,) = await verdicts(world.bus)
+    assert evaluation.verdict == "harmful"
+    return shown
 
 
 @pytest.mark.looptime
@@ -419,12 +419,12 @@ async def test_a_rollback_that_was_given_up_is_tried_again_and_till_then_nothing
         world.ranks.fails = {2: ("its memory is full", "memory")}
         await world.until(MigrationAborted, 60)
         await world.last(2)
-        told = await engine_of(world.bus)
-        assert "did harm, and is not rolled back yet: that was given up: " in told.decided
-        assert told.resting == 0
+        shown = await engine_of(world.bus)
+        assert "did harm, and is not rolled back yet: that was given up: " in shown.decided
+        assert shown.resting == 0
         world.ranks.fails = {}
-        told = await rolled_back(world)
-        assert [plan.origin for plan in told.plans] == ["rollback", "rollback", "planner"]
+        shown = await rolled_back(world)
+        assert [plan.origin for plan in shown.plans] == ["rollback", "rollback", "planner"]
 
 
 def step_by_step(*arguments: Any) -> Any:
@@ -453,13 +453,13 @@ async def test_a_rollback_that_was_given_up_on_its_way_is_gone_on_with_and_all_t
         world.ranks.fails = {2: ("its memory is full", "memory")}
         await world.until(MigrationAborted, 60)
         await world.last(4)
-        told = await engine_of(world.bus)
-        assert told.epoch >= planned.handovers + 2
-        assert "did harm, and is not rolled back yet" in told.decided
-        assert told.resting == 0, "but for what was just moved, and that is over"
+        shown = await engine_of(world.bus)
+        assert shown.epoch >= planned.handovers + 2
+        assert "did harm, and is not rolled back yet" in shown.decided
+        assert shown.resting == 0, "but for what was just moved, and that is over"
         world.ranks.fails, world.ranks.stage_seconds = {}, 0.05
-        told = await rolled_back(world)
-        assert [plan.origin for plan in told.plans] == ["rollback", "rollback", "planner"]
+        shown = await rolled_back(world)
+        assert [plan.origin for plan in shown.plans] == ["rollback", "rollback", "planner"]
         claim = broker.claimed(SUBJECTS.loop_key)
         assert claim is not None
         (harm,) = decoded(claim.value).engine("a").harms
@@ -505,8 +505,8 @@ async def test_what_cannot_be_rolled_back_now_is_rolled_back_later_and_nothing_e
         world.rates = EVEN
         await world.last(12)
         world.ranks.silent, world.ranks.free = set(), 4
-        told = await rolled_back(world)
-        assert [plan.origin for plan in told.plans] == ["rollback", "planner"]
+        shown = await rolled_back(world)
+        assert [plan.origin for plan in shown.plans] == ["rollback", "planner"]
 
 
 @pytest.mark.looptime
@@ -552,8 +552,8 @@ async def test_what_an_operator_asked_for_in_vain_keeps_nothing_from_being_judge
         await world.until(MigrationAborted, 20)
         world.ranks.fails, world.ranks.stage_seconds = {}, 0.05
         await world.until(PlanEvaluated, 60)
-        told = await rolled_back(world)
-        assert [plan.origin for plan in told.plans] == ["rollback", "operator", "planner"]
+        shown = await rolled_back(world)
+        assert [plan.origin for plan in shown.plans] == ["rollback", "operator", "planner"]
 
 
 @pytest.mark.looptime
@@ -579,9 +579,9 @@ async def test_what_got_worse_with_the_traffic_alone_is_no_harm() -> None:
     async with flight(broker) as world, serving(broker):
         await world.until(MigrationPlanned)
         world.balance, world.step_seconds = 0.3, 4e-3
-        judged = await world.until(PlanEvaluated)
-        assert judged.verdict == "kept", judged
-        assert "no better as it was before" in judged.reason
+        evaluation = await world.until(PlanEvaluated)
+        assert evaluation.verdict == "kept", evaluation
+        assert "no better as it was before" in evaluation.reason
 
 
 @pytest.mark.looptime
@@ -598,10 +598,10 @@ async def test_one_plan_is_judged_before_the_next_is_made_and_by_nothing_where_o
         assert len(await own(world.bus)) == 1
         assert "not evaluated yet" in (await engine_of(world.bus)).decided
         await world.bus.request(SUBJECTS.migrate, RollBack(engine="a"), 20)
-        judged = await world.until(PlanEvaluated, 5)
-        assert judged.verdict == "unknown"
-        assert "others moved experts meanwhile" in judged.reason
-        assert judged.plan_discount == 1.0
+        evaluation = await world.until(PlanEvaluated, 5)
+        assert evaluation.verdict == "unknown"
+        assert "others moved experts meanwhile" in evaluation.reason
+        assert evaluation.plan_discount == 1.0
 
 
 @pytest.mark.looptime
@@ -614,14 +614,14 @@ async def test_a_successor_judges_what_its_predecessor_began_by_what_that_had_me
             assert before is not None
         world.balance = 0.9
         async with serving(broker):
-            judged = await world.until(PlanEvaluated)
-            assert judged.verdict == "kept"
-            assert judged.measured_before.balance == pytest.approx(before.balance, rel=0.05)
-            assert judged.measured_after.balance == pytest.approx(0.9, rel=0.02)
-            assert judged.realised > 0.4
-            told = await engine_of(world.bus)
-            assert told.at_start is not None
-            assert told.at_start.balance == pytest.approx(0.5, rel=0.02)
+            evaluation = await world.until(PlanEvaluated)
+            assert evaluation.verdict == "kept"
+            assert evaluation.measured_before.balance == pytest.approx(before.balance, rel=0.05)
+            assert evaluation.measured_after.balance == pytest.approx(0.9, rel=0.02)
+            assert evaluation.realised > 0.4
+            shown = await engine_of(world.bus)
+            assert shown.at_start is not None
+            assert shown.at_start.balance == pytest.approx(0.5, rel=0.02)
         async with serving(broker):
             await world.last(30)
             assert len(await verdicts(world.bus)) == 1
@@ -652,9 +652,9 @@ async def test_a_shift_while_a_plan_is_being_judged_is_answered_and_that_plan_st
         world.rates = SKEWED[::-1].copy()
         await world.bus.publisher(SUBJECTS.shifts).publish(SHIFT)
         await world.until(MigrationPlanned, 60, after=1)
-        (judged,) = await verdicts(world.bus)
-        assert (judged.verdict, judged.plan_discount) == ("unknown", 1.0)
-        assert "demand shifted" in judged.reason
+        (evaluation,) = await verdicts(world.bus)
+        assert (evaluation.verdict, evaluation.plan_discount) == ("unknown", 1.0)
+        assert "demand shifted" in evaluation.reason
 
 
 @pytest.mark.looptime
@@ -668,11 +668,11 @@ async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(
         planned = await world.until(MigrationPlanned)
         await world.until(MigrationCommitted, after=planned.handovers - 1)
         executor = executor_of(service)
-        survey, asked = executor.survey, 0
+        survey, calls = executor.survey, 0
 
         async def meanwhile(*arguments: Any) -> Any:
-            nonlocal asked
-            asked += 1
+            nonlocal calls
+            calls += 1
             if reason == "paused":
                 await steer(world.bus, paused=True)
             return await survey(*arguments)
@@ -682,9 +682,9 @@ async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(
             world.ranks.silent.add(1)
         world.rates = SKEWED[::-1].copy()
         await world.bus.publisher(SUBJECTS.shifts).publish(SHIFT)
-        judged = await world.until(PlanEvaluated, 60)
-        assert asked > 0, "a plan would have followed"
-        assert judged.verdict != "unknown", judged
+        evaluation = await world.until(PlanEvaluated, 60)
+        assert calls > 0, "a plan would have followed"
+        assert evaluation.verdict != "unknown", evaluation
 
 
 @pytest.mark.looptime
@@ -728,11 +728,11 @@ async def test_shifts_one_after_another_cost_a_thought_now_and_then() -> None:
         assert 2 <= float(line.split()[1]) <= 9
 
 
-async def homes_of(bus: MemoryBus, said: list[HomesPublished]) -> None:
-    async with bus.subscribe(SUBJECTS.homes) as heard:
-        async for received in heard:
+async def homes_of(bus: MemoryBus, published_homes: list[HomesPublished]) -> None:
+    async with bus.subscribe(SUBJECTS.homes) as subscription:
+        async for received in subscription:
             assert isinstance(received.message, HomesPublished)
-            said.append(received.message)
+            published_homes.append(received.message)
 
 
 def plans_with_homes(monkeypatch: pytest.MonkeyPatch) -> NDArray[np.float32]:
@@ -775,33 +775,33 @@ async def test_homes_of_a_plan_are_said_for_its_last_epoch_and_taken_back_where_
 ) -> None:
     shares = plans_with_homes(monkeypatch)
     broker = MemoryBroker()
-    said: list[HomesPublished] = []
+    published_homes: list[HomesPublished] = []
     async with flight(broker) as world, serving(broker):
-        listening = asyncio.create_task(homes_of(MemoryBus(broker), said))
+        listening = asyncio.create_task(homes_of(MemoryBus(broker), published_homes))
         world.ranks.stage_seconds = 4.0
         if fails:
             world.ranks.fails = {2: ("its memory is full", "memory")}
         planned = await world.until(MigrationPlanned)
         await world.last(1)
-        early = said[-1]
+        early = published_homes[-1]
         assert (early.epoch, early.clusters, early.count, early.homes) == (
             planned.handovers,
             9,
             2,
             shares.astype("<f4").tobytes(),
         )
-        assert early.version > said[-2].version
-        assert said[-2].epoch == 0
+        assert early.version > published_homes[-2].version
+        assert published_homes[-2].epoch == 0
         await world.until(MigrationAborted if fails else MigrationCommitted, 60)
         await world.last(2)
-        told = await engine_of(world.bus)
+        shown = await engine_of(world.bus)
         if fails:
-            assert (said[-1].epoch, said[-1].homes) == (0, b"")
-            assert said[-1].version > early.version
-            assert told.homes == 0
-            assert "given up" in told.decided or "aborted" in told.plans[0].outcome
+            assert (published_homes[-1].epoch, published_homes[-1].homes) == (0, b"")
+            assert published_homes[-1].version > early.version
+            assert shown.homes == 0
+            assert "given up" in shown.decided or "aborted" in shown.plans[0].outcome
         else:
-            assert said[-1].epoch == planned.handovers
+            assert published_homes[-1].epoch == planned.handovers
         listening.cancel()
 
 
@@ -823,8 +823,11 @@ async def test_settings_are_taken_all_or_none_while_it_runs_and_that_is_recorded
     async with flight(broker) as world, serving(broker, replace(CONFIG, policy="reweight")) as service:
         await world.last(25)
         assert await own(world.bus) == []
-        said = await service.reload(lambda: replace(CONFIG, cycle_seconds=5.0))
-        assert said.changed == {"policy": ('"reweight"', '"roost"'), "cycle_seconds": ("6.0", "5.0")}
+        published_homes = await service.reload(lambda: replace(CONFIG, cycle_seconds=5.0))
+        assert published_homes.changed == {
+            "policy": ('"reweight"', '"roost"'),
+            "cycle_seconds": ("6.0", "5.0"),
+        }
         await world.until(MigrationPlanned, 20)
         refused = await service.reload(lambda: replace(CONFIG, budget_bytes=1, lease_seconds=9.0))
         assert "lease_seconds (now 3.0, asked for 9.0)" in str(refused.refused)
@@ -833,8 +836,8 @@ async def test_settings_are_taken_all_or_none_while_it_runs_and_that_is_recorded
             return replace(CONFIG, cycle_seconds=-1.0)
 
         assert "planner.cycle_seconds must be" in str((await service.reload(broken)).refused)
-        told = await loop(world.bus)
-        assert (told.policy, told.cycle_seconds, told.budget_bytes) == ("roost", 5.0, CONFIG.budget_bytes)
+        shown = await loop(world.bus)
+        assert (shown.policy, shown.cycle_seconds, shown.budget_bytes) == ("roost", 5.0, CONFIG.budget_bytes)
         audit = [one.message async for one in world.bus.replay(SUBJECTS.config("planner"), follow=False)]
         assert [isinstance(one, ConfigChanged) and one.refused is None for one in audit] == [
             True,
@@ -883,12 +886,12 @@ async def test_an_engine_whose_experts_are_sharded_is_measured_and_left_alone_be
             await sharded.speak()
             await world.last(1)
         assert len(await own(world.bus)) == 1
-        _, told = (await loop(world.bus)).engines
-        assert (told.engine, told.plans, told.homes) == ("t", (), 0)
-        assert "sharded over all ranks" in told.decided
-        assert told.measured is not None
-        assert told.measured.step_seconds == pytest.approx(2e-3, rel=0.02)
-        assert told.measured.remote_ranks == 0
+        _, shown = (await loop(world.bus)).engines
+        assert (shown.engine, shown.plans, shown.homes) == ("t", (), 0)
+        assert "sharded over all ranks" in shown.decided
+        assert shown.measured is not None
+        assert shown.measured.step_seconds == pytest.approx(2e-3, rel=0.02)
+        assert shown.measured.remote_ranks == 0
         assert b'refusals_total{reason="failed"}' not in service.metrics.exposition()
 
 

@@ -30,11 +30,11 @@ from tests.migration.executor_fixture import (
     ask,
     at_rest,
     engine,
+    in_words,
     key,
     leading,
     log,
     replicating,
-    told,
 )
 from tests.migration.fake_ranks import Ranks
 
@@ -55,7 +55,7 @@ async def test_a_plan_of_three_handovers_is_carried_out_and_told_in_order() -> N
         assert service.ledger.engines()["a"].placement == ranks.placement
         assert at_rest(broker, ranks)
         entries = await log(bus)
-        assert told(entries) == ["1@0", *ONE, "Staged", "1@2", "Committed", "Staged", "1@3", "Committed"]
+        assert in_words(entries) == ["1@0", *ONE, "Staged", "1@2", "Committed", "Staged", "1@3", "Committed"]
         assert [entry.last for entry in entries if isinstance(entry, MigrationCommitted)] == [
             False,
             False,
@@ -100,7 +100,7 @@ async def test_a_plan_for_another_epoch_is_refused_and_so_is_nonsense() -> None:
             await ask(bus, EngineLeft(engine="a", worker_id=1, reason="x"))
         with pytest.raises(Declined, match="this is no plan"):
             await ask(bus, ApplyPlan(engine="a", plan=b"{}"))
-        assert told(await log(bus))[-1] == "Committed"
+        assert in_words(await log(bus))[-1] == "Committed"
         assert ranks.served == [0, 1, 2]
 
 
@@ -132,7 +132,7 @@ async def test_of_two_plans_at_the_same_time_one_is_taken() -> None:
         assert sum(isinstance(one, Declined) for one in both) == 1
         await asyncio.sleep(5)
         assert ranks.served == [0, 1, 2, 3]
-        assert told(await log(bus)).count("Planned") == 1
+        assert in_words(await log(bus)).count("Planned") == 1
 
 
 @pytest.mark.looptime
@@ -188,10 +188,10 @@ async def test_a_silent_rank_is_waited_for_until_the_deadline_and_then_told_of_t
     async with engine(broker) as ranks, leading(bus):
         ranks.stage_seconds = 0.5
         await apply(bus, replicating())
-        await ranks.told_to(ProposeHandover)
+        await ranks.commands_to(ProposeHandover)
         ranks.silent.add(1)
         await asyncio.sleep(20)
-        assert "Aborted" not in told(await log(bus))
+        assert "Aborted" not in in_words(await log(bus))
         assert ranks.standing[0].state is RankState.SERVING, "whoever hears the abort obeys"
         ranks.silent.clear()
         await asyncio.sleep(2)
@@ -215,7 +215,7 @@ async def test_engines_that_take_part_in_no_handovers_are_refused_with_their_own
         ranks.silent = {0, 1}
         with pytest.raises(Declined, match="rank 0 does not answer"):
             await apply(bus, replicating())
-        assert told(await log(bus)) == ["1@0"]
+        assert in_words(await log(bus)) == ["1@0"]
 
 
 @pytest.mark.looptime
@@ -270,7 +270,7 @@ async def test_an_engine_that_dies_in_any_phase_ends_the_plan_and_its_next_life_
         if last_command is AbortHandover:
             ranks.fails[0] = "no room", "room"
         await apply(bus, replicating())
-        await ranks.told_to(last_command)
+        await ranks.commands_to(last_command)
         ranks.kill()
         await asyncio.sleep(2)
         decided = last_command is CommitHandover
@@ -282,8 +282,8 @@ async def test_an_engine_that_dies_in_any_phase_ends_the_plan_and_its_next_life_
         async with engine(broker, 2, placement=second) as reborn:
             await asyncio.sleep(3)
             entries = await log(bus)
-            assert "Aborted" in told(entries)
-            assert ("1@1" in told(entries)) == decided
+            assert "Aborted" in in_words(entries)
+            assert ("1@1" in in_words(entries)) == decided
             assert sum(isinstance(entry, MigrationAborted) for entry in entries) == 1
             assert service.ledger.engines()["a"].epoch == second.epoch
             standing = key(broker)
@@ -327,10 +327,10 @@ async def test_an_engine_that_falls_silent_forever_ends_its_plan_but_never_a_dec
     async with engine(broker) as ranks, leading(bus) as service:
         await asyncio.sleep(2)
         await apply(bus, replicating())
-        await ranks.told_to(CommitHandover)
+        await ranks.commands_to(CommitHandover)
         ranks.alive = False
         await asyncio.sleep(60)
-        assert told(await log(bus))[-1] == "Staged"
+        assert in_words(await log(bus))[-1] == "Staged"
         assert 'commit_overdue{engine="a"} 1.0' in service.metrics.exposition().decode()
         ranks.alive = True
         await asyncio.sleep(5)
@@ -361,9 +361,9 @@ async def test_while_the_bus_is_away_nothing_is_commanded_and_afterwards_the_pla
         await asyncio.sleep(15)
         assert at_rest(broker, ranks)
         entries = await log(bus)
-        assert told(entries)[-1] in ("Committed", "Aborted")
+        assert in_words(entries)[-1] in ("Committed", "Aborted")
         assert len(set(map(str, entries))) == len(entries)
-        assert told(entries).count("Planned") == 1
+        assert in_words(entries).count("Planned") == 1
 
 
 @pytest.mark.looptime
@@ -416,7 +416,7 @@ async def test_a_second_service_stands_by_and_takes_over_when_the_first_ends() -
             await asyncio.sleep(2)
             assert ranks.served == [0, 1, 2]
             assert b"roost_migration_leader 1.0" in second.metrics.exposition()
-            assert told(await log(bus)).count("1@0") == 1
+            assert in_words(await log(bus)).count("1@0") == 1
 
 
 @pytest.mark.looptime
@@ -447,7 +447,7 @@ async def test_a_service_that_was_stopped_for_long_finds_itself_replaced_and_com
         assert set(later) == tokens
         assert at_rest(broker, ranks)
         assert ranks.served == [0]
-        assert told(await log(bus))[:3] == [
+        assert in_words(await log(bus))[:3] == [
             "1@0",
             "Planned",
             "Aborted",
@@ -500,7 +500,7 @@ async def test_a_plan_is_gone_on_with_though_the_join_of_its_engine_was_pushed_o
         async with leading(bus):
             await asyncio.sleep(10)
             assert ranks.served == [0, 1, 2, 3]
-            assert told(await log(bus))[-1] == "Committed"
+            assert in_words(await log(bus))[-1] == "Committed"
             assert at_rest(broker, ranks)
 
 
@@ -631,7 +631,7 @@ async def test_lost_answers_of_the_store_change_nothing(every: int) -> None:
         await apply(bus, replicating())
         await asyncio.sleep(60)
         assert ranks.served == [0, 1, 2, 3]
-        assert told(await log(bus)) == [
+        assert in_words(await log(bus)) == [
             "1@0",
             *ONE,
             "Staged",
@@ -686,21 +686,21 @@ async def dies(at: int, *, after: bool, handovers: int) -> int:
     async with engine(broker) as ranks:
         async with leading(mortal):
             mortal.dies_at = None if not at else (mortal.calls + at, after)
-            asking = asyncio.create_task(apply(bus, replicating(handovers=handovers)))
+            requesting = asyncio.create_task(apply(bus, replicating(handovers=handovers)))
             calls = mortal.calls
             await asyncio.sleep(3)
             calls = mortal.calls - calls
             async with leading(bus):
-                await asyncio.wait([asking])
+                await asyncio.wait([requesting])
                 await asyncio.sleep(10)
                 entries = await log(bus)
-                words = told(entries)
+                words = in_words(entries)
                 assert at_rest(broker, ranks), words
                 assert words == ["1@0"] or words[-1] in ("Committed", "Aborted"), words
                 assert len(set(words) - {"Staged", "Committed"}) == len(
-                    [word for word in words if word not in ("Staged", "Committed")]
+                    [report for report in words if report not in ("Staged", "Committed")]
                 ), words
-                assert [int(word[2:]) for word in words if word.startswith("1@")] == ranks.served
+                assert [int(report[2:]) for report in words if report.startswith("1@")] == ranks.served
                 kinds = [
                     (type(entry), getattr(entry, "handover", None), getattr(entry, "number", None))
                     for entry in entries
@@ -709,7 +709,7 @@ async def dies(at: int, *, after: bool, handovers: int) -> int:
                 assert len(set(kinds)) == len(kinds), words
                 if words[-1] == "Committed":
                     assert ranks.served == list(range(handovers + 1))
-            asking.exception()
+            requesting.exception()
     return calls
 
 
@@ -742,14 +742,14 @@ async def test_over_nats_a_plan_is_carried_out_though_the_server_is_killed(nats_
             async with leading(bus, replace(CONFIG, stage_seconds=60.0)):
                 ranks.stage_seconds = 0.2
                 await apply(bus, replicating())
-                await ranks.told_to(ProposeHandover)
+                await ranks.commands_to(ProposeHandover)
                 nats_server.stop(signal.SIGKILL)
                 await asyncio.to_thread(nats_server.start)
                 async with asyncio.timeout(30):
-                    while told(entries := await log(bus)).count("Committed") < 3:  # noqa: ASYNC110 the log is elsewhere
+                    while in_words(entries := await log(bus)).count("Committed") < 3:  # noqa: ASYNC110 the log is elsewhere
                         await asyncio.sleep(0.1)
                 assert ranks.served == [0, 1, 2, 3]
-                assert told(entries) == [
+                assert in_words(entries) == [
                     "1@0",
                     *ONE,
                     "Staged",

@@ -14,7 +14,7 @@ from fleet.facts.migrations import MigrationAborted, MigrationCommitted, Migrati
 from fleet.facts.placements import PlacementCommitted
 from fleet.requests.plans import MigrateExpert, RollBack
 from tests.migration.execution.test_executor import Stoppable
-from tests.migration.executor_fixture import SUBJECTS, at_rest, engine, leading, log, told
+from tests.migration.executor_fixture import SUBJECTS, at_rest, engine, in_words, leading, log
 from tests.migration.fake_ranks import Ranks
 
 SECONDS = 40.0
@@ -98,7 +98,7 @@ async def _run(seed: int) -> Counter[str]:
             leader.running.set()
         await asyncio.sleep(40)
         entries = await log(bus)
-        words = told(entries)
+        words = in_words(entries)
         assert at_rest(broker, ranks), words
         assert [
             entry.placement.epoch for entry in entries if isinstance(entry, PlacementCommitted)
@@ -116,7 +116,7 @@ async def _run(seed: int) -> Counter[str]:
         assert decided <= {entry.handover for entry in entries if isinstance(entry, MigrationStaged)}
         numbers = [entry.handover for entry in entries if isinstance(entry, MigrationCommitted)]
         assert numbers == sorted(set(numbers))
-        return Counter(word for word in words if not word.startswith("1@"))
+        return Counter(report for report in words if not report.startswith("1@"))
 
 
 @pytest.mark.slow

@@ -62,73 +62,75 @@ def report(rank: int, state: RankState = RankState.SERVING, **other: Any) -> Han
     return HandoverDescribed(worker_id=1, rank=rank, state=state, **{**plain, **other})
 
 
-def all_say(proceeding: HandoverState, state: RankState, **other: Any) -> HandoverState:
+def all_report(handover_state: HandoverState, state: RankState, **other: Any) -> HandoverState:
     for rank in range(RANKS):
-        proceeding = proceeding.reported(report(rank, state, **other))
-    return proceeding
+        handover_state = handover_state.reported(report(rank, state, **other))
+    return handover_state
 
 
-def make(proceeding: HandoverState, now: float) -> tuple[HandoverState, CoordinatorEvent]:
-    move = proceeding.move(now)
+def make(handover_state: HandoverState, now: float) -> tuple[HandoverState, CoordinatorEvent]:
+    move = handover_state.move(now)
     assert move is not None
-    return proceeding.moved(move, now), move.cue
+    return handover_state.moved(move, now), move.cue
 
 
 def committing() -> HandoverState:
-    return make(all_say(proposing(), RankState.STAGED), 11.0)[0]
+    return make(all_report(proposing(), RankState.STAGED), 11.0)[0]
 
 
 def aborting() -> HandoverState:
     return make(proposing(), 13.5)[0]
 
 
-def sent(proceeding: HandoverState, now: float) -> dict[int, type[Command]]:
-    return {rank: type(command) for rank, command in proceeding.due(now)}
+def sent(handover_state: HandoverState, now: float) -> dict[int, type[Command]]:
+    return {rank: type(command) for rank, command in handover_state.due(now)}
 
 
 # Commands
 
 
 def test_everybody_is_proposed_to_and_again_after_a_while_until_it_answers() -> None:
-    proceeding = proposing()
-    assert sent(proceeding, 10.0) == dict.fromkeys(range(3), ProposeHandover)
-    proceeding = proceeding.commanded(range(3), 10.0)
-    assert sent(proceeding, 10.4) == {}
-    assert proceeding.next_look(10.1) == 10.5
-    proceeding = proceeding.reported(report(0, RankState.STAGING)).reported(report(1, RankState.STAGED))
-    assert sent(proceeding, 10.5) == {
+    handover_state = proposing()
+    assert sent(handover_state, 10.0) == dict.fromkeys(range(3), ProposeHandover)
+    handover_state = handover_state.commanded(range(3), 10.0)
+    assert sent(handover_state, 10.4) == {}
+    assert handover_state.next_look(10.1) == 10.5
+    handover_state = handover_state.reported(report(0, RankState.STAGING)).reported(
+        report(1, RankState.STAGED)
+    )
+    assert sent(handover_state, 10.5) == {
         0: DescribeHandover,
         2: ProposeHandover,
     }, "who has taken it is asked how it goes"
 
 
 def test_commits_go_to_all_and_again_to_those_that_do_not_serve_yet() -> None:
-    proceeding = committing()
-    assert sent(proceeding, 11.0) == dict.fromkeys(range(3), CommitHandover), "at once"
-    proceeding = (
-        proceeding.commanded(range(3), 11.0)
+    handover_state = committing()
+    assert sent(handover_state, 11.0) == dict.fromkeys(range(3), CommitHandover), "at once"
+    handover_state = (
+        handover_state.commanded(range(3), 11.0)
         .reported(report(0, RankState.READY))
         .reported(report(1, flipped=7, concluded=7))
     )
-    assert sent(proceeding, 11.5) == dict.fromkeys((0, 2), CommitHandover)
+    assert sent(handover_state, 11.5) == dict.fromkeys((0, 2), CommitHandover)
 
 
 def test_an_abort_goes_to_all_with_its_reason_until_each_says_that_it_is_over() -> None:
-    proceeding = aborting()
+    handover_state = aborting()
     assert all(
         isinstance(command, AbortHandover) and "did not answer" in command.reason
-        for _, command in proceeding.due(13.5)
+        for _, command in handover_state.due(13.5)
     )
-    proceeding = proceeding.reported(report(0, concluded=7)).reported(report(1, RankState.STAGED))
-    assert sent(proceeding, 13.5) == dict.fromkeys((1, 2), AbortHandover)
+    handover_state = handover_state.reported(report(0, concluded=7)).reported(report(1, RankState.STAGED))
+    assert sent(handover_state, 13.5) == dict.fromkeys((1, 2), AbortHandover)
 
 
 def test_after_a_higher_token_all_are_asked_again_at_once() -> None:
-    proceeding = (
+    handover_state = (
         proposing().commanded(range(3), 10.0).reported(report(1, token=9, verdict=CommandVerdict.FENCED))
     )
-    assert (proceeding.highest_token, proceeding.token) == (9, 3)
-    after = proceeding.with_token(10)
+    assert (handover_state.highest_token, handover_state.token) == (9, 3)
+    after = handover_state.with_token(10)
     assert {command.token for _, command in after.due(10.1) if isinstance(command, ProposeHandover)} == {10}
     assert after.failure is None, "being fenced is no fault of the rank"
 
@@ -138,8 +140,8 @@ def test_after_a_higher_token_all_are_asked_again_at_once() -> None:
 
 def test_all_staged_is_recorded_with_every_pull_and_decided() -> None:
     pull = PullReport(source=0, transfer="nixl", experts=1, bytes=50, seconds=0.1)
-    proceeding = all_say(proposing(), RankState.STAGED, pulls=(pull,))
-    move = proceeding.move(11.0)
+    handover_state = all_report(proposing(), RankState.STAGED, pulls=(pull,))
+    move = handover_state.move(11.0)
     assert move is not None
     assert (move.cue, move.after) == (CoordinatorEvent.ALL_STAGED, CoordinatorState.COMMITTING)
     (staged,) = move.records
@@ -148,8 +150,8 @@ def test_all_staged_is_recorded_with_every_pull_and_decided() -> None:
 
 
 def test_all_serving_is_recorded_with_the_placement_first() -> None:
-    proceeding = all_say(committing(), RankState.SERVING, flipped=7, concluded=7, served=4)
-    move = proceeding.move(12.0)
+    handover_state = all_report(committing(), RankState.SERVING, flipped=7, concluded=7, served=4)
+    move = handover_state.move(12.0)
     assert move is not None
     placed, committed = move.records
     assert isinstance(placed, PlacementCommitted)
@@ -159,7 +161,7 @@ def test_all_serving_is_recorded_with_the_placement_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "fault"),
+    ("status", "fault"),
     [
         (report(1, RankState.FAILED, failure="bad bytes", fault="checksum"), "checksum"),
         (report(1, RankState.FAILED), "unknown"),
@@ -168,12 +170,12 @@ def test_all_serving_is_recorded_with_the_placement_first() -> None:
         (report(1, concluded=7), "coordinator"),
     ],
 )
-def test_what_leaves_no_hope_aborts_with_whose_fault_it_is(word: HandoverDescribed, fault: str) -> None:
-    proceeding, cue = make(proposing().reported(report(0, RankState.STAGED)).reported(word), 10.5)
+def test_what_leaves_no_hope_aborts_with_whose_fault_it_is(status: HandoverDescribed, fault: str) -> None:
+    handover_state, cue = make(proposing().reported(report(0, RankState.STAGED)).reported(status), 10.5)
     assert cue is CoordinatorEvent.FAILED
-    assert proceeding.failure is not None
-    assert (proceeding.failure.fault, proceeding.failure.rank) == (fault, 1)
-    move = all_say(proceeding, RankState.SERVING, concluded=7).move(11.0)
+    assert handover_state.failure is not None
+    assert (handover_state.failure.fault, handover_state.failure.rank) == (fault, 1)
+    move = all_report(handover_state, RankState.SERVING, concluded=7).move(11.0)
     assert move is not None
     (aborted,) = move.records
     assert isinstance(aborted, MigrationAborted)
@@ -181,14 +183,14 @@ def test_what_leaves_no_hope_aborts_with_whose_fault_it_is(word: HandoverDescrib
 
 
 def test_the_deadline_names_who_is_late_and_a_commit_has_none() -> None:
-    proceeding = (
+    handover_state = (
         proposing()
         .reported(report(0, RankState.STAGED))
         .reported(report(1, RankState.STAGING))
         .reported(report(2, RankState.STAGING))
     )
-    assert proceeding.move(12.9) is None
-    after, cue = make(proceeding, 13.0)
+    assert handover_state.move(12.9) is None
+    after, cue = make(handover_state, 13.0)
     assert cue is CoordinatorEvent.FAILED
     assert after.failure is not None
     assert after.failure.reason.startswith("ranks 1, 2 did not stage within 2 s")
@@ -198,8 +200,8 @@ def test_the_deadline_names_who_is_late_and_a_commit_has_none() -> None:
 
 
 def test_a_rank_that_refuses_commands_ends_a_proposal_and_is_not_waited_for_with_the_abort() -> None:
-    proceeding = proposing().reported(report(0, RankState.STAGED)).declined(2, "no experts")
-    after, cue = make(proceeding, 10.5)
+    handover_state = proposing().reported(report(0, RankState.STAGED)).declined(2, "no experts")
+    after, cue = make(handover_state, 10.5)
     assert cue is CoordinatorEvent.FAILED
     assert after.waiting_for == (0, 1)
     again = committing().declined(2, "a defect")
@@ -215,9 +217,9 @@ def test_a_rank_that_refuses_commands_ends_a_proposal_and_is_not_waited_for_with
     ],
 )
 def test_an_engine_that_is_gone_ends_it_with_what_was_decided(begin: Any, records: list[type]) -> None:
-    proceeding = begin().gone("it has left")
-    assert proceeding.due(20.0) == ()
-    move = proceeding.move(20.0)
+    handover_state = begin().gone("it has left")
+    assert handover_state.due(20.0) == ()
+    move = handover_state.move(20.0)
     assert move is not None
     assert (move.cue, move.after) == (CoordinatorEvent.ENGINE_GONE, CoordinatorState.IDLE)
     assert [type(entry) for entry in move.records] == records
@@ -263,7 +265,7 @@ def test_what_nothing_durable_knew_of_is_ended_without_a_record() -> None:
     heir = taken_over(
         undertaking(plan="", placement=None), left.durable(CoordinatorState.ABORTING, 13.5), 8, PACE, 20.0
     )
-    move = all_say(heir, RankState.SERVING, concluded=7).move(20.0)
+    move = all_report(heir, RankState.SERVING, concluded=7).move(20.0)
     assert move is not None
     assert move.records == ()
 
@@ -301,40 +303,42 @@ def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol
     ranks = [_Rank(rank, rank in fails) for rank in range(RANKS)]
     truth = [0] * RANKS
     """number of reports that are true for each rank"""
-    said_so_far: list[HandoverDescribed] = []
-    proceeding, now, token = proposing(), 10.0, 3
+    reports: list[HandoverDescribed] = []
+    handover_state, now, token = proposing(), 10.0, 3
     recorded: list[type] = []
-    states = [proceeding.state]
-    while proceeding.state is not CoordinatorState.IDLE:
+    states = [handover_state.state]
+    while handover_state.state is not CoordinatorState.IDLE:
         now += 0.25
         assert now < 200, "every run ends"
-        for rank, command in proceeding.due(now):
-            proceeding = proceeding.commanded((rank,), now)
+        for rank, command in handover_state.due(now):
+            handover_state = handover_state.commanded((rank,), now)
             if chance.random() < 0.3:
                 continue
             at = ranks[rank]
             match command:
-                case ProposeHandover() | DescribeHandover() if proceeding.state is CoordinatorState.PROPOSING:
+                case ProposeHandover() | DescribeHandover() if (
+                    handover_state.state is CoordinatorState.PROPOSING
+                ):
                     truth[rank] = min(truth[rank] + 1, 2)
-                    said_so_far.append(at.words[truth[rank]])
+                    reports.append(at.words[truth[rank]])
                 case CommitHandover():
                     assert all(one == 2 for one in truth), "nobody is told to commit before all have staged"
-                    said_so_far.append(at.committed[chance.random() < 0.5])
+                    reports.append(at.committed[chance.random() < 0.5])
                 case AbortHandover():
                     assert CoordinatorState.COMMITTING not in states, "what was decided is not given up"
-                    said_so_far.append(at.aborted)
-        for word in chance.sample(said_so_far, min(2, len(said_so_far))):
-            proceeding = proceeding.reported(word)
-        if (move := proceeding.move(now)) is not None:
+                    reports.append(at.aborted)
+        for status in chance.sample(reports, min(2, len(reports))):
+            handover_state = handover_state.reported(status)
+        if (move := handover_state.move(now)) is not None:
             recorded += [type(entry) for entry in move.records if type(entry) not in recorded]
             if heirs and chance.random() < 0.3:
                 heirs, token = heirs - 1, token + 1
-                proceeding = taken_over(
-                    proceeding.what, proceeding.durable(proceeding.state, now), token, PACE, now
+                handover_state = taken_over(
+                    handover_state.what, handover_state.durable(handover_state.state, now), token, PACE, now
                 )
                 continue
-            proceeding = proceeding.moved(move, now)
-            states.append(proceeding.state)
+            handover_state = handover_state.moved(move, now)
+            states.append(handover_state.state)
     committed = CoordinatorState.COMMITTING in states
     assert committed == (MigrationCommitted in recorded)
     assert committed != (MigrationAborted in recorded)

@@ -156,25 +156,31 @@ def test_a_verdict_is_a_span_below_its_plan_that_says_what_was_foretold_and_meas
         ),
         plan.traceparent,
     )  # type: ignore[arg-type]
-    first, judged = spans.get_finished_spans()
-    assert judged.name == "roost.plan.evaluated"
-    assert judged.parent is not None
+    first, evaluation = spans.get_finished_spans()
+    assert evaluation.name == "roost.plan.evaluated"
+    assert evaluation.parent is not None
     assert first.context is not None
-    assert (trace_id(judged), judged.parent.span_id) == (first.context.trace_id, first.context.span_id)
-    told = dict(judged.attributes or {})
+    assert (trace_id(evaluation), evaluation.parent.span_id) == (
+        first.context.trace_id,
+        first.context.span_id,
+    )
+    recorded = dict(evaluation.attributes or {})
     assert (
-        told["roost.verdict"],
-        told["roost.epoch"],
-        told["roost.realised"],
-        told["roost.plan_discount"],
+        recorded["roost.verdict"],
+        recorded["roost.epoch"],
+        recorded["roost.realised"],
+        recorded["roost.plan_discount"],
     ) == (
         "kept",
         3,
         0.5,
         0.8,
     )
-    assert (told["roost.predicted.before.remote_ranks"], told["roost.measured.after.remote_ranks"]) == (
+    assert (
+        recorded["roost.predicted.before.remote_ranks"],
+        recorded["roost.measured.after.remote_ranks"],
+    ) == (
         2.0,
         2.0,
     )
-    assert not any(name.startswith("roost.measured.before") for name in told)
+    assert not any(name.startswith("roost.measured.before") for name in recorded)
