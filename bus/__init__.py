@@ -205,7 +205,7 @@ class Bus(Protocol):
         ...
 
     @property
-    def full(self) -> Mapping[str, int]:
+    def refusals(self) -> Mapping[str, int]:
         """Number of writes rejected for lack of room since the start, by store (`bus.stores.STORES`)."""
         ...
 

@@ -22,16 +22,16 @@ from bus.mailbox import (
 )
 from bus.parts import PartedAnswers
 from bus.protocol.codec import Rejections
-from bus.stores import FullStores
+from bus.stores import StoreRefusals
 
 
 class BusClient(ABC):
     """Base of `MemoryBus` and `NatsBus`. `bus.Bus` documents the methods."""
 
-    def __init__(self, config: BusConfig, stored: tuple[str, ...], full: FullStores) -> None:
+    def __init__(self, config: BusConfig, stored: tuple[str, ...], refusals: StoreRefusals) -> None:
         """stored: patterns of the subjects that are recorded."""
         self.rejected = Rejections()
-        self.full = full
+        self.refusals = refusals
         self._config = config
         self._stored = stored
         self._inboxes: set[BoundedSubscription] = set()
@@ -68,7 +68,7 @@ class BusClient(ABC):
     @asynccontextmanager
     async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
         server = RequestServer(
-            subject, answer, self._publisher, self._answers, self._content, self.rejected, self.full
+            subject, answer, self._publisher, self._answers, self._content, self.rejected, self.refusals
         )
         async with server.open(), self._serving(server):
             yield

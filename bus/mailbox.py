@@ -40,7 +40,7 @@ from bus.protocol.codec import (
     unseal,
 )
 from bus.protocol.subjects import check_subject, engine_of, matches
-from bus.stores import FullStores
+from bus.stores import StoreRefusals
 from fleet.messages import STORED
 from fleet.requests.refusal import RequestRefused
 
@@ -305,7 +305,7 @@ class RequestServer:
         answers: PartedAnswers,
         fetch: Fetch,
         rejected: Rejections,
-        full: FullStores,
+        refusals: StoreRefusals,
     ) -> None:
         self.subject = sendable(subject)
         self._topic = topic_of(subject)
@@ -314,7 +314,7 @@ class RequestServer:
         self._answers = answers
         self._fetch = fetch
         self._rejected = rejected
-        self._full = full
+        self._refusals = refusals
         self._requests: asyncio.Queue[tuple[bytes, Callable[[bytes], Awaitable[None]]]] = asyncio.Queue(
             QUEUED_REQUESTS
         )
@@ -359,7 +359,7 @@ class RequestServer:
             self._rejected.count(refusal.reason)
             sealed = self._refusal(f"the request cannot be read: {refusal}")
         except StoreFull as error:
-            self._full.note("answers", error)
+            self._refusals.count("answers", error)
             sealed = self._refusal(str(error))
         except BusError as error:
             logger.warning("%s: an answer cannot be sent: %s", self.subject, error)

@@ -29,7 +29,7 @@ from bus.config import BusConfig
 from bus.mailbox import BoundedSubscription, RequestServer, listenable, opened
 from bus.protocol.codec import Undeliverable
 from bus.protocol.subjects import Subjects, check_key, matches
-from bus.stores import FullStores
+from bus.stores import StoreRefusals
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class MemoryBus(BusClient):
 
     def __init__(self, broker: MemoryBroker | None = None) -> None:
         self.broker = broker or MemoryBroker()
-        super().__init__(self.broker.config, self.broker.subjects.stored, FullStores())
+        super().__init__(self.broker.config, self.broker.subjects.stored, StoreRefusals())
         self._waiting: set[asyncio.Event] = set()
         """events to set when the bus is closed"""
         self._closed = False
@@ -335,7 +335,7 @@ class MemoryBus(BusClient):
             full = StoreFull(
                 f"the blob store is full ({self._config.blobs_bytes} bytes); raise bus.blobs_bytes"
             )
-            self.full.note("blobs", full)
+            self.refusals.count("blobs", full)
             raise full
         blobs[digest] = content
         return digest

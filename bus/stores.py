@@ -15,7 +15,7 @@ AGAIN_SECONDS = 60.0
 """Interval between repeated alarms about one store in the log."""
 
 
-class FullStores(Mapping[str, int]):
+class StoreRefusals(Mapping[str, int]):
     """Number of writes rejected for lack of room since the start, by store. Every store is present from the
     start.
     """
@@ -25,7 +25,7 @@ class FullStores(Mapping[str, int]):
         self._logged: dict[str, float] = {}
         self._clock = clock
 
-    def note(self, store: str, error: Exception) -> None:
+    def count(self, store: str, error: Exception) -> None:
         """Count a rejected write, and log an error at most once per interval."""
         self._counts[store] += 1
         now = self._clock()
@@ -47,4 +47,4 @@ class FullStores(Mapping[str, int]):
         return len(STORES)
 
     def __repr__(self) -> str:
-        return f"<FullStores {dict(self)}>"
+        return f"<StoreRefusals {dict(self)}>"

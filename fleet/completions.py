@@ -14,9 +14,9 @@ error messages, which may quote both.
 """
 
 
-def shortened(text: str, most: int) -> str:
-    """Truncate the text to `most` characters, with an ellipsis."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def shortened(text: str, limit: int) -> str:
+    """Truncate the text to `limit` characters, with an ellipsis."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 class ApiError(Exception):

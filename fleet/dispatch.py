@@ -248,33 +248,34 @@ class Chooser:
         begin = np.array([home * _BY_HOME & _LAST for home in homes], np.uint32)
         self._phase = (begin[:, None] + np.arange(placement.experts, dtype=np.uint32) * _BY_EXPERT).ravel()
 
-    def choose(self, layer: int, wanted: NDArray[Any], turn: int | NDArray[np.int64]) -> IntArray:
+    def choose(self, layer: int, experts: NDArray[Any], turn: int | NDArray[np.int64]) -> IntArray:
         """Choose the slots of one step's pairs: int64 [n].
 
-        wanted: int [n], their experts; with several homes, the experts of home i are offset by i * experts.
+        experts: int [n], their experts; with several homes, the experts of home i are offset by i * experts.
         turn: int64 [homes * experts], the number of earlier pairs of each. A single number for all, e.g. the
         step count, is sufficient for callers that do not count: each step is then as close to the shares as
         possible, and many steps together a little less.
         """
-        found: IntArray = self.table[layer][wanted]
+        found: IntArray = self.table[layer][experts]
         if self.plain[layer]:
             return found
-        at = np.flatnonzero(self._several[layer][wanted])
-        wanted = wanted[at]
-        before = turn[wanted] if isinstance(turn, np.ndarray) else turn & _LAST
+        at = np.flatnonzero(self._several[layer][experts])
+        experts = experts[at]
+        before = turn[experts] if isinstance(turn, np.ndarray) else turn & _LAST
         point = (
-            self._phase[wanted] + (_ordinals(wanted.astype(self._sorted)) + before).astype(np.uint32) * _TURN
+            self._phase[experts]
+            + (_ordinals(experts.astype(self._sorted)) + before).astype(np.uint32) * _TURN
         )
-        nth = (point > self._ends[layer].take(wanted, axis=1)).sum(axis=0)
-        found[at] = self._slots[layer][wanted, nth]
+        nth = (point > self._ends[layer].take(experts, axis=1)).sum(axis=0)
+        found[at] = self._slots[layer][experts, nth]
         return found
 
-    def cover(self, layer: int, wanted: NDArray[Any], turn: int | NDArray[np.int64]) -> IntArray:
+    def cover(self, layer: int, experts: NDArray[Any], turn: int | NDArray[np.int64]) -> IntArray:
         """Choose the slots of n whole tokens' pairs such that each token reaches few ranks besides its own:
         int64 [n, k].
 
         A token never reaches more ranks than by `choose`, whose choices stand where no destination is saved.
-        wanted: int [n, k]; a token's experts belong to one home. turn: as in `choose`.
+        experts: int [n, k]; a token's experts belong to one home. turn: as in `choose`.
 
         Greedy set cover. It starts with the token's own rank and the ranks that are the only holders of one
         of its experts. The next rank is the one that holds most of the remaining experts. Ties go to the rank
@@ -282,22 +283,22 @@ class Chooser:
         their shares; then to the lowest rank. The result is minimal if at most three experts remain after the
         start. Every chosen slot has a share of its home's tokens.
         """
-        found = self.choose(layer, wanted.reshape(-1), turn).reshape(wanted.shape)
+        found = self.choose(layer, experts.reshape(-1), turn).reshape(experts.shape)
         if self.plain[layer]:
             return found
-        at = np.flatnonzero(self._several[layer][wanted].any(axis=1))
-        found[at] = self._covered(layer, wanted[at], found[at])
+        at = np.flatnonzero(self._several[layer][experts].any(axis=1))
+        found[at] = self._covered(layer, experts[at], found[at])
         return found
 
-    def _covered(self, layer: int, wanted: NDArray[Any], split: IntArray) -> IntArray:
+    def _covered(self, layer: int, experts: NDArray[Any], split: IntArray) -> IntArray:
         """Implement `cover`. split: int64 [n, k], the choices of `choose`."""
-        slots = self._slots[layer][wanted]
+        slots = self._slots[layer][experts]
         rank, home, chosen = (
             slots // self._per_rank,
-            self._homes[wanted[:, 0] // self._experts],
+            self._homes[experts[:, 0] // self._experts],
             split // self._per_rank,
         )
-        can = np.zeros((*wanted.shape, self._ranks), np.bool_)
+        can = np.zeros((*experts.shape, self._ranks), np.bool_)
         np.put_along_axis(can, rank, True, axis=2)
         opened = _opened(can, home, chosen)
         # Among the opened ranks: first by the shares, then the token's own rank, then the next one around the

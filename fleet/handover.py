@@ -206,8 +206,8 @@ def moved(table: Mapping[tuple[State, Happening], State], state: State, event: H
 class CommandVerdict(StrEnum):
     """Reaction of a rank to a command.
 
-    Only TAKE changes the state, except for the highest token (`heard`). On REPEAT the rank reports its state
-    again.
+    Only TAKE changes the state, except for the highest token (`with_token`). On REPEAT the rank reports its
+    state again.
     """
 
     TAKE = "take"
@@ -248,7 +248,7 @@ def is_open(rank: ProtocolState, handover: int) -> bool:
     return rank.state is not RankState.SERVING and handover == rank.handover
 
 
-def heard(rank: ProtocolState, token: int) -> ProtocolState:
+def with_token(rank: ProtocolState, token: int) -> ProtocolState:
     """Return the state after any command, whatever its verdict: the highest token seen is recorded."""
     return rank if token <= rank.token else rank._replace(token=token)
 

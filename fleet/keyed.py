@@ -34,10 +34,10 @@ class KeySets:
             return -1
         width = 8 * self.ways
         start = ((((key * _MIX) & _MASK) >> 32) * self.sets >> 32) * width
-        wanted, end = key.to_bytes(8, "little"), start + width
-        at = self._bytes.find(wanted, start, end)
+        encoded, end = key.to_bytes(8, "little"), start + width
+        at = self._bytes.find(encoded, start, end)
         while at >= 0 and at & 7:
-            at = self._bytes.find(wanted, at + 1, end)
+            at = self._bytes.find(encoded, at + 1, end)
         return at >> 3 if at >= 0 else -1
 
     def places(self, keys: KeyArray) -> NDArray[np.int64]:

@@ -302,11 +302,11 @@ def linear(*, layers: int, experts: int, ranks: int, slots_per_rank: int | None 
     The first `experts % ranks` ranks take one more. `slots_per_rank` defaults to the minimum; surplus slots
     stay empty. ValueError if it is too small.
     """
-    least = -(-experts // ranks)
-    slots = least if slots_per_rank is None else slots_per_rank
-    if slots < least:
+    minimum = -(-experts // ranks)
+    slots = minimum if slots_per_rank is None else slots_per_rank
+    if slots < minimum:
         raise ValueError(
-            f"placement: {experts} experts over {ranks} ranks need {least} slots per rank, not {slots}"
+            f"placement: {experts} experts over {ranks} ranks need {minimum} slots per rank, not {slots}"
         )
     row = np.full((ranks, slots), EMPTY, np.int16)
     for rank, block in enumerate(np.array_split(np.arange(experts), ranks)):

@@ -54,8 +54,8 @@ class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True):
         layers, experts = counts.shape
         if counts.size and counts.min() < 0:
             raise ValueError(f"expert counts: {counts.min()} is negative")
-        most = int(counts.max()) if counts.size else 0
-        width = next(width for width in (1, 2, 4, 8) if most < 1 << 8 * width)
+        largest = int(counts.max()) if counts.size else 0
+        width = next(width for width in (1, 2, 4, 8) if largest < 1 << 8 * width)
         return cls(
             layers=int(layers),
             experts=int(experts),

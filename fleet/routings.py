@@ -90,9 +90,9 @@ def _decoded(text: str) -> bytes:
 def _checked(table: NDArray[Any], experts: int | None) -> NDArray[np.int32]:
     if table.ndim != 3 or 0 in table.shape[1:]:
         raise ValueError(f"routed_experts: shape {table.shape}; expected [tokens, layers, k]")
-    most = MAX_EXPERTS if experts is None else experts
-    if table.size and (table.min() < 0 or table.max() >= most):
+    limit = MAX_EXPERTS if experts is None else experts
+    if table.size and (table.min() < 0 or table.max() >= limit):
         raise ValueError(
-            f"routed_experts: ids run from {table.min()} to {table.max()}; expected 0 to {most - 1}"
+            f"routed_experts: ids run from {table.min()} to {table.max()}; expected 0 to {limit - 1}"
         )
     return table.astype(np.int32)

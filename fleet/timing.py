@@ -191,12 +191,12 @@ def expected_remote(
     probability 1 - (1 - m)^k.
     """
     ranks = placement.ranks
-    wanted = np.asarray(profile, np.float64).reshape(-1, placement.layers, placement.experts)
+    demand = np.asarray(profile, np.float64).reshape(-1, placement.layers, placement.experts)
     member = (node[:, None] == np.arange(int(node.max()) + 1)).astype(np.float64)
     masses, everyone = _Masses(placement, node), np.arange(ranks)
-    found = np.zeros((2, ranks, len(wanted)))
+    found = np.zeros((2, ranks, len(demand)))
     for layer in range(boundary, placement.layers):
-        for homes, away in masses.of(wanted[:, layer], layer):
+        for homes, away in masses.of(demand[:, layer], layer):
             found[0][homes] += _elsewhere(_reached(away, top_k), everyone[homes])
             if member.shape[1] > 1:
                 found[1][homes] += _elsewhere(_reached(away @ member, top_k), node[homes])
@@ -216,24 +216,24 @@ class _Masses:
         filled: list[int] = (placement.expert_of_slot != EMPTY).sum(axis=1).tolist()
         self._replicated = [slots > placement.experts for slots in filled]
 
-    def of(self, wanted: NDArray[np.float64], layer: int) -> Iterator[tuple[slice, NDArray[np.float64]]]:
-        """Yield groups of home ranks with the mass that each sends to each rank: [homes, n, ranks]. wanted:
+    def of(self, demand: NDArray[np.float64], layer: int) -> Iterator[tuple[slice, NDArray[np.float64]]]:
+        """Yield groups of home ranks with the mass that each sends to each rank: [homes, n, ranks]. demand:
         [n, experts].
 
         Without replicas the shape is [1, n, ranks], since the mass that a home sends to itself is not needed.
         """
         if not self._replicated[layer]:
-            yield slice(0, self._ranks), (wanted @ self._held.by_rank(self._onward[0, layer], layer).T)[None]
+            yield slice(0, self._ranks), (demand @ self._held.by_rank(self._onward[0, layer], layer).T)[None]
             return
         by_expert = np.stack([self._held.by_rank(part[layer], layer).T for part in self._onward])
-        sent = wanted @ by_expert  # [nodes, n, ranks], if no rank kept anything
+        sent = demand @ by_expert  # [nodes, n, ranks], if no rank kept anything
         expert, keep = (one[layer].reshape(self._ranks, -1) for one in (self._held.expert, self._keep))
-        wanted_by = np.ascontiguousarray(wanted.T)
-        most = max(1, _CELLS // (len(wanted) * self._ranks))
-        for start in range(0, self._ranks, most):
-            homes = slice(start, min(start + most, self._ranks))
+        demand_by = np.ascontiguousarray(demand.T)
+        step = max(1, _CELLS // (len(demand) * self._ranks))
+        for start in range(0, self._ranks, step):
+            homes = slice(start, min(start + step, self._ranks))
             which = self._which[homes]
-            kept = (wanted_by[expert[homes]] * keep[homes, :, None]).transpose(
+            kept = (demand_by[expert[homes]] * keep[homes, :, None]).transpose(
                 0, 2, 1
             )  # [homes, n, slots of a rank]
             yield homes, sent[which] - kept @ by_expert[which[:, None], expert[homes]]
@@ -268,11 +268,11 @@ def expected_local_share(
     Arguments as in `expected_remote`.
     """
     layers, experts = placement.layers, placement.experts
-    wanted = np.asarray(profile, np.float64).reshape(-1, layers, experts)
+    demand = np.asarray(profile, np.float64).reshape(-1, layers, experts)
     held, own = LocalReplicas.of(placement), own_part(placement, node)
-    local = np.zeros((len(wanted), placement.ranks))
+    local = np.zeros((len(demand), placement.ranks))
     for layer in range(boundary, layers):
-        local += wanted[:, layer] @ held.by_rank(own[layer], layer).T
+        local += demand[:, layer] @ held.by_rank(own[layer], layer).T
     return local.reshape(*profile.shape[:-2], placement.ranks) / (layers - boundary)
 
 

@@ -67,8 +67,8 @@ class TrackerMetrics:
             ["reason"],
             registry=registry,
         )
-        self._full = Gauge(
-            "roost_tracker_bus_store_full",
+        self._store_refusals = Gauge(
+            "roost_tracker_bus_store_refusals",
             "Writes rejected by full stores, by store",
             ["store"],
             registry=registry,
@@ -104,8 +104,8 @@ class TrackerMetrics:
     def bus_rejected(self, reason: str, count: int) -> None:
         self._bus.labels(reason).set(count)
 
-    def bus_full(self, store: str, count: int) -> None:
-        self._full.labels(store).set(count)
+    def store_refusals(self, store: str, count: int) -> None:
+        self._store_refusals.labels(store).set(count)
 
     def models(self, values: Mapping[str, Mapping[str, float | None]]) -> None:
         """Set the gauges by model. Values that are None, and models no longer present, have no series."""

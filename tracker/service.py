@@ -361,8 +361,8 @@ class TrackerService:
         self.metrics.dropped.set(dropped)
         for reason, count in self._bus.rejected.items():
             self.metrics.bus_rejected(reason, count)
-        for store, count in self._bus.full.items():
-            self.metrics.bus_full(store, count)
+        for store, count in self._bus.refusals.items():
+            self.metrics.store_refusals(store, count)
 
     # Answers
 

@@ -15,9 +15,9 @@ LOADED = 1.05
 def aligned(model: ClusterModel, ranks: int, epoch: int = 0) -> Placement:
     """Assign each layer's experts in falling order of a rank's excess use over the mean: to that rank while
     it has a free slot and its load allows it, else to the least loaded rank with a slot."""
-    wanted = _demand(model, homes(model, ranks), ranks)
+    demand = _demand(model, homes(model, ranks), ranks)
     slots = -(-model.mean.shape[1] // ranks)
-    table = np.stack([_layer(wanted[:, layer], model.mean[layer], slots) for layer in range(wanted.shape[1])])
+    table = np.stack([_layer(demand[:, layer], model.mean[layer], slots) for layer in range(demand.shape[1])])
     return Placement(table, experts=model.mean.shape[1], ranks=ranks, epoch=epoch)
 
 
@@ -41,21 +41,21 @@ def homes(model: ClusterModel, ranks: int) -> NDArray[np.intp]:
 def _demand(model: ClusterModel, home: NDArray[np.intp], ranks: int) -> NDArray[np.float64]:
     """Return float64 [ranks, layers, experts]: the share of the traffic with its home on a rank, by
     expert."""
-    wanted = np.zeros((ranks, *model.mean.shape))
+    demand = np.zeros((ranks, *model.mean.shape))
     for cluster, rank in enumerate(home):
-        wanted[rank] += model.shares[cluster] * model.profiles[cluster]
-    return wanted
+        demand[rank] += model.shares[cluster] * model.profiles[cluster]
+    return demand
 
 
-def _layer(wanted: NDArray[np.float64], mean: NDArray[np.float32], slots: int) -> NDArray[np.int16]:
+def _layer(demand: NDArray[np.float64], mean: NDArray[np.float32], slots: int) -> NDArray[np.int16]:
     """Return int16 [ranks * slots] from demand [ranks, experts] and the mix [experts]."""
-    ranks = len(wanted)
+    ranks = len(demand)
     table, filled, load = np.full((ranks, slots), -1, np.int16), np.zeros(ranks, int), np.zeros(ranks)
-    for expert in np.argsort(wanted.mean(axis=0) - wanted.max(axis=0), kind="stable"):
+    for expert in np.argsort(demand.mean(axis=0) - demand.max(axis=0), kind="stable"):
         free = filled < slots
         light = free & (load + mean[expert] <= LOADED / ranks)
         rank = (
-            int(np.where(light, wanted[:, expert], -1.0).argmax())
+            int(np.where(light, demand[:, expert], -1.0).argmax())
             if light.any()
             else int(np.where(free, load, np.inf).argmin())
         )

@@ -44,15 +44,15 @@ def write_bodies(model: str, folder: Path) -> None:
     """Write every large body to a file named after its attack, since generating them takes seconds."""
     chance = random.Random(3)
     words = " ".join("".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=8)) for _ in range(LARGE // 9))
-    asked = f'{{"model": "{model}", "max_tokens": 1, '.encode()
+    request_body = f'{{"model": "{model}", "max_tokens": 1, '.encode()
     tiny = b",".join([b'{"role":"user","content":"a"}'] * 130_000)
     made = (
         _chat(model, "a" * LARGE),
         _chat(model, "<|im_start|>" * (LARGE // 12)),
         _chat(model, words),
-        asked + b'"messages": [' + tiny + b"]}",
-        asked + b'"prompt": [' + b"7," * 2_600_000 + b"7]}",
-        asked + b'"prompt": "a", "x": [' + b"[]," * 2_600_000 + b"[]]}",
+        request_body + b'"messages": [' + tiny + b"]}",
+        request_body + b'"prompt": [' + b"7," * 2_600_000 + b"7]}",
+        request_body + b'"prompt": "a", "x": [' + b"[]," * 2_600_000 + b"[]]}",
     )
     for kind, body in zip(LARGE_BODIES, made, strict=True):
         (folder / kind).write_bytes(body)
@@ -140,8 +140,10 @@ def endless_heads(port: int, *, under_way: Callable[[], None]) -> None:
 
 def unread_answers(port: int, model: str, *, under_way: Callable[[], None]) -> None:
     """Request forty streams of 20,000 tokens and read none."""
-    asked = json.dumps({"model": model, "max_tokens": 20_000, "stream": True, "prompt": "tell me"}).encode()
-    request = _HEAD.format(path="completions", length=len(asked)).encode() + asked
+    request_body = json.dumps(
+        {"model": model, "max_tokens": 20_000, "stream": True, "prompt": "tell me"}
+    ).encode()
+    request = _HEAD.format(path="completions", length=len(request_body)).encode() + request_body
     clients = []
     for _ in range(40):
         clients.append(connect(port, received_bytes=4096))

@@ -138,10 +138,10 @@ def _chain(ids: list[int]) -> list[int]:
 class Roost:
     """Router with `ranks` known ranks. It decides, books and, OPEN requests per rank later, releases."""
 
-    def __init__(self, ranks: int, model: ClusterModel, foretold: TableReplica) -> None:
+    def __init__(self, ranks: int, model: ClusterModel, predicted: TableReplica) -> None:
         self.engines = ranks // RANKS
         self.router = RouterService(None, MemoryBroker().subjects, RouterConfig(policy="cost"))
-        self._prediction = foretold
+        self._prediction = predicted
         self._open: deque[Booking] = deque()
         self._decided = 0
         placement = linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS)

@@ -97,11 +97,11 @@ def _sent(experts: NDArray[np.int64], placement: Placement) -> NDArray[np.float6
     for rank in range(RANKS):
         chooser = Chooser(placement, [rank], np.zeros(RANKS, np.intp))
         for layer in range(placement.layers):
-            wanted = experts[:, :, layer].reshape(-1, experts.shape[-1])
+            demand = experts[:, :, layer].reshape(-1, experts.shape[-1])
             served = (
-                chooser.choose(layer, wanted.reshape(-1), 0).reshape(wanted.shape) // placement.slots_per_rank
+                chooser.choose(layer, demand.reshape(-1), 0).reshape(demand.shape) // placement.slots_per_rank
             )
-            away = reached(served, np.full(len(wanted), rank, np.int64))
+            away = reached(served, np.full(len(demand), rank, np.int64))
             found[:, rank] += away.reshape(len(experts), -1).mean(axis=1) / placement.layers
     return found
 

@@ -77,14 +77,14 @@ def install() -> dict[str, str]:
                 timeout=_PIP_SECONDS,
                 check=False,
             )
-            said = (done.stderr or done.stdout).strip().splitlines()
+            output = (done.stderr or done.stdout).strip().splitlines()
         except subprocess.TimeoutExpired:
             failed[what] = f"pip took more than {_PIP_SECONDS} s"
         else:
             if done.returncode:
                 failed[what] = next(
-                    (line for line in reversed(said) if line.startswith("ERROR")),
-                    said[-1] if said else "pip failed",
+                    (line for line in reversed(output) if line.startswith("ERROR")),
+                    output[-1] if output else "pip failed",
                 )
         if what in failed:
             _say(f"    failed: {failed[what]}")

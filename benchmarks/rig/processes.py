@@ -46,13 +46,13 @@ async def process(
     ends before it answers, TimeoutError if it does not answer.
     """
     own = {**os.environ, **(environment or {}), "PYTHONPATH": str(tree)}
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as errors:
         child = await asyncio.create_subprocess_exec(
-            *arguments, stdout=subprocess.DEVNULL, stderr=said, cwd=tree, env=own
+            *arguments, stdout=subprocess.DEVNULL, stderr=errors, cwd=tree, env=own
         )
         try:
             if ready is not None:
-                await asyncio.to_thread(_await_url, ready, child, said, answers)
+                await asyncio.to_thread(_await_url, ready, child, errors, answers)
             yield child.pid
         finally:
             await _end(child)
@@ -69,13 +69,13 @@ async def _end(child: asyncio.subprocess.Process) -> None:
 
 
 def _await_url(
-    url: str, child: asyncio.subprocess.Process, said: IO[bytes], answers: Callable[[bytes], bool]
+    url: str, child: asyncio.subprocess.Process, errors: IO[bytes], answers: Callable[[bytes], bool]
 ) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if child.returncode is not None:
-            said.seek(0)
-            last = said.read().decode(errors="replace").strip().splitlines()[-5:]
+            errors.seek(0)
+            last = errors.read().decode(errors="replace").strip().splitlines()[-5:]
             raise RuntimeError(
                 f"the process behind {url} ended with {child.returncode}; it said last: {' / '.join(last)}"
             )

@@ -51,9 +51,9 @@ def frames(namespace: str, layers: int, experts: int, ranks: int) -> list[tuple[
     """Return each rank's NATS frame, and the offset of its sequence number."""
     made = []
     for rank in range(ranks):
-        said = report(layers, experts, rank)
-        subject = Subjects(namespace).experts(said.engine)
-        payload = encode(topic_of(subject), said)
+        message = report(layers, experts, rank)
+        subject = Subjects(namespace).experts(message.engine)
+        payload = encode(topic_of(subject), message)
         envelope = seal(1_000_000 + rank, FIRST, time.time(), topic_of(subject), payload)
         head = b"PUB %s %d\r\n" % (subject.encode(), len(envelope))
         at = envelope.index(b"\xa8sequence\xce") + len(b"\xa8sequence\xce")

@@ -47,9 +47,9 @@ class Selection:
                 "max_num_batched_tokens": 8192,
                 "total_kv_blocks": KV_BLOCKS,
             }
-            said = await self._service.upsert_worker(worker)
-            if said["lifecycle"] != "schedulable":
-                raise RuntimeError(f"SelectionService does not take worker {engine}: {said}")
+            answer = await self._service.upsert_worker(worker)
+            if answer["lifecycle"] != "schedulable":
+                raise RuntimeError(f"SelectionService does not take worker {engine}: {answer}")
 
     def _publish(self, rank: Rank) -> str:
         socket = self._context.socket(zmq.PUB)

@@ -110,7 +110,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 def _counts(report: Json) -> list[tuple[str, int]]:
     requests, epochs, plans = report["requests"], report["epochs"], dict(report["plans"])
-    handovers, moved, judged = plans.pop("handovers"), plans.pop("bytes"), plans.pop("judged")
+    handovers, moved, evaluated = plans.pop("handovers"), plans.pop("bytes"), plans.pop("judged")
     causes, lengths = requests.get("asked_again_by_cause", {}), requests.get("streams_by_length", {})
     return [
         *((words, requests[key]) for key, words in _REQUESTS if key in requests),
@@ -121,7 +121,7 @@ def _counts(report: Json) -> list[tuple[str, int]]:
         *((f"plans of the {origin}", count) for origin, count in sorted(plans.items())),
         ("handovers committed", handovers),
         ("bytes planned to be copied", moved),
-        *((f"plans judged {verdict}", count) for verdict, count in sorted(judged.items())),
+        *((f"plans judged {verdict}", count) for verdict, count in sorted(evaluated.items())),
     ]
 
 

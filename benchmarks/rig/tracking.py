@@ -164,10 +164,10 @@ class Fleet:
             self.placement = aligned(self.model, RANKS, self.placement.epoch + 1)
 
     def _tell(self) -> None:
-        told = self.learning.change(MODEL)
-        if told is None:
+        published = self.learning.change(MODEL)
+        if published is None:
             return
-        change = read(told)
+        change = read(published)
         if change.base is None:
             self.replica = self.replica.prepare(change)
             return

@@ -160,13 +160,13 @@ def stream(
     for row in order:
         session = int(routings.document[row]) + 1 if talks[routings.document[row]] else 0
         tenant = int(names[row]) if random.random() < 0.8 else 0
-        asked = request(routings, row, session=session, tenant=tenant)
-        most = min(8, len(asked.hashes) - 1)
+        request_body = request(routings, row, session=session, tenant=tenant)
+        most = min(8, len(request_body.hashes) - 1)
         if most > 0 and random.random() < 1 / 3:
             blocks = int(random.integers(1, most + 1))
-            yield asked.opening(blocks), False
-            asked = asked._replace(cached=blocks)
-        yield asked, True
+            yield request_body.opening(blocks), False
+            request_body = request_body._replace(cached=blocks)
+        yield request_body, True
 
 
 def counted(

@@ -25,7 +25,7 @@ class NatsBus(BusClient):
     def __init__(self, link: Link, subjects: Subjects) -> None:
         self.link = link
         self._storage = Storage(link, subjects)
-        super().__init__(link.config, subjects.stored, self._storage.full)
+        super().__init__(link.config, subjects.stored, self._storage.refusals)
 
     @classmethod
     async def connect(

@@ -29,7 +29,7 @@ from bus import BlobLost, BusError, Claim, ClaimLost, StoreFull, StoreUse
 from bus.nats.link import GONE, Link, await_cancellably, because, is_full
 from bus.protocol.names import StoreNames
 from bus.protocol.subjects import Subjects, check_key
-from bus.stores import FullStores
+from bus.stores import StoreRefusals
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class Storage:
 
     def __init__(self, link: Link, subjects: Subjects) -> None:
         self.stream, self.claims, self.blobs, self.parcels = StoreNames.of(subjects)
-        self.full = FullStores()
+        self.refusals = StoreRefusals()
         self._subjects = subjects.stored
         self._link = link
         self._config = link.config
@@ -242,7 +242,7 @@ class Storage:
                 ),
             )
         except StoreFull as error:
-            self.full.note("log", error)
+            self.refusals.count("log", error)
             raise
 
     async def last(self) -> int:
@@ -389,7 +389,7 @@ class Storage:
             if isinstance(error, js_errors.KeyWrongLastSequenceError) or error.err_code in WRONG_REVISION:
                 raise _lost(key, revision) from error
             if is_full(error):
-                self.full.note("claims", error)
+                self.refusals.count("claims", error)
             raise BusError(f"claiming {key!r}: {because(error)}") from error
         except (TimeoutError, OSError, errors.Error) as error:
             raise BusError(
@@ -413,7 +413,7 @@ class Storage:
         try:
             await self.done(f"storing {len(content)} bytes in {bucket}", put)
         except StoreFull as error:
-            self.full.note("blobs" if bucket == self.blobs else "parcels", error)
+            self.refusals.count("blobs" if bucket == self.blobs else "parcels", error)
             raise
         return digest
 

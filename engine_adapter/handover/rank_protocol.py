@@ -38,9 +38,9 @@ from fleet.handover import (
     handle_abort,
     handle_commit,
     handle_propose,
-    heard,
     proposed,
     staged,
+    with_token,
 )
 from fleet.placement import Placement
 from fleet.requests.handovers import AbortHandover, CommitHandover, HandoverDescribed, ProposeHandover
@@ -129,7 +129,7 @@ class RankProtocol:
         """Take a proposal. placement: the decoded placement of the command, or the error text when it cannot
         be decoded."""
         verdict = self.verdict_on_proposal(command)
-        self.standing = heard(self.standing, command.token)
+        self.standing = with_token(self.standing, command.token)
         if verdict is not CommandVerdict.TAKE:
             return verdict
         self.standing = proposed(self.standing, command.token, command.handover)
@@ -141,7 +141,7 @@ class RankProtocol:
 
     def commit(self, command: CommitHandover) -> CommandVerdict:
         verdict = handle_commit(self.standing, command.token, command.handover)
-        self.standing = heard(self.standing, command.token)
+        self.standing = with_token(self.standing, command.token)
         if verdict is CommandVerdict.TAKE:
             self.standing = committed(self.standing, command.token)
             self._effects.append(Adopt(command.handover))
@@ -149,7 +149,7 @@ class RankProtocol:
 
     def abort(self, command: AbortHandover, now: float) -> CommandVerdict:
         verdict = handle_abort(self.standing, command.token, command.handover)
-        self.standing = heard(self.standing, command.token)
+        self.standing = with_token(self.standing, command.token)
         if verdict is not CommandVerdict.TAKE:
             return verdict
         if self._open is not None and self._open.number == command.handover:
@@ -160,7 +160,7 @@ class RankProtocol:
 
     def status_requested(self, token: int) -> None:
         """Note the token of a coordinator's status request. This fences coordinators with lower tokens."""
-        self.standing = heard(self.standing, token)
+        self.standing = with_token(self.standing, token)
 
     def describe(self, now: float, verdict: CommandVerdict | None = None) -> HandoverDescribed:
         """Return this rank's status. verdict: the verdict on the command that this message replies to."""

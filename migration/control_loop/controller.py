@@ -161,7 +161,7 @@ class Controller:
     def _publish_metrics(self) -> None:
         metrics = self.context.metrics
         metrics.stored_bytes.set(self.context.demand.stored_bytes)
-        metrics.bus_full(self.context.bus.full)
+        metrics.store_refusals(self.context.bus.refusals)
         metrics.paused(self._state_store.memory.paused)
         present = self.context.placements.engines()
         for name, engine in self._engines.items():

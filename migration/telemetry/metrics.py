@@ -124,7 +124,7 @@ class MigrationMetrics:
         )
         self.homes = Counter("roost_planner_homes_changed", "Changes of engines' homes", registry=registry)
         self._full = Gauge(
-            "roost_planner_bus_store_full",
+            "roost_planner_bus_store_refusals",
             "Writes rejected because a store of the bus was full, by store",
             ["store"],
             registry=registry,
@@ -176,7 +176,7 @@ class MigrationMetrics:
             registry=registry,
         )
 
-    def bus_full(self, counts: Mapping[str, int]) -> None:
+    def store_refusals(self, counts: Mapping[str, int]) -> None:
         for store, count in counts.items():
             self._full.labels(store).set(count)
 

@@ -141,8 +141,8 @@ class FleetSubscriber:
     async def _watch_drops(self, *subscriptions: Subscription) -> None:
         while True:
             self._metrics.bus_dropped.set(sum(subscription.dropped for subscription in subscriptions))
-            for store, count in self._bus.full.items():
-                self._metrics.bus_full.labels(store).set(count)
+            for store, count in self._bus.refusals.items():
+                self._metrics.store_refusals.labels(store).set(count)
             self.tracker.measure()
             await asyncio.sleep(1.0)
 

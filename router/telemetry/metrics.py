@@ -281,8 +281,8 @@ class RouterMetrics:
         self.bus_dropped = self._gauge(
             "bus_messages_dropped", "Messages dropped because the router consumed them too slowly"
         )
-        self.bus_full = self._gauge(
-            "bus_store_full", "Writes refused because a store was full, by store", "store"
+        self.store_refusals = self._gauge(
+            "bus_store_refusals", "Writes refused because a store was full, by store", "store"
         )
         self.outcomes_published = self._counter(
             "outcomes_published", "Finished requests reported to the tracker"

@@ -357,7 +357,7 @@ async def test_a_full_bucket_for_passing_messages_is_an_alarm_and_large_answers_
         publisher = speaker.publisher(subjects.heartbeats("e"))
         for number in range(6):  # 12 MB into 8 MB
             await publisher.publish(EngineHeartbeat(engine=f"{number}" * 2_000_000, worker_id=1, epoch=0))
-        assert speaker.full["parcels"] >= 1
+        assert speaker.refusals["parcels"] >= 1
         assert [record.levelname for record in caplog.records if "ALARM" in record.message] == ["ERROR"], (
             "once a minute"
         )

@@ -8,7 +8,7 @@ import pytest
 from bus import Message, StoreFull
 from bus.parts import IN_USE_SECONDS, PartedAnswers
 from bus.protocol.codec import PART_BYTES, PartRequest, PartsOffer
-from bus.stores import AGAIN_SECONDS, FullStores
+from bus.stores import AGAIN_SECONDS, StoreRefusals
 from fleet.requests.refusal import RequestRefused
 
 KEPT_SECONDS = 10.0
@@ -88,7 +88,7 @@ def test_a_full_store_is_an_error_in_the_log_once_a_minute_and_counted_each_time
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [0.0]
-    full = FullStores(lambda: now[0])
+    full = StoreRefusals(lambda: now[0])
     with caplog.at_level(logging.ERROR):
         for _ in range(5):
             full.note("parcels", StoreFull("no room for 5 bytes"))

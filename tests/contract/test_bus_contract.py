@@ -779,10 +779,10 @@ async def test_damage_to_a_blob_is_noticed_and_putting_it_again_repairs_it(house
 
 async def test_a_full_blob_store_says_so(house: Any) -> None:
     bus = await house.client(replace(house.config, blobs_bytes=1_000_000))
-    assert bus.full["blobs"] == 0
+    assert bus.refusals["blobs"] == 0
     with pytest.raises(StoreFull, match="full"):
         await bus.put_blob(b"x" * 2_000_000)
-    assert dict(bus.full) == {"log": 0, "claims": 0, "blobs": 1, "parcels": 0, "answers": 0}
+    assert dict(bus.refusals) == {"log": 0, "claims": 0, "blobs": 1, "parcels": 0, "answers": 0}
 
 
 async def test_how_full_a_store_is_can_be_seen_and_a_nearly_full_one_is_alarming(house: Any) -> None:

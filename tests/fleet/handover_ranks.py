@@ -12,9 +12,9 @@ from fleet.handover import (
     aborted,
     committed,
     flipped,
-    heard,
     proposed,
     staged,
+    with_token,
 )
 from tests.fleet.exploration import Kind
 from tests.fleet.handover_world import (
@@ -57,7 +57,7 @@ class Ranks(Rules):
             if kind == ABORT and verdict in (CommandVerdict.TAKE, CommandVerdict.REPEAT)
             else 0
         )
-        rank = rank._replace(standing=heard(standing, token), said=said)
+        rank = rank._replace(standing=with_token(standing, token), said=said)
         if verdict is not CommandVerdict.TAKE:
             return rank
         if kind == PROPOSE:

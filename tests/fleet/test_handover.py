@@ -30,11 +30,11 @@ from fleet.handover import (
     handle_abort,
     handle_commit,
     handle_propose,
-    heard,
     is_open,
     moved,
     proposed,
     staged,
+    with_token,
 )
 
 Table = Mapping[tuple[Any, Any], Any]
@@ -125,7 +125,7 @@ def _acts(
             return (flipped(rank) if rank.state is RankState.READY else rank), None
         case _:
             return (staged(rank, failed=what == "fail") if rank.state is RankState.STAGING else rank), None
-    return heard(after, token), verdict
+    return with_token(after, token), verdict
 
 
 @given(st.lists(st.one_of(COMMANDS, OWN), max_size=40))
@@ -142,7 +142,7 @@ def test_whatever_comes_in_whatever_order_a_rank_keeps_its_promises(
         )
         assert (after.handover == 0) == (after.state is RankState.SERVING)
         if verdict is not None and verdict is not CommandVerdict.TAKE:
-            assert after == heard(rank, token)
+            assert after == with_token(rank, token)
         if verdict is CommandVerdict.FENCED:
             assert after == rank
             assert token < rank.token

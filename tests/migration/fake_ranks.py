@@ -19,9 +19,9 @@ from fleet.handover import (
     handle_abort,
     handle_commit,
     handle_propose,
-    heard,
     proposed,
     staged,
+    with_token,
 )
 from fleet.placement import Placement
 from fleet.requests.handovers import (
@@ -120,7 +120,7 @@ class Ranks:
 
     def _obey(self, rank: int, message: Message) -> Message:
         if isinstance(message, ProposeHandover | CommitHandover | AbortHandover):
-            self.standing[rank] = heard(self.standing[rank], message.token)
+            self.standing[rank] = with_token(self.standing[rank], message.token)
         now = self.standing[rank]
         match message:
             case ProposeHandover():

@@ -87,7 +87,7 @@ class Asker:
         """Send one request. An incomplete answer counts as lost, and is logged."""
         load.one_more()
         tokens = self._lengths.of(request)
-        sent, first, said = time.monotonic(), 0.0, bytearray()
+        sent, first, text = time.monotonic(), 0.0, bytearray()
         try:
             async with (
                 asyncio.timeout(PATIENCE_SECONDS),
@@ -95,9 +95,9 @@ class Asker:
             ):
                 async for chunk in answer.content.iter_any():
                     first = first or time.monotonic()
-                    said += chunk
-                if answer.status != 200 or b"data: [DONE]" not in said or b'"error"' in said:
-                    load.lost.append(f"{answer.status}: {said[-300:].decode(errors='replace')}")
+                    text += chunk
+                if answer.status != 200 or b"data: [DONE]" not in text or b'"error"' in text:
+                    load.lost.append(f"{answer.status}: {text[-300:].decode(errors='replace')}")
                     return
         except (aiohttp.ClientError, TimeoutError) as error:
             load.lost.append(repr(error)[:300])

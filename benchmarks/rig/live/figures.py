@@ -120,16 +120,16 @@ class Watcher:
     def sent(self, begin: float, end: float) -> Sent:
         """Return the dispatch figures of (begin, end]; a report counts at its arrival, at most a second
         late."""
-        return sent(one for heard, one in self.dispatched if begin < heard <= end)
+        return sent(one for arrived, one in self.dispatched if begin < arrived <= end)
 
     def bytes_moved(self, begin: float, end: float) -> int:
-        return sum(one.bytes for heard, one in self.moved if begin < heard <= end)
+        return sum(one.bytes for arrived, one in self.moved if begin < arrived <= end)
 
     def handovers(self, begin: float, end: float) -> int:
-        return sum(begin < heard <= end for heard, _ in self.moved)
+        return sum(begin < arrived <= end for arrived, _ in self.moved)
 
     def plans(self, begin: float, end: float) -> list[MigrationPlanned]:
-        return [one for heard, one in self.planned if begin < heard <= end]
+        return [one for arrived, one in self.planned if begin < arrived <= end]
 
     def course(self, begin: float, end: float) -> "Course":
         """Return the figures of consecutive windows of `WIDTH_SECONDS`."""
@@ -162,7 +162,7 @@ def _rounded(value: float) -> float | None:
 async def watching(bus: Bus, subjects: Subjects) -> AsyncIterator[Watcher]:
     """Collect messages while the context lasts."""
     watcher = Watcher()
-    said = (
+    followed = (
         subjects.dispatched(),
         subjects.migrations(),
         subjects.placements(),
@@ -171,13 +171,13 @@ async def watching(bus: Bus, subjects: Subjects) -> AsyncIterator[Watcher]:
         subjects.tables,
     )
 
-    async def listen(heard: Subscription) -> None:
-        async for received in heard:
+    async def listen(subscription: Subscription) -> None:
+        async for received in subscription:
             watcher.hear(received.message, time.monotonic())
-            watcher.dropped = heard.dropped
+            watcher.dropped = subscription.dropped
 
-    async with bus.subscribe(*said) as heard:
-        task = asyncio.create_task(listen(heard), name="hears what the fleet says of itself")
+    async with bus.subscribe(*followed) as subscription:
+        task = asyncio.create_task(listen(subscription), name="receives messages of the fleet")
         try:
             yield watcher
         finally:

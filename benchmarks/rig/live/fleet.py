@@ -97,11 +97,11 @@ class LiveFleet:
             stderr=asyncio.subprocess.PIPE,
         )
         async with asyncio.timeout(COMMAND_SECONDS):
-            out, told = await process.communicate()
+            out, errors = await process.communicate()
         if process.returncode != 0:
             raise RuntimeError(
                 f"roost {' '.join(arguments)} ended with {process.returncode}:"
-                f" {told.decode().strip()[-2000:]} {out.decode().strip()[-500:]}"
+                f" {errors.decode().strip()[-2000:]} {out.decode().strip()[-500:]}"
             )
         return out.decode()
 

@@ -95,8 +95,12 @@ def flip_findings(
     moved = watcher.bytes_moved(flipped, end)
     budget, seconds = live.settings["planner"]["budget_bytes"], live.settings["planner"]["budget_seconds"]
     allowed = budget * (1 + int((end - flipped) // seconds))
-    shifts = [heard - flipped for heard, one in watcher.shifts if flipped < heard <= end and not one.settled]
-    told = f"said after {', '.join(f'{at:.0f} s' for at in shifts)}" if shifts else "never said"
+    shifts = [
+        received - flipped
+        for received, one in watcher.shifts
+        if flipped < received <= end and not one.settled
+    ]
+    reported = f"after {', '.join(f'{at:.0f} s' for at in shifts)}" if shifts else "never"
     notes = [
         (
             f"flip: {', '.join(domains[0])} -> {', '.join(domains[1])};"
@@ -106,7 +110,7 @@ def flip_findings(
             f" back to {BACK:.0%} of that {back:.0f} s after the flip"
             f" (mean of the {WIDTH:g} s before);"
             f" {moved / 1e6:.1f} MB in {watcher.handovers(flipped, end)} handovers of"
-            f" {len(watcher.plans(flipped, end))} plans; that popularity shifted was {told}"
+            f" {len(watcher.plans(flipped, end))} plans; the popularity shift was reported {reported}"
         )
     ]
     targets = [
@@ -147,7 +151,7 @@ async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale
     The first placement leaves slots empty. Filling them gains under any traffic, so it gets time at first and
     is reported.
     """
-    told = Findings(course={})
+    findings = Findings(course={})
     for name, source in (
         ("all domains shuffled within each prompt", traffic.shuffled(much.prompt, seed, live.offset)),
         (
@@ -170,18 +174,20 @@ async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale
             watcher.bytes_moved(begin, end),
             watcher.sent(begin, end),
         )
-        told.notes.append(
+        findings.notes.append(
             f"homogeneous, {name}: {end - begin:.0f} s, {moved:,} bytes in {len(watcher.plans(begin, end))}"
             f" plans, and {filled / 1e6:.1f} MB into empty slots in the {begin - began:.0f} s before;"
             f" {len(load.answered)} requests; remote ranks per token {found.remote_ranks:.3f}, balance"
             f" {found.balance:.3f}"
         )
-        told.targets.append(
+        findings.targets.append(
             Target(f"homogeneous, {name}: requests lost", len(load.lost), 0, at_least=False, unit="")
         )
-        told.lasting.append(Target(f"homogeneous, {name}: bytes moved", moved, 0, at_least=False, unit=""))
-        told.course[name] = watcher.course(began, end)._asdict()
-    return told
+        findings.lasting.append(
+            Target(f"homogeneous, {name}: bytes moved", moved, 0, at_least=False, unit="")
+        )
+        findings.course[name] = watcher.course(began, end)._asdict()
+    return findings
 
 
 async def alternating(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Findings:

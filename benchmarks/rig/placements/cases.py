@@ -155,20 +155,20 @@ def even(table: Table, experts: int) -> NDArray[np.float64]:
 
 
 def rank_loads(
-    table: Table, wanted: NDArray[Any], ranks: int, share: NDArray[np.float64] | None = None
+    table: Table, demand: NDArray[Any], ranks: int, share: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
     """Return float64 [..., layers, ranks] of demand [..., layers, experts]."""
     held = table >= 0
-    part = even(table, wanted.shape[-1]) if share is None else np.where(held, share, 0.0)
-    served = wanted[..., np.arange(len(table))[:, None], np.where(held, table, 0)] * part
+    part = even(table, demand.shape[-1]) if share is None else np.where(held, share, 0.0)
+    served = demand[..., np.arange(len(table))[:, None], np.where(held, table, 0)] * part
     return np.asarray(served.reshape(*served.shape[:-1], ranks, -1).sum(axis=-1))
 
 
 def balance(
-    table: Table, wanted: NDArray[Any], ranks: int, share: NDArray[np.float64] | None = None
+    table: Table, demand: NDArray[Any], ranks: int, share: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
     """Return float64 [..., layers]: mean over highest load of a rank."""
-    loads = rank_loads(table, wanted, ranks, share)
+    loads = rank_loads(table, demand, ranks, share)
     return np.asarray(loads.mean(axis=-1) / np.maximum(loads.max(axis=-1), 1e-300))
 
 

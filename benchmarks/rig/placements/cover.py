@@ -47,22 +47,22 @@ def _rows(skew: str, special: float, top_k: int) -> list[Row]:
         ("Roost", Placement(near.table, experts=EXPERTS, ranks=RANKS, split=near.split)),
     )
     home = np.repeat(np.arange(RANKS), TOKENS // RANKS)
-    wanted = np.stack(
+    demand = np.stack(
         [dice.choice(EXPERTS, top_k, replace=False, p=truth[rank, 0] / truth[rank, 0].sum()) for rank in home]
     )
     return [
-        _row(f"{skew}, b {special}, top {top_k}, {name}", placement, home, wanted)
+        _row(f"{skew}, b {special}, top {top_k}, {name}", placement, home, demand)
         for name, placement in placements
     ]
 
 
 def _row(case: str, placement: Placement, home: NDArray[np.intp], experts: NDArray[np.int64]) -> Row:
-    chooser, wanted = (
+    chooser, demand = (
         Chooser(placement, range(RANKS), np.zeros(RANKS, np.intp)),
         home[:, None] * EXPERTS + experts,
     )
-    split, split_ms = timed(lambda: chooser.choose(0, wanted.ravel(), 0).reshape(wanted.shape), 5)
-    cover, cover_ms = timed(lambda: chooser.cover(0, wanted, 0), 5)
+    split, split_ms = timed(lambda: chooser.choose(0, demand.ravel(), 0).reshape(demand.shape), 5)
+    cover, cover_ms = timed(lambda: chooser.cover(0, demand, 0), 5)
     by_split, by_cover = (
         float(reached(slots // placement.slots_per_rank, home).mean()) for slots in (split, cover)
     )

@@ -104,7 +104,7 @@ def _answers(drifting: Drifting, times: int) -> _Answers:
 def _scored(drifting: Drifting, before: Table, table: Table, split: Split | None = None) -> _Way:
     case = drifting.case
     share = split_shares(Placement(table, experts=case.experts, ranks=case.ranks, split=split))
-    now, steps = (balance(table, wanted, case.ranks, share) for wanted in (drifting.next, drifting.steps))
+    now, steps = (balance(table, demand, case.ranks, share) for demand in (drifting.next, drifting.steps))
     return _Way(now, steps.mean(axis=0), 100.0 * copies_between(before, table, case.ranks) / table.size)
 
 
