@@ -91,10 +91,10 @@ def test_a_full_store_is_an_error_in_the_log_once_a_minute_and_counted_each_time
     full = StoreRefusals(lambda: now[0])
     with caplog.at_level(logging.ERROR):
         for _ in range(5):
-            full.note("parcels", StoreFull("no room for 5 bytes"))
-        full.note("blobs", StoreFull("none"))
+            full.count("parcels", StoreFull("no room for 5 bytes"))
+        full.count("blobs", StoreFull("none"))
         now[0] = AGAIN_SECONDS
-        full.note("parcels", StoreFull("no room for 7 bytes"))
+        full.count("parcels", StoreFull("no room for 7 bytes"))
     assert full["parcels"] == 6
     assert full["answers"] == 0
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
