@@ -108,7 +108,7 @@ async def ask_for_snapshots(connect: Connect, count: int) -> list[KvSnapshot]:
                 )
 
         await asyncio.gather(*(ask(router) for router in routers for _ in range(AT_ONCE)))
-        assert sum(engine.full.values()) == 0
+        assert sum(engine.refusals.values()) == 0
         assert {use.store: use.used for use in await engine.stores()}["parcels"] == 0
     return found
 
@@ -146,4 +146,4 @@ async def test_two_routers_that_start_beside_four_models_get_the_whole_tables_of
             ]
             answers = await asyncio.gather(*asked)
         assert answers == [*said.values(), *said.values()]
-        assert sum(tracker.full.values()) == 0
+        assert sum(tracker.refusals.values()) == 0

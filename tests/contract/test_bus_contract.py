@@ -536,8 +536,8 @@ async def test_answers_that_find_no_room_are_refused_with_a_word_and_counted(hou
         house.lose(lambda raw: False)
         with pytest.raises(Declined, match=r"ask again.*answers_bytes"):
             await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m")))
-    assert server.full["answers"] == 1
-    assert asker.full["answers"] == 0
+    assert server.refusals["answers"] == 1
+    assert asker.refusals["answers"] == 0
 
 
 async def test_garbage_for_a_server_is_counted_and_it_serves_on(house: Any) -> None:
