@@ -69,7 +69,7 @@ def service_of(
             capabilities=TEXT_ONLY,
         )
         service.view.join(joined, 0.0, probed=True)
-        service.view.heard(number, 0.0)
+        service.view.sign_of_life(number, 0.0)
     return service, now
 
 

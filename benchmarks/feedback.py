@@ -111,7 +111,7 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
             ),
             service.clock(),
         )
-        service.view.heard(engine + 1, service.clock())
+        service.view.sign_of_life(engine + 1, service.clock())
     need = RoutingRequest("m", TokenPrompt(list(range(1024))), 1152, 128, None)
     scheduler, feedback, plain = service.scheduler, service.feedback, TargetSpeeds(1.0)
     measured = scheduler.speeds
@@ -120,7 +120,7 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
             for _ in range(20):
                 measured.stepped(
                     (engine + 1, rank),
-                    int(scheduler.roster("m").rows[RANKS * engine + rank]),
+                    int(scheduler.target_table("m").rows[RANKS * engine + rank]),
                     0.01,
                     0.02,
                     pool=None,

@@ -74,7 +74,7 @@ class Ours:
         self.block_index = BlockIndex()
         self._index = KvEventIndex(self.block_index)
         targets = tuple(SimpleNamespace(key=rank) for rank in ranks)
-        self._roster = cast(
+        self._target_table = cast(
             TargetTable, SimpleNamespace(model="m", targets=targets, block_sizes=(BLOCK_SIZE,))
         )
 
@@ -87,7 +87,7 @@ class Ours:
 
     def find(self, ids: list[int]) -> tuple[NDArray[np.int64], int]:
         prompt = TokenPrompt(ids)
-        overlap = self.block_index.overlap(self._roster, prompt)
+        overlap = self.block_index.overlap(self._target_table, prompt)
         known = int(np.maximum.reduce(overlap))
         return overlap, prompt.chained(BLOCK_SIZE)[known - 1] if known else 0
 
@@ -202,7 +202,7 @@ async def ingested(events: int, blocks: int) -> float:
     for raw in messages:
         envelope = unseal(raw)
         message = decode(envelope.topic, envelope.payload)
-        feeds.hear(
+        feeds.receive(
             Received(
                 broker.subjects.kv_events,
                 envelope.publisher_id,

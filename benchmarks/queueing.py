@@ -82,7 +82,7 @@ class House(NamedTuple):
                 ),
                 0.0,
             )
-            service.view.heard(engine, 0.0)
+            service.view.sign_of_life(engine, 0.0)
         needs = []
         for at in range(requests):
             ids = chance.integers(0, 50_000, int(chance.integers(50, 3000))).tolist()
@@ -98,7 +98,7 @@ class House(NamedTuple):
     def load(self, places: int, requests: int, seed: int) -> None:
         """Load every rank so that of `places` per rank, `requests` are left in total."""
         chance = np.random.default_rng(seed)
-        targets = self.service.view.roster(MODEL).targets
+        targets = self.service.view.target_table(MODEL).targets
         free = np.bincount(chance.integers(0, len(targets), requests), minlength=len(targets))
         for target, left in zip(targets, free.tolist(), strict=True):
             running = places - left
@@ -145,7 +145,7 @@ def assigning(quick: bool) -> tuple[Report, float, float]:
         house.load(PLACES, requests, seed=7)
         service, now = house.service, house.service.clock()
         decisions = [service.decide(need, "d") for need in house.needs]
-        load = service.scheduler.reservations.load(service.view.roster(MODEL).rows, now)
+        load = service.scheduler.reservations.load(service.view.target_table(MODEL).rows, now)
         limits = SaturationLimits(PLACES, 60.0)
         taken = timed_ms(
             3 if quick else 15,

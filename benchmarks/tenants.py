@@ -73,7 +73,7 @@ class Fleet:
             ),
             0.0,
         )
-        self.service.view.heard(WORKER, 0.0)
+        self.service.view.sign_of_life(WORKER, 0.0)
 
     def ask(self, ids: list[int], salt: str) -> None:
         """Run one request, from its decision to the rank's events."""

@@ -150,11 +150,15 @@ class RouterService:
             self._booked_by_peer,
             self.end_reserved,
             self.wait_queue.wake,
-            self.fleet_subscriber.acquainted,
+            self.fleet_subscriber.members_known,
         )
         self._reporters = _Reporters(
             OutcomeReporter(
-                bus, subjects, metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting
+                bus,
+                subjects,
+                metrics,
+                seconds=config.outcome_seconds,
+                max_waiting=config.most_outcomes_waiting,
             ),
             RoutedExpertsReporter(bus, context, WHOLE_EVENTS * config.max_event_bytes),
         )
@@ -290,14 +294,14 @@ class RouterService:
         decision = self.decide(need, exchange.decision_id + suffix, attempt, lap)
         now = self.clock()
         timed = (
-            exchange.stream or decision.roster.dialect != "text"
+            exchange.stream or decision.target_table.dialect != "text"
         )  # an unstreamed response shows no time to first token
         booking = self.scheduler.book(decision, need.prompt, now, external=need.external, timed=timed)
         booked = BookedRequest(decision, booking, need.prompt, exchange.queued_seconds > 0)
         for observer in self._observers:
             observer.booked(booked)
         if attempt.number == 1:
-            self.retries.asked(now)
+            self.retries.count_request(now)
         if lap is not None:
             lap("book")
         seconds = time.perf_counter() - started
@@ -383,7 +387,7 @@ class RouterService:
         False when the reservation is unknown or over.
         """
         booking = (
-            self.external_reservations.heard(decision_id, self.clock(), tenant)
+            self.external_reservations.renew(decision_id, self.clock(), tenant)
             if first_token
             else self.external_reservations.end(decision_id, tenant)
         )
@@ -396,7 +400,7 @@ class RouterService:
         return True
 
     def _booked_by_peer(self, rank: RankKey, message: BookingMessage) -> None:
-        self.scheduler.went(rank, message.session, message.prefix, self.clock())
+        self.scheduler.record_route(rank, message.session, message.prefix, self.clock())
 
     def finished(
         self, decision: Decision, booking: Booking, prompt: Prompt, *, reported: bool = False
@@ -428,7 +432,7 @@ class RouterService:
         self.metrics.failed(how)
         log.warning("request %s: %s failed: %s", exchange.request_id, decision.target.name, detail)
         if how is AttemptFailure.BUSY:
-            self.scheduler.said_busy(decision.target.key, self.clock())
+            self.scheduler.reported_busy(decision.target.key, self.clock())
         elif self.scheduler.health.failed(booking, self.clock()):
             self.metrics.breakers_opened.inc()
             log.warning("circuit breaker of %s opened: too many consecutive failures", decision.target.name)
@@ -548,10 +552,8 @@ class RouterService:
         return. Circuit breakers still exclude those that keep failing.
         """
         for state in self.view.engines():
-            if state.standing is EngineStatus.UNREACHABLE and not self.backends.probes(
-                state.joined.worker_id
-            ):
-                self.view.heard(state.joined.worker_id, now)
+            if state.status is EngineStatus.UNREACHABLE and not self.backends.probes(state.joined.worker_id):
+                self.view.sign_of_life(state.joined.worker_id, now)
 
     def _expire(self, now: float) -> None:
         """Release reservations whose time is over, of this router's clients and of other routers."""

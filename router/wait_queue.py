@@ -40,9 +40,9 @@ _LOOK_SECONDS = 0.1
 """Interval of checks for capacity while requests wait, in case no event reports it; also the precision of
 deadlines.
 """
-_MOST_AT_ONCE = 16
+_MAX_AT_ONCE = 16
 """Requests admitted in one turn of the event loop: about five milliseconds of deciding."""
-_MOST_IN_VAIN = 32
+_MAX_IN_VAIN = 32
 """Failed placements after which the rest of the queue waits for the next check."""
 _HELD_BYTES = 8192
 """Memory of a waiting request's task, connection and parsed body, without what grows with its size."""
@@ -98,8 +98,8 @@ class _Waiting(Waiter):
 
 
 class WaitQueue(BookingObserver):
-    """Queue of requests that await `admit` or `live_roster`; a caller that learns of capacity calls `wake`.
-    Use it on one event loop.
+    """Queue of requests that await `admit` or `live_target_table`; a caller that learns of capacity calls
+    `wake`. Use it on one event loop.
 
     State: the queue; for each model with waiting requests the rate at which capacity is freed, and the time
     since which no engine of the model is alive; and one timer.
@@ -152,13 +152,13 @@ class WaitQueue(BookingObserver):
         assert found is not None
         return found
 
-    async def live_roster(self, exchange: RequestLog, model: str) -> TargetTable:
+    async def live_target_table(self, exchange: RequestLog, model: str) -> TargetTable:
         """Return the ranks that may serve a model, at once if there are any. ApiError 404 for an unknown
         model, also at once.
         """
         while True:
             try:
-                return self._service.scheduler.roster(model)
+                return self._service.scheduler.target_table(model)
             except Saturated as error:
                 await self._wait(self._newcomer(exchange, model, exchange.urgency, 0), error)
 
@@ -321,13 +321,13 @@ class WaitQueue(BookingObserver):
         vain: set[_Waiting] = set()
         too_long = math.inf
         given = 0
-        while places > 0 and given < _MOST_AT_ONCE and len(vain) < _MOST_IN_VAIN:
+        while places > 0 and given < _MAX_AT_ONCE and len(vain) < _MAX_IN_VAIN:
             order = (
                 one
                 for one in self._queue.in_order(model, aged_before)
                 if one not in vain and one.context < too_long
             )
-            turn = list(islice(order, min(places, _MOST_AT_ONCE - given)))
+            turn = list(islice(order, min(places, _MAX_AT_ONCE - given)))
             if not turn:
                 return
             for waiting in self._arranged(turn):
@@ -417,7 +417,7 @@ class WaitQueue(BookingObserver):
         )
         if why is QueueRefusal.NO_ENGINE:
             try:
-                self._service.scheduler.roster(waiting.model)
+                self._service.scheduler.target_table(waiting.model)
             except ApiError as error:
                 return error
         return ApiError(why.status, self._message(waiting, why, now), code=why.value, retry_after=seconds)

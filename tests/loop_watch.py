@@ -56,7 +56,7 @@ KNOWN = {
     "router.sync.fleet_subscriber.FleetSubscriber._price": (
         "what tokens cost at each rank, made anew after a join or a placement"
     ),
-    "router.fleet_state.view.FleetView.roster": (
+    "router.fleet_state.view.FleetView.target_table": (
         "made anew after a join or a leave: 3 ms at 1,000 ranks, 33 ms at worst"
     ),
     "router.fleet_state.view.FleetView.prices": "made anew after a placement changed",

@@ -167,7 +167,7 @@ class Roost:
                 "tokenizer": DIGEST,
             }
             view.join(EngineJoined(engine=f"e{engine}", worker_id=engine, **about, **sizes), 0.0)  # type: ignore[arg-type]
-            view.heard(engine, 0.0)
+            view.sign_of_life(engine, 0.0)
             view.price(engine, 0, found)
         self.predict(on=True)
 

@@ -24,7 +24,7 @@ from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed, step_seconds
 from migration.planning.cluster_homes import ClusterTraffic, homes
 from migration.solvers.locality_placement import LocalityProblem
-from router.fleet_state.cluster_homes import AT_HOME, ClusterHomes
+from router.fleet_state.cluster_homes import MIN_HOME_LIFT, ClusterHomes
 from router.fleet_state.dispatch_cost import locality
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
 from router.fleet_state.view import FleetView
@@ -109,7 +109,7 @@ def _sent(experts: NDArray[np.int64], placement: Placement) -> NDArray[np.float6
 class LoadResult(NamedTuple):
     """Steady-state results: means over requests, or over steps."""
 
-    at_home: float
+    is_home: float
     """share of the requests routed to a home of their domain"""
     remote_ranks: float
     """distinct remote ranks per token and layer"""
@@ -159,22 +159,22 @@ class _Router:
         joined, placement = _joined(world.placement, setting.speed), world.placement
         self._view.learn(joined.model, world.model)
         self._view.join(joined, 0.0)
-        self._view.heard(joined.worker_id, 0.0)
+        self._view.sign_of_life(joined.worker_id, 0.0)
         self._view.price(
             joined.worker_id,
             placement.epoch,
             locality((0,) * RANKS, joined.shape, EP, placement, world.model),
         )
         if setting.given:
-            self._view.settle(
+            self._view.set_homes(
                 joined.worker_id, ClusterHomes(1, placement.epoch, (RANKS * world.share.T).astype(np.float32))
             )
         self._factors = np.stack([1.0 + setting.uneven * random.normal(size=RANKS), np.ones(RANKS)])
 
     def decide(self, row: int, load: NDArray[np.int64]) -> Decision:
-        setting, roster, prices, weights = (
+        setting, target_table, prices, weights = (
             self._setting,
-            self._view.roster("m"),
+            self._view.target_table("m"),
             self._view.prices("m"),
             self._world.weights[row],
         )
@@ -198,10 +198,10 @@ class _Router:
         ask = Ask(
             decision_id="d", seed=seed, model="m", prompt_tokens=setting.prompt, output_tokens=setting.output
         )
-        found = candidates(roster, load, 1, SaturationLimits(requests=512, queue_seconds=60.0))
+        found = candidates(target_table, load, 1, SaturationLimits(requests=512, queue_seconds=60.0))
         return decide(
             ask,
-            roster,
+            target_table,
             found,
             np.zeros(RANKS, np.int64),
             Conditions(load, factors=self._factors),
@@ -334,10 +334,10 @@ def run_load(world: World, setting: Setting, requests: int) -> LoadResult:
                 round(setting.output * (1.0 + setting.varies * (2.0 * random.random() - 1.0))),
             )
             engine.computing[rank].append(_Running(row, user, now, setting.prompt, max(1, length - 1)))
-            at_home = world.share[world.domain[row], rank] >= AT_HOME / RANKS
+            is_home = world.share[world.domain[row], rank] >= MIN_HOME_LIFT / RANKS
             went.append(
                 (
-                    float(at_home),
+                    float(is_home),
                     float(world.remote[row, rank]),
                     float(np.ptp(decision.scores.terms[TERMS.index("experts")])),
                 )
@@ -354,7 +354,7 @@ def run_load(world: World, setting: Setting, requests: int) -> LoadResult:
         waited += [now - one.asked_at for one in begun]
         answered += len(ended)
         asking += [(now, one.user) for one in ended]
-    at_home, remote, swing = np.mean(went, axis=0).tolist()
+    is_home, remote, swing = np.mean(went, axis=0).tolist()
     return LoadResult(
-        at_home, remote, tokens / (now - since), float(np.mean(waited)), float(np.mean(stepped)), swing
+        is_home, remote, tokens / (now - since), float(np.mean(waited)), float(np.mean(stepped)), swing
     )

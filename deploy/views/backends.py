@@ -27,7 +27,7 @@ HEAD = (
     "models",
     "URL",
 )
-_MOST_MODELS = 3
+_MAX_MODELS = 3
 
 
 class _Listed(msgspec.Struct):
@@ -111,8 +111,8 @@ def drain_backend(
 
 def _row(one: BackendStatus) -> tuple[str, ...]:
     models = [
-        *one.models[:_MOST_MODELS],
-        *([f"and {len(one.models) - _MOST_MODELS} more"] if len(one.models) > _MOST_MODELS else []),
+        *one.models[:_MAX_MODELS],
+        *([f"and {len(one.models) - _MAX_MODELS} more"] if len(one.models) > _MAX_MODELS else []),
     ]
     state, speed = printable(one.state), one.speed
     requests, cache = f"{one.requests}/{one.max_requests}", "by tenant" if one.isolates_tenants else "shared"

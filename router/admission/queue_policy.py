@@ -27,10 +27,10 @@ from fleet.completions import ApiError
 TIMEOUT_HEADER = "x-request-timeout-ms"
 """Header with the longest time that a client waits for a rank to take its request."""
 AGED_EVERY = 4
-LEAST_RETRY_SECONDS = 1.0
-MOST_RETRY_SECONDS = 60.0
+MIN_RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 60.0
 _RATE_SECONDS = 10.0
-_LEAST_SEEN_SECONDS = 0.1
+_MIN_SEEN_SECONDS = 0.1
 """Time constant of a measured rate, and the shortest observation time of one."""
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 CONTINUES = -1
@@ -101,7 +101,7 @@ def _arrival(waiter: Waiter) -> tuple[float, int]:
     return waiter.came, waiter.number
 
 
-class _Line(Generic[Kind]):
+class _ModelQueue(Generic[Kind]):
     """Requests that wait for one model, by urgency, each list by arrival."""
 
     __slots__ = ("lists", "passed")
@@ -168,7 +168,7 @@ class PriorityQueue(Generic[Kind]):
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line[Kind]] = {}
+        self._queues: dict[str, _ModelQueue[Kind]] = {}
         self._numbers = 0
         self._held: set[Kind] = set()
         self._first_end = math.inf
@@ -184,7 +184,7 @@ class PriorityQueue(Generic[Kind]):
     @property
     def models(self) -> list[str]:
         """Models that requests wait for."""
-        return list(self._lines)
+        return list(self._queues)
 
     def offer(self, waiter: Kind, room: QueueBounds) -> Offer[Kind]:
         """Queue a request, in place of less urgent ones if necessary."""
@@ -195,7 +195,7 @@ class PriorityQueue(Generic[Kind]):
             self.remove(one)
         self._numbers += 1
         waiter.number = self._numbers
-        self._lines.setdefault(waiter.model, _Line()).add(waiter)
+        self._queues.setdefault(waiter.model, _ModelQueue()).add(waiter)
         self._held.add(waiter)
         self._first_end = min(self._first_end, waiter.until)
         self.bytes += waiter.size
@@ -210,43 +210,43 @@ class PriorityQueue(Generic[Kind]):
         """Remove a request that was not admitted. False when it was not queued."""
         if waiter not in self._held:
             return False
-        self._lines[waiter.model].remove(waiter)
+        self._queues[waiter.model].remove(waiter)
         self._gone(waiter)
         return True
 
     def placed(self, waiter: Kind, aged_before: float) -> None:
         """Remove a request that was admitted. KeyError when it was not queued."""
-        self._lines[waiter.model].placed(waiter, aged_before)
+        self._queues[waiter.model].placed(waiter, aged_before)
         self._gone(waiter)
 
     def in_order(self, model: str, aged_before: float) -> Iterator[Kind]:
         """Yield a model's requests in the order of admission. The iterator is invalid after a change of the
         queue.
         """
-        line = self._lines.get(model)
-        return iter(()) if line is None else line.in_order(aged_before)
+        queue = self._queues.get(model)
+        return iter(()) if queue is None else queue.in_order(aged_before)
 
     def of(self, model: str) -> list[Kind]:
         """Return a model's requests in no particular order."""
-        line = self._lines.get(model)
-        return [] if line is None else [waiter for waiting in line.lists.values() for waiter in waiting]
+        queue = self._queues.get(model)
+        return [] if queue is None else [waiter for waiting in queue.lists.values() for waiter in waiting]
 
     def passes_over(self, model: str, urgency: int, aged_before: float) -> bool:
         """True when admitting a new request of this urgency now would pass over one that is as urgent or
         aged.
         """
-        line = self._lines.get(model)
-        return line is not None and any(
-            other <= urgency or waiting[0].came <= aged_before for other, waiting in line.lists.items()
+        queue = self._queues.get(model)
+        return queue is not None and any(
+            other <= urgency or waiting[0].came <= aged_before for other, waiting in queue.lists.items()
         )
 
     def ahead(self, model: str, urgency: int) -> int:
         """Return the number of requests ahead of a new one of this urgency, without regard to ageing."""
-        line = self._lines.get(model)
+        queue = self._queues.get(model)
         return (
             0
-            if line is None
-            else sum(len(waiting) for other, waiting in line.lists.items() if other <= urgency)
+            if queue is None
+            else sum(len(waiting) for other, waiting in queue.lists.items() if other <= urgency)
         )
 
     def ended(self, now: float) -> list[Kind]:
@@ -262,8 +262,8 @@ class PriorityQueue(Generic[Kind]):
     def _gone(self, waiter: Kind) -> None:
         self._held.discard(waiter)
         self.bytes -= waiter.size
-        if not self._lines[waiter.model].lists:
-            del self._lines[waiter.model]
+        if not self._queues[waiter.model].lists:
+            del self._queues[waiter.model]
 
     def _to_shed(self, waiter: Kind, room: QueueBounds) -> tuple[Kind, ...] | None:
         """Return the requests to shed for a new one; None when it cannot be queued."""
@@ -273,19 +273,19 @@ class PriorityQueue(Generic[Kind]):
         if room.requests < 1 or waiter.size > room.bytes:
             return None
         shed: list[Kind] = []
-        for one in self._least_urgent(waiter.urgency):
+        for one in self._by_urgency(waiter.urgency):
             shed.append(one)
             requests, size = requests - 1, size - one.size
             if requests <= 0 and size <= 0:
                 return tuple(shed)
         return None
 
-    def _least_urgent(self, than: int) -> Iterator[Kind]:
+    def _by_urgency(self, than: int) -> Iterator[Kind]:
         """Yield the requests of less urgent classes: the least urgent first, of these the youngest."""
         for urgency in sorted(
-            {one for line in self._lines.values() for one in line.lists if one > than}, reverse=True
+            {one for queue in self._queues.values() for one in queue.lists if one > than}, reverse=True
         ):
-            lists = [reversed(line.lists.get(urgency, [])) for line in self._lines.values()]
+            lists = [reversed(queue.lists.get(urgency, [])) for queue in self._queues.values()]
             yield from heapq.merge(*lists, key=_arrival, reverse=True)
 
 
@@ -305,7 +305,7 @@ class Rate:
         self._at = max(now, self._at)
 
     def per_second(self, now: float) -> float:
-        seen = max(now - self._began, _LEAST_SEEN_SECONDS)
+        seen = max(now - self._began, _MIN_SEEN_SECONDS)
         return self._decayed(now) / (_RATE_SECONDS * -math.expm1(-seen / _RATE_SECONDS))
 
     def _decayed(self, now: float) -> float:
@@ -319,7 +319,7 @@ def retry_after(ahead: int, per_second: float, otherwise: float) -> float:
     otherwise: used if no rate was measured.
     """
     seconds = (ahead + 1) / per_second if per_second > 0.0 else otherwise
-    return min(max(seconds, LEAST_RETRY_SECONDS), MOST_RETRY_SECONDS)
+    return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 
 
 def class_of(named: str | int | None, classes: Sequence[str], default: str) -> int:

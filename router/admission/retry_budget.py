@@ -17,22 +17,22 @@ class RetryBudget:
     clock.
     """
 
-    def __init__(self, share: float, least: int) -> None:
-        """share: retries allowed per request of the window, 0..1; least: retries in a window that are always
-        allowed.
+    def __init__(self, share: float, min_retries: int) -> None:
+        """share: retries allowed per request of the window, 0..1; min_retries: retries in a window that are
+        always allowed.
         """
         self.share = share
-        self.least = least
+        self.min_retries = min_retries
         self._requests = [0] * SLICES
         self._retries = [0] * SLICES
         self._slice = 0
         """number of the newest slice, counted from the clock's zero"""
 
-    def reconfigure(self, share: float, least: int) -> None:
+    def reconfigure(self, share: float, min_retries: int) -> None:
         """Change the limits."""
-        self.share, self.least = share, least
+        self.share, self.min_retries = share, min_retries
 
-    def asked(self, now: float) -> None:
+    def count_request(self, now: float) -> None:
         """Count a request."""
         self._requests[self._at(now)] += 1
 
@@ -41,7 +41,7 @@ class RetryBudget:
         come before the window.
         """
         at = self._at(now)
-        allowed = sum(self._retries) < max(self.least, self.share * (sum(self._requests) + still_open))
+        allowed = sum(self._retries) < max(self.min_retries, self.share * (sum(self._requests) + still_open))
         self._retries[at] += allowed
         return allowed
 

@@ -163,7 +163,7 @@ def _add_model_routes(app: FastAPI, service: RouterService) -> None:
     async def model(request: Request, name: str) -> Response:
         """Return one model; 404 names those that exist."""
         _admit(request, service, INFER)
-        service.scheduler.roster(name)
+        service.scheduler.target_table(name)
         return _json(_model(service, name))
 
 
@@ -244,7 +244,7 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.started_at,
         "owned_by": "roost",
-        "max_model_len": service.view.roster(name).largest_context,
+        "max_model_len": service.view.target_table(name).largest_context,
     }
 
 

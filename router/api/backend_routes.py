@@ -57,7 +57,7 @@ def _status(
             speed=nothing,
         )
     now, key = service.clock(), (worker_id, 0)
-    table = service.view.roster(state.joined.model)
+    table = service.view.target_table(state.joined.model)
     load = service.scheduler.reservations.load(table.rows, now)
     at = table.index.get(key)
     exclusion = None if at is None else service.scheduler.health.exclusions(table, now).every.get(key)
@@ -82,7 +82,7 @@ def _speed(service: RouterService, state: EngineState, at: int | None) -> Backen
             (state.joined.speed is not None,) * 2,
         )
     else:
-        table = service.view.roster(state.joined.model)
+        table = service.view.target_table(state.joined.model)
         measured = service.scheduler.speeds.known(table).measured
         speed, factors = table.targets[at].speed, service.scheduler.speeds.of(table, at)
         known = (True, True) if measured is None else (bool(measured[0, at]), bool(measured[1, at]))

@@ -62,7 +62,7 @@ class BusApi:
                 request_id=message.request_id,
                 traceparent=message.traceparent,
                 supposed=supposed(message.without, message.gone),
-                asked_over="nats",
+                interface="nats",
             )
         except ApiError as error:
             return RequestRefused(reason=f"{error.status} {error.code or 'error'}: {error.message}")

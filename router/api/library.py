@@ -22,7 +22,7 @@ from router.scheduling.external_reservations import ReleaseRecord, ReservedRecor
 from router.scheduling.what_if import supposed
 from router.service import RouterService
 from router.telemetry.request_log import RequestEnd, RequestLog
-from router.telemetry.tracing import AskedOver, Provider, RouterTracing
+from router.telemetry.tracing import Provider, RouteInterface, RouterTracing
 
 _READY_SECONDS = 10.0
 _LOOK_SECONDS = 0.02
@@ -158,7 +158,7 @@ class Decider:
         reserve: bool = False,
         wait: bool = False,
         supposed: Supposed = NOTHING,
-        asked_over: AskedOver = "library",
+        interface: RouteInterface = "library",
         **identity: Unpack[RequestIdentity],
     ) -> Decision:
         """Return the decision itself; counted, logged and traced as a request of its own."""
@@ -171,12 +171,12 @@ class Decider:
             service.clock(),
         )
         exchange.session, exchange.tenant = identity.get("session") or None, identity.get("tenant") or None
-        exchange.asked_priority = identity.get("priority") or None
+        exchange.priority_header = identity.get("priority") or None
         if service.credentials.clients is not None:  # the library and the bus are trusted to name tenants
             exchange.caller = Caller(exchange.tenant or "", None, ALL_RIGHTS)
         if self._tracing is not None:
-            exchange.trace = self._tracing.asked_elsewhere(
-                asked_over, path, identity.get("traceparent") or "", time.time_ns()
+            exchange.trace = self._tracing.route_request(
+                interface, path, identity.get("traceparent") or "", time.time_ns()
             )
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         outcome = RequestEnd.FAILED

@@ -47,7 +47,7 @@ from router.scheduling.decision import NOTHING, Decision
 from router.scheduling.decision_record import Supposed
 from router.scheduling.external_reservations import ReleaseRequest, reserved, waits
 from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
-from router.scheduling.what_if import asked
+from router.scheduling.what_if import parsed_query
 from router.service import RouterService
 from router.telemetry.request_log import RequestEnd, RequestLog
 from router.telemetry.tracing import RouterTracing
@@ -205,7 +205,7 @@ class HotRoutes:
         exchange.client_headers, exchange.query = scope["headers"], scope.get("query_string", b"")
         exchange.address = _address(scope)
         exchange.session, exchange.tenant = headers.get(SESSION) or None, headers.get(TENANT) or None
-        exchange.asked_priority, exchange.asked_timeout = headers.get(PRIORITY), headers.get(TIMEOUT_HEADER)
+        exchange.priority_header, exchange.timeout_header = headers.get(PRIORITY), headers.get(TIMEOUT_HEADER)
         trusted = "traceparent" not in headers or self._may_trace(headers)
         if self._tracing is not None:
             operation = {CHAT_PATH: "chat", TEXT_PATH: "text_completion"}.get(path, "route")
@@ -250,7 +250,7 @@ class HotRoutes:
 
     async def _speaks_text(self, exchange: RequestLog) -> bool:
         """Return true if the servers of the request's model speak text, once a live one is known."""
-        return (await self.service.wait_queue.live_roster(exchange, exchange.model)).dialect == "text"
+        return (await self.service.wait_queue.live_target_table(exchange, exchange.model)).dialect == "text"
 
     async def _answer_other(
         self,
@@ -338,13 +338,13 @@ class HotRoutes:
         unknown names, to answer them.
         """
         view = self.service.view
-        if named is not None and (view.roster(named).targets or named in view.models(live=False)):
+        if named is not None and (view.target_table(named).targets or named in view.models(live=False)):
             return named
         default = view.default_text_model()
         if named is None or default is None:
             return default
         live = sum(len(state.joined.urls) for state in view.engines() if state.obstacle is None)
-        return default if len(view.roster(default).targets) == live else named
+        return default if len(view.target_table(default).targets) == live else named
 
     async def _stream(
         self, kind: BodyKind, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
@@ -352,7 +352,7 @@ class HotRoutes:
         """Answer with ranks that speak token ids."""
         decoded = await self._decoded(kind, exchange, body)
         request = decoded.request
-        table = await self.service.wait_queue.live_roster(exchange, request.model)
+        table = await self.service.wait_queue.live_target_table(exchange, request.model)
         settings, states = await self._completion_states(exchange, decoded, table)
         exchange.prompt_tokens = sum(len(state.prompt) for state in states[:: settings.n])
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
@@ -366,7 +366,7 @@ class HotRoutes:
     async def _explain(
         self, query: bytes, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
     ) -> None:
-        decision = await self.choose(exchange, body, supposed=asked(query))
+        decision = await self.choose(exchange, body, supposed=parsed_query(query))
         answer = msgspec.json.encode(decision.record())
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
@@ -441,7 +441,11 @@ class HotRoutes:
         lenient = await self._for_text_servers(exchange, body)
         # Nothing is forwarded here, so no server would refuse an unknown name.
         known = lenient is not None and lenient.model in (None, exchange.model)
-        if lenient is not None and known and self.service.scheduler.roster(exchange.model).dialect == "text":
+        if (
+            lenient is not None
+            and known
+            and self.service.scheduler.target_table(exchange.model).dialect == "text"
+        ):
             keys = exchange.keys(CHAT_PATH if lenient.is_chat else TEXT_PATH)
             text = TextPrompt(lenient.prompt, exchange.model, exchange.block_seed, lenient.prompt_bytes)
             return RoutingRequest(
@@ -456,7 +460,7 @@ class HotRoutes:
             )
         decoded = await self._decoded("either", exchange, body)
         request = decoded.request
-        table = self.service.scheduler.roster(request.model)
+        table = self.service.scheduler.target_table(request.model)
         keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
         _, (state, *_) = await self._completion_states(exchange, decoded, table)
         exchange.prompt_tokens = len(state.prompt)
@@ -493,22 +497,22 @@ class HotRoutes:
         exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, request.cache_salt)
         self._rank(exchange, priority)
         if exchange.trace is not None:
-            exchange.trace.asked(model, {name: getattr(request, name) for name in _TRACED})
+            exchange.trace.decoded(model, {name: getattr(request, name) for name in _TRACED})
 
     def _rank(self, exchange: RequestLog, priority: str | int | None) -> None:
         """Set the request's priority class and deadline. ApiError 400 for an invalid one."""
         config = self.service.config
-        index = class_of(exchange.asked_priority or priority, config.classes, config.default_class)
+        index = class_of(exchange.priority_header or priority, config.classes, config.default_class)
         exchange.urgency = max(index, exchange.caller.most_urgent(config.classes))
         exchange.priority = config.classes[exchange.urgency]
-        if exchange.asked_timeout is not None:
-            if not _TIMEOUT_MS.fullmatch(exchange.asked_timeout) or not int(exchange.asked_timeout):
+        if exchange.timeout_header is not None:
+            if not _TIMEOUT_MS.fullmatch(exchange.timeout_header) or not int(exchange.timeout_header):
                 message = (
                     f"{TIMEOUT_HEADER} must be a whole number of milliseconds above 0, not"
-                    f" {exchange.asked_timeout[:64]!r}"
+                    f" {exchange.timeout_header[:64]!r}"
                 )
                 raise ApiError(400, message, param=TIMEOUT_HEADER, code="invalid_value")
-            exchange.give_up_at = exchange.started + int(exchange.asked_timeout) / 1000.0
+            exchange.give_up_at = exchange.started + int(exchange.timeout_header) / 1000.0
 
     def _expected(self, max_tokens: int | None) -> int:
         """Return the expected number of output tokens."""

@@ -21,7 +21,7 @@ from fleet.timing import added_distinct_experts, expected_distinct_experts, log_
 
 NOTICEABLE = 0.05
 """A mix counts as changed if it differs by at least this share of its sequences ..."""
-LEAST_CHANGE = 0.5
+MIN_CHANGE = 0.5
 """... and by at least this number of sequences."""
 
 
@@ -79,20 +79,20 @@ class ClusterMixes:
         return MixShare(mix, weights) if clusters == mix.clusters else None
 
     def changed(
-        self, worker_id: int, sequences: int, model: ClusterModel, *, told: bool
+        self, worker_id: int, sequences: int, model: ClusterModel, *, delivered: bool
     ) -> FloatArray | None:
         """Return the number of an engine's `sequences` in each cluster, float64 [K], or None if it is about
-        the same as at the last call. told: False if the result of the last call was lost, which forces a new
-        result.
+        the same as at the last call. delivered: False if the result of the last call was lost, which forces a
+        new result.
         """
         mix = self._mixes.get(worker_id)
         if mix is None or mix.clusters != model.version or len(mix.sum) != model.clusters:
             mix = self._mixes[worker_id] = _Mix(model.version, model.clusters)
         tokens = mix.sum + max(sequences - mix.bookings, 0) * model.shares.astype(np.float64)
         if (
-            told
+            delivered
             and mix.priced is not None
-            and np.abs(tokens - mix.priced).sum() <= max(LEAST_CHANGE, NOTICEABLE * float(tokens.sum()))
+            and np.abs(tokens - mix.priced).sum() <= max(MIN_CHANGE, NOTICEABLE * float(tokens.sum()))
         ):
             return None
         mix.priced = tokens

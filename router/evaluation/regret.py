@@ -39,14 +39,14 @@ def repriced_ms(decision: Decision, truth: Truth, prices: PriceList) -> NDArray[
     """Return what each candidate would have cost, float64 [candidates]. prices: those of the decision's
     target table.
     """
-    ask, roster, at = decision.ask, decision.roster, decision.at
-    uncached = np.full(len(roster.targets), ask.prompt_tokens, np.int64)
+    ask, target_table, at = decision.ask, decision.target_table, decision.at
+    uncached = np.full(len(target_table.targets), ask.prompt_tokens, np.int64)
     uncached[at] = decision.uncached
     if truth.cached_tokens is not None:
         uncached[at[decision.chosen]] = max(ask.prompt_tokens - truth.cached_tokens, 1)
     expected = _expected(decision, truth, prices)
     scores = score(
-        roster,
+        target_table,
         truth.load,
         uncached,
         ask.prompt_tokens,
@@ -74,7 +74,7 @@ def _expected(decision: Decision, truth: Truth, prices: PriceList) -> ExpectedLo
     if outlook is None or outlook.expected is None:
         return None
     believed = outlook.expected
-    whole = np.zeros((3, len(decision.roster.targets)))
+    whole = np.zeros((3, len(decision.target_table.targets)))
     whole[:, decision.at] = believed.remote_ranks, believed.remote_nodes, believed.added_experts
     return ExpectedLoad(whole[0], whole[1], whole[2], believed.gain)
 

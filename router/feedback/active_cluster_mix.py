@@ -127,7 +127,7 @@ class ActiveClusterMix:
         load = self._reservations.load(np.array(state.rows, np.intp), now)
         sequences = int(load[SEQUENCES].sum())
         return self._mixes.changed(
-            state.joined.worker_id, sequences, reading.clusters, told=state.distinct is not None
+            state.joined.worker_id, sequences, reading.clusters, delivered=state.distinct is not None
         )
 
     def _read(

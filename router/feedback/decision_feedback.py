@@ -73,7 +73,7 @@ class DecisionFeedback(BookingObserver):
         self._served = served
         self._mixing = ActiveClusterMix(self._view, context.scheduler.reservations, context.threads)
         self._open: dict[Booking, _Watched] = {}
-        self._paces: dict[int, ExpectedStepTime] = {}
+        self._step_times: dict[int, ExpectedStepTime] = {}
         """for engines that report their step times"""
         self._waiting = WaitingProbes(PROBE_BYTES)
         self._probe: Probe | None = None
@@ -143,7 +143,7 @@ class DecisionFeedback(BookingObserver):
             return
         worker_id = watched.decision.target.key[0]
         self._served(worker_id)
-        if worker_id in self._paces:
+        if worker_id in self._step_times:
             return
         if watched.last_at is not None and tokens > 0 and self._known(watched.decision):
             decision, seconds = watched.decision, (now - watched.last_at) / tokens
@@ -167,12 +167,12 @@ class DecisionFeedback(BookingObserver):
             return
         if not 0 < seconds < math.inf:
             raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports steps of {seconds} s")
-        pace = self._paces.get(load.worker_id)
-        if pace is None:
-            pace = self._paces[load.worker_id] = ExpectedStepTime(
+        step_times = self._step_times.get(load.worker_id)
+        if step_times is None:
+            step_times = self._step_times[load.worker_id] = ExpectedStepTime(
                 state.joined.speed or REFERENCE, len(state.rows)
             )
-        predicted = pace.reported(
+        predicted = step_times.reported(
             load.dp_rank,
             load.running or 0,
             load.active_decode_blocks or 0,
@@ -190,7 +190,7 @@ class DecisionFeedback(BookingObserver):
 
     def forget_worker(self, worker_id: int) -> None:
         """Drop the state of an incarnation that will not return."""
-        self._paces.pop(worker_id, None)
+        self._step_times.pop(worker_id, None)
         self._mixing.forget_worker(worker_id)
 
     # Periodic work
@@ -207,10 +207,10 @@ class DecisionFeedback(BookingObserver):
         """Make a probe of a decision; None: its ranks have changed since. The load of ranks that were no
         candidates is the present one.
         """
-        roster = decision.roster
-        if self._view.roster(decision.ask.model) is not roster or decision.measured is not None:
+        target_table = decision.target_table
+        if self._view.target_table(decision.ask.model) is not target_table or decision.measured is not None:
             return None  # only costs in milliseconds have a regret
-        load = self._scheduler.reservations.load(roster.rows, now)
+        load = self._scheduler.reservations.load(target_table.rows, now)
         load[:, decision.at] = decision.load
         self._scheduler.reservations.watch()
         return Probe(decision, self._view.prices(decision.ask.model), load, now)
@@ -222,10 +222,10 @@ class DecisionFeedback(BookingObserver):
         probe = self._probe
         if probe is not None and now - probe.made_at >= TICK_SECONDS:
             self._probe = None
-            rows, engine = probe.decision.roster.rows, probe.decision.target.engine
-            load = (probe.load + self._scheduler.reservations.surprise(rows)).clip(0)
+            rows, engine = probe.decision.target_table.rows, probe.decision.target.engine
+            load = (probe.load + self._scheduler.reservations.load_error(rows)).clip(0)
             probe = probe._replace(
-                load=load, factors=self._scheduler.speeds.known(probe.decision.roster).factors
+                load=load, factors=self._scheduler.speeds.known(probe.decision.target_table).factors
             )
             if self._bus is not None and engine.shape is not None and engine.capabilities.experts:
                 self._waiting.add(probe)
@@ -290,27 +290,27 @@ class DecisionFeedback(BookingObserver):
 
     def _factors(self, decision: Decision) -> tuple[float, float]:
         """Return the present factors of the chosen rank's predicted prefill and decode seconds."""
-        roster, key = self._view.roster(decision.ask.model), decision.target.key
-        if key in roster.index:
-            return self._scheduler.speeds.of(roster, roster.index[key])
+        target_table, key = self._view.target_table(decision.ask.model), decision.target.key
+        if key in target_table.index:
+            return self._scheduler.speeds.of(target_table, target_table.index[key])
         return 1.0, 1.0
 
     def _row(self, decision: Decision) -> int:
-        return int(decision.roster.rows[decision.at[decision.chosen]])
+        return int(decision.target_table.rows[decision.at[decision.chosen]])
 
     def _ranks(self) -> Iterator[RankNow]:
         """Yield the state of every rank that can be chosen, once: under its base model if it serves
         several."""
         now = self._clock()
         for model in self._view.models(live=True):
-            roster = self._view.roster(model)
-            loads = self._scheduler.reservations.load(roster.rows, now).T.tolist()
-            for at, (target, load) in enumerate(zip(roster.targets, loads, strict=True)):
+            target_table = self._view.target_table(model)
+            loads = self._scheduler.reservations.load(target_table.rows, now).T.tolist()
+            for at, (target, load) in enumerate(zip(target_table.targets, loads, strict=True)):
                 if target.engine.model == model:
                     yield RankNow(
                         model,
                         *target.key,
                         tuple(load),
-                        *self._scheduler.speeds.of(roster, at),
+                        *self._scheduler.speeds.of(target_table, at),
                         stated=target.engine.speed is not None,
                     )

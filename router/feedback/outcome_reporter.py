@@ -36,12 +36,12 @@ class OutcomeReporter:
     """
 
     def __init__(
-        self, bus: Bus, subjects: Subjects, metrics: RouterMetrics, *, seconds: float, most: int
+        self, bus: Bus, subjects: Subjects, metrics: RouterMetrics, *, seconds: float, max_waiting: int
     ) -> None:
         self._publisher = bus.publisher(subjects.requests_finished)
         self._metrics = metrics
         self._seconds = seconds
-        self._most = most
+        self._max_waiting = max_waiting
         self._waiting: deque[_Ended] = deque()
         self._many = asyncio.Event()
 
@@ -52,7 +52,7 @@ class OutcomeReporter:
         engine = decision.target.engine
         if engine.shape is None or not (engine.capabilities.experts or reported):
             return
-        if len(self._waiting) >= self._most:
+        if len(self._waiting) >= self._max_waiting:
             self._metrics.outcomes_dropped.inc()
             return
         looked_up = slice(0, MAX_TOKENS) if decision.outlook is None else decision.outlook.forecast.looked_up
@@ -126,7 +126,7 @@ def _spread(decision: Decision) -> float | None:
     """Return the lead of the most local candidate over the mean of the candidates of the chosen engine
     (`RequestOutcome.spread`).
     """
-    outlook, engines = decision.outlook, decision.roster.engine[decision.at]
+    outlook, engines = decision.outlook, decision.target_table.engine[decision.at]
     if outlook is None:
         return None
     beside = (outlook.local - outlook.prior_local)[engines == engines[decision.chosen]]

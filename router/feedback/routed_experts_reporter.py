@@ -19,9 +19,9 @@ from router.scheduling.decision import Decision
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 64
+MAX_WAITING = 64
 """Answers that may wait to be counted; further ones are dropped."""
-MOST_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024
 """memory limit of these answers"""
 WHOLE_PROFILES_PER_SECOND = 2.0
 """Rate of requests whose complete profile is published, for clustering; of the others only the signature is.
@@ -40,14 +40,14 @@ class RoutedExpertsReporter:
     publishes. The queue is bounded; what does not fit is dropped and counted.
     """
 
-    def __init__(self, bus: Bus, context: RouterContext, most_event_bytes: int) -> None:
+    def __init__(self, bus: Bus, context: RouterContext, max_event_bytes: int) -> None:
         self._imports = bus.publisher(context.subjects.imports)
         self._profiles = bus.publisher(context.subjects.requests_read)
         self._view = context.scheduler.view
         self._metrics = context.metrics
         self._threads = context.threads
-        self._most_event_bytes = most_event_bytes
-        self._waiting: asyncio.Queue[_Passed] = asyncio.Queue(MOST_WAITING)
+        self._max_event_bytes = max_event_bytes
+        self._waiting: asyncio.Queue[_Passed] = asyncio.Queue(MAX_WAITING)
         self._bytes = 0
         self._allowance = WHOLE_PROFILES_PER_SECOND
         self._allowed_at: float | None = None
@@ -60,7 +60,7 @@ class RoutedExpertsReporter:
         return (
             None
             if engine.shape is None or engine.capabilities.experts
-            else RoutedExpertsParser(self._most_event_bytes)
+            else RoutedExpertsParser(self._max_event_bytes)
         )
 
     def note(self, decision: Decision, tap: RoutedExpertsParser, usage: TokenUsage) -> bool:
@@ -71,7 +71,7 @@ class RoutedExpertsReporter:
         if not found:
             return False
         size = sum(map(len, found))
-        if self._waiting.full() or self._bytes + size > MOST_BYTES:
+        if self._waiting.full() or self._bytes + size > MAX_BYTES:
             self._metrics.routings("dropped")
             return False
         self._bytes += size

@@ -25,19 +25,19 @@ from router.fleet_state.target_table import RankKey
 
 DOUBTFUL_SECONDS = 1.0
 """A router that is silent for this time is queried."""
-MOST_ROUTERS = 256
-MOST_BOOKINGS = 200_000
+MAX_ROUTERS = 256
+MAX_BOOKINGS = 200_000
 """Most bookings of all other routers together, some 200 bytes each. Further ones do not count."""
-MOST_ENDED = 20_000
+MAX_ENDED = 20_000
 """Most ended bookings remembered while a router's full list is awaited."""
-MOST_PER_MESSAGE = 1000
-MOST_PREFIX_BLOCKS = 4096
+MAX_PER_MESSAGE = 1000
+MAX_PREFIX_BLOCKS = 4096
 """Most blocks published of one prompt."""
-LONGEST_ID = 128
+MAX_ID_LENGTH = 128
 """Most characters of a decision id."""
 _ABSURD = 2**40
 """Limit for one booking, which keeps sums far below what a load table can hold."""
-_FEWEST_STEPS = 16
+_MIN_STEPS = 16
 """Progress by fewer tokens is not published."""
 
 
@@ -119,20 +119,22 @@ class RemoteBookings:
             (router for router, known in self._routers.items() if decision_id in known.bookings), None
         )
 
-    def hear(self, publisher_id: int, sequence: int, said: ReservationsChanged, now: float) -> ReplicaEffect:
+    def receive(
+        self, publisher_id: int, sequence: int, change: ReservationsChanged, now: float
+    ) -> ReplicaEffect:
         """Apply one message of another router. Duplicates have no effect. Neither have late messages, whose
         content is in the list that was requested because of them.
         """
-        router = self._routers.get(said.router)
+        router = self._routers.get(change.router)
         if router is not None and router.publisher_id != publisher_id:
-            self.forget(said.router)  # it restarted and numbers its messages anew
+            self.forget(change.router)  # it restarted and numbers its messages anew
             router = None
         newcomer = router is None
         if router is None:
-            if len(self._routers) >= MOST_ROUTERS:
-                self.refused += len(said.booked)
+            if len(self._routers) >= MAX_ROUTERS:
+                self.refused += len(change.booked)
                 return ReplicaEffect()
-            router = self._routers[said.router] = _Router(publisher_id, now)
+            router = self._routers[change.router] = _Router(publisher_id, now)
         router.heard_at, router.doubtful = now, False
         if sequence < router.next:
             return ReplicaEffect()
@@ -140,9 +142,9 @@ class RemoteBookings:
         if missed:
             router.missed = sequence
         router.next = sequence + 1
-        for load in said.booked:
+        for load in change.booked:
             self._note(router, load, sequence, now)
-        for decision_id in said.ended:
+        for decision_id in change.ended:
             self._end(router, decision_id)
         return ReplicaEffect(newcomer, missed)
 
@@ -225,11 +227,11 @@ class RemoteBookings:
             min(amounts) < 0
             or max(amounts) >= _ABSURD
             or not load.age_seconds >= 0
-            or len(load.id) > LONGEST_ID
-            or self.open >= MOST_BOOKINGS
+            or len(load.id) > MAX_ID_LENGTH
+            or self.open >= MAX_BOOKINGS
         ):
             return None
-        if not 0 <= load.session < 2**64 or len(load.prefix) % 8 or len(load.prefix) > 8 * MOST_PREFIX_BLOCKS:
+        if not 0 <= load.session < 2**64 or len(load.prefix) % 8 or len(load.prefix) > 8 * MAX_PREFIX_BLOCKS:
             return None
         try:
             booking = self._reservations.book(
@@ -253,7 +255,7 @@ class RemoteBookings:
             self._release(foreign)
         if router.missed is not None:
             router.ended[decision_id] = None
-            if len(router.ended) > MOST_ENDED:
+            if len(router.ended) > MAX_ENDED:
                 router.ended.popitem(last=False)
 
     def _release(self, foreign: _Foreign) -> None:
@@ -292,66 +294,66 @@ class OwnBookings:
         self._open: dict[Booking, _Own] = {}
         self._published: OrderedDict[Booking, _Own] = OrderedDict()
         """published bookings, the one published longest ago first"""
-        self._news: dict[Booking, _Own] = {}
+        self._changes: dict[Booking, _Own] = {}
         self._ended: dict[str, None] = {}
         self._forgotten: dict[str, str | None] = {}
         self._computed: dict[str, str | None] = {}
         """by decision id, the tenant that released it; None: a caller who may release any"""
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._news or self._ended or self._forgotten or self._computed)
+    def has_changes(self) -> bool:
+        return bool(self._changes or self._ended or self._forgotten or self._computed)
 
     def booked(
-        self, decision_id: str, key: RankKey, booking: Booking, word: BookingMessage = NOTHING
+        self, decision_id: str, key: RankKey, booking: Booking, message: BookingMessage = NOTHING
     ) -> None:
-        own = _Own(decision_id, key, booking, booking.amounts[STEPS], word.session, word.prefix)
-        self._open[booking] = self._news[booking] = own
+        own = _Own(decision_id, key, booking, booking.amounts[STEPS], message.session, message.prefix)
+        self._open[booking] = self._changes[booking] = own
 
     def first_token(self, booking: Booking) -> None:
         """Record a first token, before or after `Reservations.first_token`. Published with the next
         message."""
         own = self._open.get(booking)
         if own is not None:
-            self._news[booking] = own
+            self._changes[booking] = own
 
     def emitted(self, booking: Booking) -> None:
         """Record progress, after `Reservations.emitted`. Published once it is large enough."""
         own = self._open.get(booking)
-        if own is not None and own.steps - booking.amounts[STEPS] >= max(_FEWEST_STEPS, own.steps // 4):
-            self._news[booking] = own
+        if own is not None and own.steps - booking.amounts[STEPS] >= max(_MIN_STEPS, own.steps // 4):
+            self._changes[booking] = own
 
     def ended(self, booking: Booking) -> None:
         own = self._open.pop(booking, None)
         if own is None:
             return
         if self._published.pop(booking, None) is not None:
-            self._news.pop(booking, None)
+            self._changes.pop(booking, None)
             self._ended[own.id] = None
         elif own.session or own.prefix:
             own.over = True
         else:
-            self._news.pop(booking, None)
+            self._changes.pop(booking, None)
 
     def pass_on(self, decision_id: str, *, first_token: bool, tenant: str | None = None) -> None:
         """Notify another router that its booking is over, or that its prompt is computed."""
         waiting = self._computed if first_token else self._forgotten
-        if len(waiting) < MOST_ENDED:
+        if len(waiting) < MAX_ENDED:
             waiting[decision_id] = tenant
 
     def take(self, now: float) -> ReservationsChanged | None:
         """Return the next message to publish, if any. A large backlog is split over several calls."""
-        while self._published and len(self._news) < MOST_PER_MESSAGE:
+        while self._published and len(self._changes) < MAX_PER_MESSAGE:
             booking, own = next(iter(self._published.items()))
             if own.published_at is not None and now - own.published_at < self._refresh:
                 break
             self._published.move_to_end(booking)
-            own.published_at, self._news[booking] = now, own
-        if not self.has_news:
+            own.published_at, self._changes[booking] = now, own
+        if not self.has_changes:
             return None
         booked = []
-        for booking in [booking for booking, _ in zip(self._news, range(MOST_PER_MESSAGE), strict=False)]:
-            own = self._news.pop(booking)
+        for booking in [booking for booking, _ in zip(self._changes, range(MAX_PER_MESSAGE), strict=False)]:
+            own = self._changes.pop(booking)
             booked.append(_load(own, now, own.prefix))
             self._note_published(own, now)
         forgotten, computed = _some(self._forgotten), _some(self._computed)
@@ -364,16 +366,16 @@ class OwnBookings:
             released_by={one: tenant for one, tenant in (forgotten | computed).items() if tenant is not None},
         )
 
-    def hush(self, now: float) -> None:
+    def discard_changes(self, now: float) -> None:
         """Treat all changes as published, since there is no other router."""
-        for own in self._news.values():
+        for own in self._changes.values():
             self._note_published(own, now)
-        for waiting in (self._news, self._ended, self._forgotten, self._computed):
+        for waiting in (self._changes, self._ended, self._forgotten, self._computed):
             waiting.clear()
 
-    def tell_all(self) -> None:
+    def republish_all(self) -> None:
         """Publish every open booking again, for a router that may know nothing."""
-        self._news |= self._open
+        self._changes |= self._open
 
     def all(self, now: float) -> tuple[BookedLoad, ...]:
         """Return every open booking."""
@@ -406,6 +408,6 @@ def _load(own: _Own, now: float, prefix: Sequence[int] = ()) -> BookedLoad:
 
 
 def _some(waiting: dict[str, _Value]) -> dict[str, _Value]:
-    """Remove and return at most MOST_PER_MESSAGE of them."""
-    taken = [one for one, _ in zip(waiting, range(MOST_PER_MESSAGE), strict=False)]
+    """Remove and return at most MAX_PER_MESSAGE of them."""
+    taken = [one for one, _ in zip(waiting, range(MAX_PER_MESSAGE), strict=False)]
     return {one: waiting.pop(one) for one in taken}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fleet.facts.placements import HomesPublished
 from fleet.signatures import MAX_CLUSTERS
 
-AT_HOME = 1.5
+MIN_HOME_LIFT = 1.5
 """A rank is a home of a request if it gets at least this multiple of its even share, and at least half of the
 largest share of any rank.
 """
@@ -35,35 +35,35 @@ class ClusterHomes(NamedTuple):
     lift: NDArray[np.float32] | None
 
 
-def homes_of(said: HomesPublished, ranks: int) -> ClusterHomes:
+def homes_of(published: HomesPublished, ranks: int) -> ClusterHomes:
     """Decode the published homes of an engine with `ranks` ranks. ValueError if they are inconsistent or do
     not fit the engine.
     """
-    if said.ranks != ranks:
-        raise ValueError(f"homes of engine {said.engine!r} on {said.ranks} ranks; it has {ranks}")
-    if said.version < 0 or said.epoch < 0:
+    if published.ranks != ranks:
+        raise ValueError(f"homes of engine {published.engine!r} on {published.ranks} ranks; it has {ranks}")
+    if published.version < 0 or published.epoch < 0:
         raise ValueError(
-            f"homes of engine {said.engine!r}: version {said.version} and epoch {said.epoch} must not be"
-            " negative"
+            f"homes of engine {published.engine!r}: version {published.version} and epoch {published.epoch}"
+            " must not be negative"
         )
-    if not said.homes:
-        return ClusterHomes(said.version, said.epoch, None)
-    if not 1 <= said.count <= MAX_CLUSTERS or len(said.homes) != 4 * said.count * ranks:
+    if not published.homes:
+        return ClusterHomes(published.version, published.epoch, None)
+    if not 1 <= published.count <= MAX_CLUSTERS or len(published.homes) != 4 * published.count * ranks:
         raise ValueError(
-            f"homes of engine {said.engine!r}: {len(said.homes)} bytes do not make shares of {said.count}"
-            f" clusters on {ranks} ranks"
+            f"homes of engine {published.engine!r}: {len(published.homes)} bytes do not make shares of"
+            f" {published.count} clusters on {ranks} ranks"
         )
-    share = np.frombuffer(said.homes, "<f4").reshape(said.count, ranks).astype(np.float64)
+    share = np.frombuffer(published.homes, "<f4").reshape(published.count, ranks).astype(np.float64)
     total = share.sum(axis=1, keepdims=True)
     if not (
         np.isfinite(share).all() and (share >= 0).all() and ((np.abs(total - 1) < 1e-3) | (total == 0)).all()
     ):
         raise ValueError(
-            f"homes of engine {said.engine!r}: shares must be probabilities, or all 0 for a cluster without a"
-            " home"
+            f"homes of engine {published.engine!r}: shares must be probabilities, or all 0 for a cluster"
+            " without a home"
         )
     lift = np.where(total > 0, ranks * share / np.where(total > 0, total, 1.0), 1.0)
-    return ClusterHomes(said.version, said.epoch, np.ascontiguousarray(lift.T, np.float32))
+    return ClusterHomes(published.version, published.epoch, np.ascontiguousarray(lift.T, np.float32))
 
 
 class EngineHomes(NamedTuple):
@@ -74,7 +74,7 @@ class EngineHomes(NamedTuple):
     now: ClusterHomes | None = None
     coming: ClusterHomes | None = None
 
-    def hearing(self, homes: ClusterHomes, priced: int | None) -> "EngineHomes":
+    def received(self, homes: ClusterHomes, priced: int | None) -> "EngineHomes":
         """Apply a message of the planner. priced: the epoch of the current prices; None: no epoch yet. An
         outdated message has no effect. A newer message for a priced epoch applies at once and cancels waiting
         homes.
@@ -97,6 +97,6 @@ class EngineHomes(NamedTuple):
 _NONE = ClusterHomes(-1, 0, None)
 
 
-def at_home(lift: NDArray[np.float64]) -> NDArray[np.bool_]:
+def is_home(lift: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return the homes of a request with these lifts, bool [targets]."""
-    return np.asarray(lift >= max(AT_HOME, 0.5 * float(np.maximum.reduce(lift, initial=0.0))))
+    return np.asarray(lift >= max(MIN_HOME_LIFT, 0.5 * float(np.maximum.reduce(lift, initial=0.0))))

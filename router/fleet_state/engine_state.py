@@ -19,7 +19,7 @@ from fleet.signatures import ClusterModel
 from router.fleet_state.cluster_homes import EngineHomes
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchPrices
 from router.fleet_state.target_table import (
-    MOST_REQUESTS,
+    MAX_REQUESTS,
     REFERENCE,
     Dialect,
     Excluded,
@@ -33,7 +33,7 @@ class EngineStatus(StrEnum):
     """Status of an engine. Only a live engine is routed to. The value is the reason given for its
     exclusion."""
 
-    UNHEARD = "no heartbeat received yet"
+    NO_HEARTBEAT = "no heartbeat received yet"
     LIVE = "live"
     DEAD = "dead: its heartbeats stopped"
     LEFT = "left: it was stopped on purpose"
@@ -47,7 +47,7 @@ class EngineState:
     joined: EngineJoined
     placement: Placement | None
     layout: Layout | None
-    standing: EngineStatus = EngineStatus.UNHEARD
+    status: EngineStatus = EngineStatus.NO_HEARTBEAT
     locality: DispatchCost | None = None
     """None: not priced yet"""
     priced_epoch: int | None = None
@@ -67,7 +67,7 @@ class EngineState:
         anew, unless the join describes another engine.
         """
         self.blocked, self.handover_seconds = old.blocked, old.handover_seconds
-        self.standing = EngineStatus.UNHEARD if old.standing is EngineStatus.LEFT else old.standing
+        self.status = EngineStatus.NO_HEARTBEAT if old.status is EngineStatus.LEFT else old.status
         if old.placement is not None and (
             self.placement is None or old.placement.epoch > self.placement.epoch
         ):
@@ -121,7 +121,7 @@ class EngineState:
     @property
     def obstacle(self) -> str | None:
         """Reason why no request can be sent here now."""
-        return self.blocked if self.standing is EngineStatus.LIVE else self.standing.value
+        return self.blocked if self.status is EngineStatus.LIVE else self.status.value
 
 
 class Versions(NamedTuple):
@@ -140,12 +140,12 @@ class PriceList:
     that a decision needs one product. All are 0 where `priced`, bool [targets], is false.
     """
 
-    def __init__(self, roster: TargetTable, clusters: int) -> None:
-        targets = len(roster.targets)
+    def __init__(self, target_table: TargetTable, clusters: int) -> None:
+        targets = len(target_table.targets)
         self.clusters = clusters
         self.priced = np.zeros(targets, np.bool_)
-        self._engine = roster.engine
-        self.flat = np.zeros((3 * targets + len(roster.first), clusters), np.float32)
+        self._engine = target_table.engine
+        self.flat = np.zeros((3 * targets + len(target_table.first), clusters), np.float32)
         """[3 * targets + engines, K]: the rows of the next four, concatenated; half the bytes of float64
         halve the time of the product
         """
@@ -230,7 +230,7 @@ def _columns(
     sizes = [state.joined.block_size for state, _ in ranks]
     contexts = [state.contexts[model] for state, _ in ranks]
     kv_blocks = [state.joined.kv_blocks or inf for state, _ in ranks]
-    requests = [state.joined.max_requests or MOST_REQUESTS for state, _ in ranks]
+    requests = [state.joined.max_requests or MAX_REQUESTS for state, _ in ranks]
     return TargetTable(
         model=model,
         dialect=dialect,
@@ -273,8 +273,8 @@ def _columns(
         largest_context=max(contexts, default=0),
         smallest_context=min(contexts, default=0),
         kv_blocks=np.array(kv_blocks, np.float64),
-        fewest_kv_blocks=min(kv_blocks, default=inf),
-        fewest_requests=min(requests, default=MOST_REQUESTS),
+        min_kv_blocks=min(kv_blocks, default=inf),
+        min_requests=min(requests, default=MAX_REQUESTS),
     )
 
 
@@ -301,11 +301,11 @@ def note(state: EngineState) -> str | None:
 
 
 def price_list(
-    roster: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel | None
+    target_table: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel | None
 ) -> PriceList:
     """Build the prices of a table's targets, as far as they are known. engines: by worker_id."""
-    found = PriceList(roster, 0 if clusters is None else clusters.clusters)
-    for at, target in enumerate(roster.targets):
+    found = PriceList(target_table, 0 if clusters is None else clusters.clusters)
+    for at, target in enumerate(target_table.targets):
         state = engines[target.key[0]]
         prices = _prices(state, target.rank, clusters)
         if prices is not None:
@@ -316,17 +316,17 @@ def price_list(
             )
             found.priced[at] = True
         if state.distinct is not None and len(state.distinct) == found.clusters:
-            found.distinct[roster.engine[at]] = state.distinct
-    found.versions = _versions(roster, engines)
+            found.distinct[target_table.engine[at]] = state.distinct
+    found.versions = _versions(target_table, engines)
     if clusters is not None:
-        found.homes = _homes(roster, engines, clusters)
+        found.homes = _homes(target_table, engines, clusters)
     return found
 
 
-def _versions(roster: TargetTable, engines: Mapping[int, EngineState]) -> Versions:
+def _versions(target_table: TargetTable, engines: Mapping[int, EngineState]) -> Versions:
     found = Versions({}, {}, {})
-    for first in roster.first.tolist():
-        name, state = roster.targets[first].engine.engine, engines[roster.targets[first].key[0]]
+    for first in target_table.first.tolist():
+        name, state = target_table.targets[first].engine.engine, engines[target_table.targets[first].key[0]]
         found.prices[name] = None if state.locality is None else state.priced_epoch
         for homes, versions_by_engine in ((state.homes.now, found.homes), (state.homes.coming, found.coming)):
             if homes is not None:
@@ -335,18 +335,18 @@ def _versions(roster: TargetTable, engines: Mapping[int, EngineState]) -> Versio
 
 
 def _homes(
-    roster: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel
+    target_table: TargetTable, engines: Mapping[int, EngineState], clusters: ClusterModel
 ) -> NDArray[np.float32] | None:
     """Return the homes, float32 [targets, K]; None if no engine has any. Clusters keep their meaning across
     versions, unless their number changes.
     """
     found = None
-    for at, target in enumerate(roster.targets):
+    for at, target in enumerate(target_table.targets):
         state = engines[target.key[0]]
         lift = None if state.homes.now is None or state.is_one_of_many else state.homes.now.lift
         if lift is not None and lift.shape[1] == clusters.clusters:
             if found is None:
-                found = np.ones((len(roster.targets), clusters.clusters), np.float32)
+                found = np.ones((len(target_table.targets), clusters.clusters), np.float32)
             found[at] = lift[target.rank]
     return found
 

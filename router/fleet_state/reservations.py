@@ -125,7 +125,7 @@ class Reservations:
         """time at which the earliest report stops counting"""
         self._watched = 0
         """number of `watch` calls"""
-        self._surprise = np.zeros((AMOUNTS, 0), np.int64)
+        self._load_error = np.zeros((AMOUNTS, 0), np.int64)
         """change made by the first report since that call"""
 
     def reconfigure(self, *, settle_seconds: float, stale_seconds: float) -> None:
@@ -139,7 +139,7 @@ class Reservations:
             if not self._free:
                 self._grow()
             known = self._ranks[key] = _Rank(self._free.pop())
-            self._load[:, known.row] = self._surprise[:, known.row] = 0
+            self._load[:, known.row] = self._load_error[:, known.row] = 0
         return known.row
 
     def remove_rank(self, key: Hashable) -> None:
@@ -175,7 +175,7 @@ class Reservations:
             rank.watched = self._watched
             believed = self._load[:, rank.row].copy()
             self._write(rank)
-            self._surprise[:, rank.row] = self._load[:, rank.row] - believed
+            self._load_error[:, rank.row] = self._load[:, rank.row] - believed
         return True
 
     def watch(self) -> None:
@@ -183,11 +183,11 @@ class Reservations:
         before.
         """
         self._watched += 1
-        self._surprise[:] = 0
+        self._load_error[:] = 0
 
-    def surprise(self, rows: NDArray[np.intp]) -> IntArray:
+    def load_error(self, rows: NDArray[np.intp]) -> IntArray:
         """Return that difference, int64 [AMOUNTS, len(rows)]; 0 where no report came since."""
-        return self._surprise.take(rows, axis=1)
+        return self._load_error.take(rows, axis=1)
 
     def book(self, key: Hashable, amounts: Sequence[int], now: float, *, external: bool = False) -> Booking:
         """Reserve load ([AMOUNTS], none negative) on a rank. now: earlier than the present for a late message
@@ -297,7 +297,7 @@ class Reservations:
         old = self._load.shape[1]
         more = max(8, old)
         self._load = np.pad(self._load, ((0, 0), (0, more)))
-        self._surprise = np.pad(self._surprise, ((0, 0), (0, more)))
+        self._load_error = np.pad(self._load_error, ((0, 0), (0, more)))
         self._cells = self._load.data
         self._free += range(old + more - 1, old - 1, -1)
 

@@ -24,7 +24,7 @@ REFERENCE = EngineSpeed(prefill_token=5e-5, step=1.5e-2, decode_sequence=1.5e-4,
 Its seconds are not real. They are neither shown nor used to refuse requests, and measurements multiply them
 (`router.scheduling.speed_estimation`).
 """
-MOST_REQUESTS = 2**62
+MAX_REQUESTS = 2**62
 """Beyond any limit."""
 
 RankKey = tuple[int, int]
@@ -87,7 +87,7 @@ class TargetTable:
     block_size: NDArray[np.int64]
     max_context: NDArray[np.int64]
     max_requests: NDArray[np.int64]
-    """concurrent requests that each rank declares; MOST_REQUESTS: none declared"""
+    """concurrent requests that each rank declares; MAX_REQUESTS: none declared"""
     stated: NDArray[np.bool_]
     """the engine states its speed; otherwise the next ten come from `REFERENCE`"""
     prefill_token_s: NDArray[np.float64]
@@ -138,6 +138,6 @@ class TargetTable:
     smallest_context: int
     kv_blocks: NDArray[np.float64]
     """KV blocks of each rank; inf if unknown"""
-    fewest_kv_blocks: float
-    fewest_requests: int
+    min_kv_blocks: float
+    min_requests: int
     """least of `max_requests`"""

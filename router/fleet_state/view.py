@@ -91,23 +91,23 @@ class FleetView:
         """Record that an engine was stopped on purpose. Its running streams are not touched. False if it is
         unknown.
         """
-        return self._stand(worker_id, EngineStatus.LEFT)
+        return self._set_status(worker_id, EngineStatus.LEFT)
 
-    def heard(self, worker_id: int, now: float) -> bool:
+    def sign_of_life(self, worker_id: int, now: float) -> bool:
         """Record a sign of life. False if the engine is unknown."""
         state = self._engines.get(worker_id)
         if state is None:
             return False
         self._heartbeats.beat(worker_id, now)
-        if state.standing is not EngineStatus.LEFT:
-            self._stand(worker_id, EngineStatus.LIVE)
+        if state.status is not EngineStatus.LEFT:
+            self._set_status(worker_id, EngineStatus.LIVE)
         return True
 
     def unreachable(self, worker_id: int) -> None:
         """Record a failed connection. The engine is not used before its next sign of life."""
         state = self._engines.get(worker_id)
-        if state is not None and state.standing is EngineStatus.LIVE:
-            self._stand(worker_id, EngineStatus.UNREACHABLE)
+        if state is not None and state.status is EngineStatus.LIVE:
+            self._set_status(worker_id, EngineStatus.UNREACHABLE)
 
     def listen(self, now: float, *, audible: bool) -> None:
         """Record that the bus delivers messages at present, or does not: then silences start over."""
@@ -117,13 +117,13 @@ class FleetView:
         """Declare silent engines dead, and forget those silent for long. Return the forgotten worker_ids."""
         for worker, state in self._engines.items():
             silent = not state.probed and self._heartbeats.silence(worker, now) > dead_after
-            if silent and state.standing in (EngineStatus.LIVE, EngineStatus.UNREACHABLE):
-                self._stand(worker, EngineStatus.DEAD)
+            if silent and state.status in (EngineStatus.LIVE, EngineStatus.UNREACHABLE):
+                self._set_status(worker, EngineStatus.DEAD)
         old = [
             worker
             for worker, state in self._engines.items()
             if self._heartbeats.silence(worker, now) > forget_after
-            and not (state.probed and state.standing is EngineStatus.LIVE)
+            and not (state.probed and state.status is EngineStatus.LIVE)
         ]
         for worker in old:
             self.forget(worker)
@@ -174,15 +174,15 @@ class FleetView:
         self._clusters = {model: clusters for model, clusters in self._clusters.items() if model in models}
         return models
 
-    def settle(self, worker_id: int, homes: ClusterHomes) -> bool:
+    def set_homes(self, worker_id: int, homes: ClusterHomes) -> bool:
         """Record the planner's homes of an engine. They wait until their epoch is priced. False if the engine
         is unknown, or newer homes are known.
         """
         state = self._engines.get(worker_id)
-        settled = None if state is None else state.homes.hearing(homes, state.priced_epoch)
-        if state is None or settled is None or settled is state.homes:
+        updated = None if state is None else state.homes.received(homes, state.priced_epoch)
+        if state is None or updated is None or updated is state.homes:
             return False
-        state.homes = settled
+        state.homes = updated
         self._drop_prices(state)
         self.version += 1
         return True
@@ -215,10 +215,10 @@ class FleetView:
             return
         state.distinct = added
         for model in state.contexts:
-            found, roster = self._prices.get(model), self._tables.get(model)
-            at = None if roster is None else roster.index.get((worker_id, 0))
-            if found is not None and roster is not None and at is not None:
-                found.distinct[roster.engine[at]] = added if len(added) == found.clusters else 0.0
+            found, target_table = self._prices.get(model), self._tables.get(model)
+            at = None if target_table is None else target_table.index.get((worker_id, 0))
+            if found is not None and target_table is not None and at is not None:
+                found.distinct[target_table.engine[at]] = added if len(added) == found.clusters else 0.0
 
     def handing_over(self, worker_id: int, seconds: float) -> None:
         """Set the cost in seconds that a migration or layout switch in progress adds to a new request; 0:
@@ -234,15 +234,15 @@ class FleetView:
             state.handover_seconds = seconds
             self._handovers.clear()
 
-    def handovers(self, roster: TargetTable) -> FloatArray | None:
+    def handovers(self, target_table: TargetTable) -> FloatArray | None:
         """Return the cost of handovers in progress, float64 [targets] seconds; None without any, the usual
         case.
         """
-        known = self._handovers.get(roster.model)
-        if known is None or known[0] is not roster:
-            states = (self._engines.get(target.key[0]) for target in roster.targets)
+        known = self._handovers.get(target_table.model)
+        if known is None or known[0] is not target_table:
+            states = (self._engines.get(target.key[0]) for target in target_table.targets)
             seconds = column(0.0 if state is None else state.handover_seconds for state in states)
-            known = self._handovers[roster.model] = roster, seconds if seconds.any() else None
+            known = self._handovers[target_table.model] = target_table, seconds if seconds.any() else None
         return known[1]
 
     def engines(self) -> Iterator[EngineState]:
@@ -282,10 +282,10 @@ class FleetView:
             for state in self._engines.values()
             if state.obstacle is None and state.dialect == "text"
         )
-        counts = Counter(model for model in live if self.roster(model).dialect == "text")
+        counts = Counter(model for model in live if self.target_table(model).dialect == "text")
         return min(counts, key=lambda model: (-counts[model], model), default=None)
 
-    def roster(self, model: str) -> TargetTable:
+    def target_table(self, model: str) -> TargetTable:
         """Return the target table of a model. Empty when no rank may serve it."""
         if model not in self._tables:
             if model not in self.models(live=False):
@@ -296,7 +296,7 @@ class FleetView:
     def prices(self, model: str) -> PriceList:
         """Return the known prices of a token of each cluster at each target of the model's table."""
         if model not in self._prices:
-            found = price_list(self.roster(model), self._engines, self._clusters.get(model))
+            found = price_list(self.target_table(model), self._engines, self._clusters.get(model))
             if model not in self._tables:
                 return found
             self._prices[model] = found
@@ -306,12 +306,12 @@ class FleetView:
         for model in state.contexts:
             self._prices.pop(model, None)
 
-    def _stand(self, worker_id: int, standing: EngineStatus) -> bool:
+    def _set_status(self, worker_id: int, status: EngineStatus) -> bool:
         state = self._engines.get(worker_id)
         if state is None:
             return False
-        if state.standing is not standing:
-            state.standing = standing
+        if state.status is not status:
+            state.status = status
             self._changed()
         return True
 

@@ -130,7 +130,7 @@ class DirectRequests:
 
     def _server_at(self, place: ObjectLocation, object_id: str) -> EngineState:
         state = self._service.view.engine(place.rank[0])
-        if state is None or state.standing is not EngineStatus.LIVE:
+        if state is None or state.status is not EngineStatus.LIVE:
             raise ApiError(
                 503,
                 f"the server that has {object_id!r} does not answer at present",

@@ -252,8 +252,10 @@ class Relay:
             and len(self._request.body) <= self._service.config.large_body_bytes
             and self._service.backends.returns_ids(decision.target.key[0])
         ):
-            at = decision.roster.index[decision.target.key]
-            self._continuable = Continuable(path, self._request.body, int(decision.roster.max_context[at]))
+            at = decision.target_table.index[decision.target.key]
+            self._continuable = Continuable(
+                path, self._request.body, int(decision.target_table.max_context[at])
+            )
             self._begun = BegunAnswer(decision.target.engine.weights_digest)
         return self._continuable
 

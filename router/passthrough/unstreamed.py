@@ -92,5 +92,5 @@ class UnstreamedAnswers:
         """
         state = self._service.view.engine(key[0])
         return self._service.backends.is_silent(key[0]) or (
-            state is not None and state.standing is EngineStatus.DEAD
+            state is not None and state.status is EngineStatus.DEAD
         )

@@ -31,7 +31,7 @@ from router.scheduling.filters import QueuePrices, SaturationLimits
 _NEVER = 1e300
 """Price of a forbidden assignment. Finite, so that differences of prices are numbers."""
 
-_LEAST_SECONDS = 1e-12
+_MIN_SECONDS = 1e-12
 """Price of a token above 0, used if an engine declares that a token costs nothing."""
 _BOTH_UP_TO = 64
 """Larger batches are assigned by regret only."""
@@ -60,8 +60,8 @@ class BatchAssignment:
 
     load: int64 [AMOUNTS, targets] before any assignment. may: bool [requests, targets]. prefill, blocks:
     int64 [requests, targets], added by a request there. steps: int64 [requests]. seeds: per request, to break
-    ties as a decision does. most_requests: int64 [targets], capacity; most_prefill: float64 [targets], prompt
-    tokens beyond which a rank accepts no further request; most_blocks: float64 [targets], likewise.
+    ties as a decision does. max_requests: int64 [targets], capacity; max_prefill: float64 [targets], prompt
+    tokens beyond which a rank accepts no further request; max_blocks: float64 [targets], likewise.
     """
 
     load: IntArray
@@ -70,16 +70,16 @@ class BatchAssignment:
     blocks: NDArray[np.int64]
     steps: NDArray[np.int64]
     seeds: NDArray[np.int64]
-    most_requests: NDArray[np.int64]
-    most_prefill: NDArray[np.float64]
-    most_blocks: NDArray[np.float64]
+    max_requests: NDArray[np.int64]
+    max_prefill: NDArray[np.float64]
+    max_blocks: NDArray[np.float64]
 
     def full(self, load: IntArray, target: int | slice) -> NDArray[np.bool_]:
         """Return the targets that accept no further request under this load, bool [targets]."""
         return np.asarray(
-            (load[SEQUENCES, target] >= self.most_requests[target])
-            | (load[PREFILL, target] > self.most_prefill[target])
-            | (load[BLOCKS, target] > self.most_blocks[target])
+            (load[SEQUENCES, target] >= self.max_requests[target])
+            | (load[PREFILL, target] > self.max_prefill[target])
+            | (load[BLOCKS, target] > self.max_blocks[target])
         )
 
 
@@ -196,7 +196,7 @@ class LoadPrices:
 
     def __init__(
         self,
-        roster: TargetTable,
+        target_table: TargetTable,
         weights: Weights,
         load: IntArray,
         costs: FloatArray,
@@ -209,21 +209,21 @@ class LoadPrices:
         [requests, targets]; prompts, outputs: tokens, int64 [requests]; factors: float64 [2, targets], as in
         `cost.score`.
         """
-        self.engine = roster.engine
-        self._roster = roster
+        self.engine = target_table.engine
+        self._target_table = target_table
         self._terms = [
             (term, 1000.0 * weights.by_term[term.name])
             for term in COST_TERMS
             if term.by_load and weights.by_term[term.name]
         ]
         self._outputs = outputs
-        prefill, decode = np.ones((2, len(roster.targets))) if factors is None else factors
+        prefill, decode = np.ones((2, len(target_table.targets))) if factors is None else factors
         columns = (
-            roster.prefill_token_s * prefill,
-            roster.decode_sequence_s * decode,
-            roster.decode_block_s * decode,
-            roster.decode_token_block_s * decode,
-            roster.prefill_pair_s * prefill,
+            target_table.prefill_token_s * prefill,
+            target_table.decode_sequence_s * decode,
+            target_table.decode_block_s * decode,
+            target_table.decode_token_block_s * decode,
+            target_table.prefill_pair_s * prefill,
         )
         self._token_s, self._sequence_s, self._block_s, token_block_s, pair_s = (
             column[:, None] for column in columns
@@ -234,8 +234,10 @@ class LoadPrices:
                 own_seconds(self._sequence_s, token_block_s, prompts + outputs, outputs),
             ]
         )
-        self._together = None if roster.together is None else roster.together[:, None]
-        self._fixed = costs.T - self._by_load(slice(0, len(outputs)), slice(0, len(roster.targets)), load)
+        self._together = None if target_table.together is None else target_table.together[:, None]
+        self._fixed = costs.T - self._by_load(
+            slice(0, len(outputs)), slice(0, len(target_table.targets)), load
+        )
 
     def prices(self, requests: slice, targets: slice, load: IntArray) -> FloatArray:
         return np.asarray(self._fixed[targets, requests] + self._by_load(requests, targets, load))
@@ -253,7 +255,7 @@ class LoadPrices:
             outstanding,
         )
         work = RequestWork(
-            self._roster,
+            self._target_table,
             outstanding,
             added,
             outstanding + added,
@@ -273,7 +275,7 @@ class LoadPrices:
             return None
         if outstanding.shape[1] < len(self.engine):
             return np.asarray(outstanding.max(axis=1, keepdims=True))
-        return np.maximum.reduceat(outstanding, self._roster.first, axis=1).take(self.engine, axis=1)
+        return np.maximum.reduceat(outstanding, self._target_table.first, axis=1).take(self.engine, axis=1)
 
 
 def order_of(
@@ -299,9 +301,9 @@ def gathered(
     """Combine requests that were each decided alone at the same load, int64 [AMOUNTS, targets], over the same
     target table. factors: float64 [2, targets], as in `cost.score`; prices: as in `candidates`.
     """
-    roster = decisions[0].roster
-    prices = prices or QueuePrices.stated(roster)
-    shape = len(decisions), len(roster.targets)
+    target_table = decisions[0].target_table
+    prices = prices or QueuePrices.stated(target_table)
+    shape = len(decisions), len(target_table.targets)
     may, costs, uncached = np.zeros(shape, np.bool_), np.full(shape, _NEVER), np.ones(shape, np.int64)
     for at, decision in enumerate(decisions):
         may[at, decision.at], costs[at, decision.at], uncached[at, decision.at] = (
@@ -315,11 +317,13 @@ def gathered(
         load=load,
         may=may,
         prefill=uncached,
-        blocks=-(-(prompts + outputs)[:, None] // roster.block_size),
+        blocks=-(-(prompts + outputs)[:, None] // target_table.block_size),
         steps=outputs,
         seeds=np.array([decision.ask.seed for decision in decisions]),
-        most_requests=limits.most_requests(roster),
-        most_prefill=limits.queue_seconds / np.maximum(prices.token_s, _LEAST_SECONDS),
-        most_blocks=limits.blocks(roster),
+        max_requests=limits.max_requests(target_table),
+        max_prefill=limits.queue_seconds / np.maximum(prices.token_s, _MIN_SECONDS),
+        max_blocks=limits.blocks(target_table),
     )
-    return batch, LoadPrices(roster, decisions[0].weights, load, costs, uncached, prompts, outputs, factors)
+    return batch, LoadPrices(
+        target_table, decisions[0].weights, load, costs, uncached, prompts, outputs, factors
+    )

@@ -53,7 +53,7 @@ class RequestWork(msgspec.Struct, frozen=True, gc=False):
     the measured speeds.
     """
 
-    roster: TargetTable
+    target_table: TargetTable
     outstanding: FloatArray
     """[2, ...]: outstanding prefill of each rank, and what its sequences add to the request's steps"""
     added: FloatArray
@@ -108,18 +108,20 @@ def _experts(work: RequestWork) -> FloatArray | None:
     """Send each token, computed or emitted, to other ranks and nodes."""
     if work.expected is None:
         return None
-    roster, expected = work.roster, work.expected
+    target_table, expected = work.target_table, work.expected
     tokens = (work.uncached + work.output) * expected.gain
-    node_s = roster.dispatch_node_s if roster.far else None
-    return dispatch_seconds(roster.dispatch_s, node_s, tokens, expected.remote_ranks, expected.remote_nodes)
+    node_s = target_table.dispatch_node_s if target_table.far else None
+    return dispatch_seconds(
+        target_table.dispatch_s, node_s, tokens, expected.remote_ranks, expected.remote_nodes
+    )
 
 
 def _distinct(work: RequestWork) -> FloatArray | None:
     """Read experts for this request alone."""
-    if work.expected is None or not work.roster.reads:
+    if work.expected is None or not work.target_table.reads:
         return None
     tokens = work.expected.gain * work.output
-    return distinct_seconds(work.roster.expert_read_s, work.expected.added_experts, tokens)
+    return distinct_seconds(work.target_table.expert_read_s, work.expected.added_experts, tokens)
 
 
 def _lockstep(work: RequestWork) -> FloatArray | None:
@@ -185,13 +187,13 @@ class Scores(msgspec.Struct, frozen=True):
     """terms: float64 [TERMS, targets] in ms, weighted; total: float64 [targets], exactly their sum in the
     order of TERMS.
 
-    promised: float64 [targets], seconds of outstanding work of each rank: its queue, and the time added by
+    outstanding: float64 [targets], seconds of outstanding work of each rank: its queue, and the time added by
     its running sequences.
     """
 
     terms: NDArray[np.float64]
     total: NDArray[np.float64]
-    promised: NDArray[np.float64]
+    outstanding: NDArray[np.float64]
 
     def ms(self, term: str) -> FloatArray:
         """Return one term, float64 [targets]."""
@@ -199,7 +201,7 @@ class Scores(msgspec.Struct, frozen=True):
 
     def of(self, at: NDArray[np.intp]) -> "Scores":
         """Return the scores of some of the targets."""
-        return Scores(columns(self.terms, at), columns(self.total, at), columns(self.promised, at))
+        return Scores(columns(self.terms, at), columns(self.total, at), columns(self.outstanding, at))
 
 
 def uncached_tokens(
@@ -228,7 +230,7 @@ def outstanding_seconds(
 
 
 def score(
-    roster: TargetTable,
+    target_table: TargetTable,
     load: IntArray,
     uncached: NDArray[np.int64],
     prompt_tokens: int,
@@ -249,30 +251,38 @@ def score(
     tokens = uncached.astype(np.float64)
     outstanding, added = np.empty((2, targets)), np.empty((2, targets))
     outstanding_seconds(
-        roster.prefill_token_s,
-        roster.decode_sequence_s,
-        roster.decode_block_s,
+        target_table.prefill_token_s,
+        target_table.decode_sequence_s,
+        target_table.decode_block_s,
         load.astype(np.float64),
         output,
         outstanding,
     )
     added[PREFILL_SPEED] = prefill_seconds(
-        roster.prefill_token_s, roster.prefill_pair_s if roster.pairs else None, tokens, float(prompt_tokens)
+        target_table.prefill_token_s,
+        target_table.prefill_pair_s if target_table.pairs else None,
+        tokens,
+        float(prompt_tokens),
     )
     added[DECODE_SPEED] = own_seconds(
-        roster.decode_sequence_s, roster.decode_token_block_s, float(prompt_tokens + output_tokens), output
+        target_table.decode_sequence_s,
+        target_table.decode_token_block_s,
+        float(prompt_tokens + output_tokens),
+        output,
     )
-    steps = output * roster.step_s
+    steps = output * target_table.step_s
     if factors is not None:
         outstanding *= factors
         added *= factors
         steps *= factors[DECODE_SPEED]
     longest = None
-    if roster.together is not None:
-        longest = np.maximum.reduceat(outstanding.reshape(-1), roster.group_first).take(roster.group)
-    together = roster.together if roster.apart else None
+    if target_table.together is not None:
+        longest = np.maximum.reduceat(outstanding.reshape(-1), target_table.group_first).take(
+            target_table.group
+        )
+    together = target_table.together if target_table.apart else None
     work = RequestWork(
-        roster,
+        target_table,
         outstanding,
         added,
         outstanding + added,

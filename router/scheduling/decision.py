@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fleet.arrays import FloatArray, IntArray
 from fleet.signatures import ClusterModel
 from fleet.timing import dispatch_seconds
-from router.fleet_state.cluster_homes import at_home
+from router.fleet_state.cluster_homes import is_home
 from router.fleet_state.engine_state import Versions
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.target_table import Excluded, RankKey, Target, TargetTable, columns
@@ -46,15 +46,15 @@ from router.scheduling.policies import (
 )
 
 NOTHING = Supposed()
-Homecoming = Literal["reached", "passed", "unheeded", "none"]
+HomeOutcome = Literal["reached", "passed", "ignored", "none"]
 """Outcome of home placement. reached: a home was chosen; passed: that would have cost more than it saves;
-unheeded: the homes were ignored (`DecisionRecord.homes_note`); none: the request has no home.
+ignored: the homes were ignored (`DecisionRecord.homes_note`); none: the request has no home.
 """
 _COLUMN_BYTES = 8 * (3 + AMOUNTS + len(TERMS) + 2 + 1 + 4)
 """Bytes of one candidate: place, overlap and uncached tokens; load; terms; their sum and the outstanding
 work; score; four columns of the outlook.
 """
-_LEAST_GAIN = 1e-6
+_MIN_GAIN = 1e-6
 _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
 """Bytes of a decision, and of each candidate's entry in its columns."""
 
@@ -179,7 +179,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
 
     ask: Ask
-    roster: TargetTable
+    target_table: TargetTable
     at: NDArray[np.intp]
     overlap_blocks: NDArray[np.int64]
     uncached: NDArray[np.int64]
@@ -276,26 +276,26 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.ask.owner.salt if self.target.engine.capabilities.isolates_tenants else ""
 
     @property
-    def homecoming(self) -> Homecoming:
+    def home_outcome(self) -> HomeOutcome:
         """Outcome of home placement for this request."""
         if self.home is not None and self.home.at.any():
             return "reached" if self.home.at[self.chosen] else "passed"
         return (
-            "unheeded"
+            "ignored"
             if self.home is None and self.outlook is not None and self.outlook.home is not None
             else "none"
         )
 
     def name(self, candidate: int) -> str:
         """Return engine/rank of a candidate."""
-        return self.roster.targets[int(self.at[candidate])].name
+        return self.target_table.targets[int(self.at[candidate])].name
 
     def without(self, term: str) -> int:
         """Return the candidate that would have been chosen without a term (policy cost)."""
         total = np.add.reduce(np.delete(self.scores.terms, TERMS.index(term), axis=0), axis=0)
         home = None if term == "experts" else self.home
         return choose(
-            self.rules, total, self.unit, total, self.scores.promised, self.ask.seed, self.held, home
+            self.rules, total, self.unit, total, self.scores.outstanding, self.ask.seed, self.held, home
         ).chosen
 
     def if_gone(self) -> int | None:
@@ -313,7 +313,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             self.score[left],
             self.unit,
             self.scores.total[left],
-            self.scores.promised[left],
+            self.scores.outstanding[left],
             self.ask.seed,
             held,
             home,
@@ -352,7 +352,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             if_gone=None if gone is None else self.name(gone),
             supposed=None if self.ask.supposed == NOTHING else self.ask.supposed,
             session_rank=None if self.held is None else self.name(self.held),
-            home_ranks=[self.name(at) for at in self._at_home().nonzero()[0].tolist()],
+            home_ranks=[self.name(at) for at in self._home_mask().nonzero()[0].tolist()],
             homes_note=self._homes_note(),
             candidates=self._candidates(order[:most]),
             excluded=list(self.excluded),
@@ -372,7 +372,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             (None, None) if self.outlook is None else (self.outlook.forecast, self.outlook.versions)
         )
         return Epochs(
-            placement={target.engine.engine: target.epoch for target in self.roster.targets},
+            placement={target.engine.engine: target.epoch for target in self.target_table.targets},
             prices={} if versions is None else versions.prices,
             homes=(
                 {}
@@ -387,10 +387,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             view=self.view_version,
         )
 
-    def _at_home(self) -> NDArray[np.bool_]:
+    def _home_mask(self) -> NDArray[np.bool_]:
         """Return the homes of the request, applied or not, bool [candidates]."""
         lift = None if self.outlook is None else self.outlook.home
-        return np.zeros(len(self.at), np.bool_) if lift is None else at_home(lift)
+        return np.zeros(len(self.at), np.bool_) if lift is None else is_home(lift)
 
     def _homes_note(self) -> str | None:
         """Explain why a request's homes were ignored, or why it has none; None: they were applied."""
@@ -404,7 +404,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 else [f"{engine}'s wait for epoch {epoch}" for engine, (_, epoch) in versions.coming.items()]
             )
             return f"no cluster has a home{': ' if waits else ''}{', '.join(waits)}"
-        if not self.rules.steers:
+        if not self.rules.depends_on_experts:
             return (
                 f"ignored: the policy {self.rules.policy} with its weights does not depend on expert"
                 " placement"
@@ -449,7 +449,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         tokens: list[int],
         experts: "list[float] | tuple[None, ...]",
     ) -> Candidate:
-        target = self.roster.targets[int(self.at[at])]
+        target = self.target_table.targets[int(self.at[at])]
         remote_ranks, remote_nodes, local, added = experts
         priced = self.outlook is not None and bool(self.outlook.priced[at])
         return Candidate(
@@ -460,13 +460,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             terms_ms=Terms(**dict(zip(TERMS, self._known_terms(at, terms), strict=True))),
             speed=(
                 "stated"
-                if bool(self.roster.stated[self.at[at]])
+                if bool(self.target_table.stated[self.at[at]])
                 else "measured"
                 if self.is_measured(at)
                 else "not measured"
             ),
             overlap_blocks=tokens[0],
-            overlap_approximate=bool(self.roster.approximate[self.at[at]]),
+            overlap_approximate=bool(self.target_table.approximate[self.at[at]]),
             uncached_tokens=tokens[1],
             load=PromisedLoad(
                 prefill_tokens=load[PREFILL], requests=load[SEQUENCES], blocks=load[BLOCKS], steps=load[STEPS]
@@ -483,7 +483,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def _note(self, at: int) -> str | None:
         """Explain a missing expert term: reasons of the engine, or no useful prediction."""
-        note = self.roster.targets[int(self.at[at])].note
+        note = self.target_table.targets[int(self.at[at])].note
         if note is not None:
             return note
         if self.outlook is None:
@@ -495,7 +495,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 def decide(
     ask: Ask,
-    roster: TargetTable,
+    target_table: TargetTable,
     found: Candidates,
     overlap_blocks: NDArray[np.int64],
     conditions: Conditions,
@@ -510,14 +510,14 @@ def decide(
     at = found.at
     if not len(at):
         raise ValueError(
-            f"decision {ask.decision_id}: no candidate among {len(roster.targets)} ranks of the model"
+            f"decision {ask.decision_id}: no candidate among {len(target_table.targets)} ranks of the model"
             f" {ask.model!r}"
         )
     load = conditions.load
-    uncached = uncached_tokens(ask.prompt_tokens, overlap_blocks, roster.block_size)
+    uncached = uncached_tokens(ask.prompt_tokens, overlap_blocks, target_table.block_size)
     expected = None if outlook is None else outlook.expected
     scores = score(
-        roster,
+        target_table,
         load,
         uncached,
         ask.prompt_tokens,
@@ -533,12 +533,16 @@ def decide(
     measured = None if conditions.measured is None else columns(conditions.measured, at)
     remote = outlook.remote_share if outlook is not None and rules.policy == "classic" else None
     by, unit = scored(rules, CandidateFacts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
-    held = None if conditions.held is None else _place(conditions.held, roster, at)
-    home = None if outlook is None else _home(outlook, rules, scores, roster, at, uncached, ask.output_tokens)
-    choice = choose(rules, by, unit, scores.total, scores.promised, ask.seed, held, home)
+    held = None if conditions.held is None else _place(conditions.held, target_table, at)
+    home = (
+        None
+        if outlook is None
+        else _home(outlook, rules, scores, target_table, at, uncached, ask.output_tokens)
+    )
+    choice = choose(rules, by, unit, scores.total, scores.outstanding, ask.seed, held, home)
     return Decision(
         ask=ask,
-        roster=roster,
+        target_table=target_table,
         at=at,
         overlap_blocks=overlap_blocks,
         uncached=uncached,
@@ -554,7 +558,7 @@ def decide(
         view_version=view_version,
         outlook=outlook,
         home=home,
-        target=roster.targets[int(at[choice.chosen])],
+        target=target_table.targets[int(at[choice.chosen])],
         measured=measured,
     )
 
@@ -563,7 +567,7 @@ def _home(
     outlook: Outlook,
     rules: PolicyRules,
     scores: Scores,
-    roster: TargetTable,
+    target_table: TargetTable,
     at: NDArray[np.intp],
     uncached: NDArray[np.int64],
     output_tokens: int,
@@ -576,29 +580,29 @@ def _home(
     Columns are those of the candidates `at`. Once prediction has earned a gain, the expert term gives the
     cost of sending the tokens.
     """
-    if outlook.home is None or not rules.steers:
+    if outlook.home is None or not rules.depends_on_experts:
         return None
     sure, gain = outlook.forecast.confidence, outlook.forecast.gain
     if sure < rules.home_confidence:
         return None
     if rules.policy != "cost" or not np.logical_and.reduce(outlook.priced):
-        return HomeRanks(at_home(outlook.home), None)
-    if gain > _LEAST_GAIN:
-        return HomeRanks(at_home(outlook.home), scores.ms("experts") * (-sure / gain))
-    node_s = roster.dispatch_node_s[at] if roster.far else None
+        return HomeRanks(is_home(outlook.home), None)
+    if gain > _MIN_GAIN:
+        return HomeRanks(is_home(outlook.home), scores.ms("experts") * (-sure / gain))
+    node_s = target_table.dispatch_node_s[at] if target_table.far else None
     costs = dispatch_seconds(
-        roster.dispatch_s[at],
+        target_table.dispatch_s[at],
         node_s,
         uncached + np.float64(output_tokens),
         outlook.remote_ranks,
         outlook.remote_nodes,
     )
-    return HomeRanks(at_home(outlook.home), costs * (-1000.0 * sure * rules.weights.by_term["experts"]))
+    return HomeRanks(is_home(outlook.home), costs * (-1000.0 * sure * rules.weights.by_term["experts"]))
 
 
-def _place(key: RankKey, roster: TargetTable, at: NDArray[np.intp]) -> int | None:
+def _place(key: RankKey, target_table: TargetTable, at: NDArray[np.intp]) -> int | None:
     """Return the index of a rank among the candidates `at` (ascending), or None."""
-    target = roster.index.get(key)
+    target = target_table.index.get(key)
     if target is None:
         return None
     place = int(at.searchsorted(target))

@@ -86,7 +86,7 @@ class ExternalReservations:
     def hold(self, decision_id: str, booking: Booking, now: float, tenant: str = "") -> None:
         self._held[decision_id] = _Held(booking, now + self.seconds, tenant)
 
-    def heard(self, decision_id: str, now: float, tenant: str | None = None) -> Booking | None:
+    def renew(self, decision_id: str, now: float, tenant: str | None = None) -> Booking | None:
         """Renew a reservation for the full time. Return None if it is unknown or over."""
         held = self._held.get(decision_id)
         if held is None or not held.visible_to(tenant):

@@ -14,9 +14,9 @@ from fleet.timing import queue_seconds
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES
 from router.fleet_state.target_table import Excluded, RankKey, TargetTable
 
-NOBODY: Mapping[RankKey, str] = MappingProxyType({})
+NONE_EXCLUDED: Mapping[RankKey, str] = MappingProxyType({})
 FAILED = "this request failed there before"
-SAID_BUSY = "saturated: it reported so a moment ago"
+REPORTED_BUSY = "saturated: it reported so a moment ago"
 
 
 class SaturationLimits(NamedTuple):
@@ -28,18 +28,18 @@ class SaturationLimits(NamedTuple):
     kv_share: float = 1.0
     """share of its KV blocks; 1: no limit"""
 
-    def most_requests(self, roster: TargetTable) -> NDArray[np.int64]:
+    def max_requests(self, target_table: TargetTable) -> NDArray[np.int64]:
         """Return the number of requests at which each rank is saturated, int64 [targets]."""
-        return np.minimum(roster.max_requests, self.requests)
+        return np.minimum(target_table.max_requests, self.requests)
 
-    def blocks(self, roster: TargetTable) -> NDArray[np.float64]:
+    def blocks(self, target_table: TargetTable) -> NDArray[np.float64]:
         """Return the number of held KV blocks beyond which each rank is saturated, float64 [targets]; inf: no
         limit.
         """
         return (
-            np.full(len(roster.targets), np.inf)
+            np.full(len(target_table.targets), np.inf)
             if self.kv_share >= 1
-            else np.asarray(self.kv_share * roster.kv_blocks)
+            else np.asarray(self.kv_share * target_table.kv_blocks)
         )
 
 
@@ -56,9 +56,9 @@ class QueuePrices(NamedTuple):
         return cls(token_s, float(token_s.max(initial=0.0)))
 
     @classmethod
-    def stated(cls, roster: TargetTable) -> "QueuePrices":
+    def stated(cls, target_table: TargetTable) -> "QueuePrices":
         """Return the prices declared by the engines."""
-        return cls.of(np.where(roster.stated, roster.prefill_token_s, 0.0))
+        return cls.of(np.where(target_table.stated, target_table.prefill_token_s, 0.0))
 
 
 class ExclusionReasons(Sequence[Excluded]):
@@ -66,12 +66,12 @@ class ExclusionReasons(Sequence[Excluded]):
     ranks.
     """
 
-    def __init__(self, tell: Callable[[], tuple[Excluded, ...]]) -> None:
-        self._render: Callable[[], tuple[Excluded, ...]] | None = tell
+    def __init__(self, render: Callable[[], tuple[Excluded, ...]]) -> None:
+        self._render: Callable[[], tuple[Excluded, ...]] | None = render
         self._rendered: tuple[Excluded, ...] = ()
 
     @property
-    def told(self) -> tuple[Excluded, ...]:
+    def rendered(self) -> tuple[Excluded, ...]:
         if self._render is not None:
             self._rendered, self._render = self._render(), None
         return self._rendered
@@ -81,10 +81,10 @@ class ExclusionReasons(Sequence[Excluded]):
     @overload
     def __getitem__(self, at: slice) -> Sequence[Excluded]: ...
     def __getitem__(self, at: int | slice) -> Excluded | Sequence[Excluded]:
-        return self.told[at]
+        return self.rendered[at]
 
     def __len__(self) -> int:
-        return len(self.told)
+        return len(self.rendered)
 
 
 class Candidates(msgspec.Struct, frozen=True):
@@ -101,46 +101,49 @@ class Candidates(msgspec.Struct, frozen=True):
 
 
 def candidates(
-    roster: TargetTable,
+    target_table: TargetTable,
     load: IntArray,
     needed_context: int,
     limits: SaturationLimits,
     avoid: frozenset[RankKey] = frozenset(),
-    barred: Mapping[RankKey, str] = NOBODY,
-    said_busy: frozenset[RankKey] = frozenset(),
+    exclusions: Mapping[RankKey, str] = NONE_EXCLUDED,
+    reported_busy: frozenset[RankKey] = frozenset(),
     prices: QueuePrices | None = None,
 ) -> Candidates:
     """Leave out ranks with too small a context (tokens), saturated ranks (including those that reported so),
-    the ranks to `avoid` because this request failed there, and the `barred` ranks with their reasons.
+    the ranks to `avoid` because this request failed there, and the ranks in `exclusions`, with reasons.
 
     load: int64 [AMOUNTS, targets]. prices None: as declared by the engines.
     """
-    prices = prices or QueuePrices.stated(roster)
+    prices = prices or QueuePrices.stated(target_table)
     if (
         not avoid
-        and not barred
-        and not said_busy
-        and needed_context <= roster.smallest_context
-        and _none_saturated(roster, load, limits, prices)
+        and not exclusions
+        and not reported_busy
+        and needed_context <= target_table.smallest_context
+        and _none_saturated(target_table, load, limits, prices)
     ):
-        return Candidates(roster.all_at, roster.excluded, False, 0.0)
-    small, busy = roster.max_context < needed_context, saturated(roster, load, limits, said_busy, prices)
+        return Candidates(target_table.all_at, target_table.excluded, False, 0.0)
+    small, busy = (
+        target_table.max_context < needed_context,
+        saturated(target_table, load, limits, reported_busy, prices),
+    )
     failed = np.zeros(len(small), np.bool_)
-    failed[[roster.index[key] for key in {*barred, *avoid} if key in roster.index]] = True
+    failed[[target_table.index[key] for key in {*exclusions, *avoid} if key in target_table.index]] = True
     out = small | busy | failed
     only_busy = busy & ~small & ~failed
-    excluded: Sequence[Excluded] = roster.excluded
+    excluded: Sequence[Excluded] = target_table.excluded
     if out.any():
         excluded = ExclusionReasons(
             partial(
                 _exclusions,
-                roster,
+                target_table,
                 load,
                 needed_context,
                 limits,
                 avoid,
-                barred,
-                said_busy,
+                exclusions,
+                reported_busy,
                 np.flatnonzero(out),
             )
         )
@@ -149,75 +152,75 @@ def candidates(
 
 
 def saturated(
-    roster: TargetTable,
+    target_table: TargetTable,
     load: IntArray,
     limits: SaturationLimits,
-    said_busy: frozenset[RankKey] = frozenset(),
+    reported_busy: frozenset[RankKey] = frozenset(),
     prices: QueuePrices | None = None,
 ) -> NDArray[np.bool_]:
     """Return the ranks that accept no further request, bool [targets]. Arguments as in `candidates`."""
-    prices = prices or QueuePrices.stated(roster)
+    prices = prices or QueuePrices.stated(target_table)
     queue = queue_seconds(prices.token_s, load[PREFILL])
     busy: NDArray[np.bool_] = (
-        (load[SEQUENCES] >= limits.most_requests(roster))
+        (load[SEQUENCES] >= limits.max_requests(target_table))
         | (queue > limits.queue_seconds)
-        | (load[BLOCKS] > limits.blocks(roster))
+        | (load[BLOCKS] > limits.blocks(target_table))
     )
-    busy[[roster.index[key] for key in said_busy if key in roster.index]] = True
+    busy[[target_table.index[key] for key in reported_busy if key in target_table.index]] = True
     return busy
 
 
 def _none_saturated(
-    roster: TargetTable, load: IntArray, limits: SaturationLimits, prices: QueuePrices
+    target_table: TargetTable, load: IntArray, limits: SaturationLimits, prices: QueuePrices
 ) -> bool:
     """Recognise the usual case, no saturated rank, by maxima. May return False although no rank is
     saturated."""
-    if not len(roster.targets):
+    if not len(target_table.targets):
         return True
     most: list[int] = np.maximum.reduce(load, axis=1).tolist()
     return (
         most[SEQUENCES] < limits.requests
-        and most[SEQUENCES] < roster.fewest_requests
+        and most[SEQUENCES] < target_table.min_requests
         and most[PREFILL] * prices.highest <= limits.queue_seconds
-        and (limits.kv_share >= 1 or most[BLOCKS] <= limits.kv_share * roster.fewest_kv_blocks)
+        and (limits.kv_share >= 1 or most[BLOCKS] <= limits.kv_share * target_table.min_kv_blocks)
     )
 
 
 def _exclusions(
-    roster: TargetTable,
+    target_table: TargetTable,
     load: IntArray,
     needed_context: int,
     limits: SaturationLimits,
     avoid: frozenset[RankKey],
-    barred: Mapping[RankKey, str],
-    said_busy: frozenset[RankKey],
+    exclusions: Mapping[RankKey, str],
+    reported_busy: frozenset[RankKey],
     out: NDArray[np.intp],
 ) -> tuple[Excluded, ...]:
     """Return the exclusions of the target table, and those of the targets `out`."""
-    found = list(roster.excluded)
+    found = list(target_table.excluded)
     for at in out.tolist():
-        target = roster.targets[at]
-        if target.key in barred or target.key in avoid:
-            reason = barred.get(target.key, FAILED)
-        elif target.key in said_busy:
-            reason = SAID_BUSY
+        target = target_table.targets[at]
+        if target.key in exclusions or target.key in avoid:
+            reason = exclusions.get(target.key, FAILED)
+        elif target.key in reported_busy:
+            reason = REPORTED_BUSY
         else:
-            reason = _reason(roster, load, needed_context, limits, at)
+            reason = _reason(target_table, load, needed_context, limits, at)
         found.append(Excluded(target.engine.engine, target.rank, reason))
     return tuple(found)
 
 
 def _reason(
-    roster: TargetTable, load: IntArray, needed_context: int, limits: SaturationLimits, at: int
+    target_table: TargetTable, load: IntArray, needed_context: int, limits: SaturationLimits, at: int
 ) -> str:
-    if roster.max_context[at] < needed_context:
-        return f"its context of {roster.max_context[at]} tokens is too small for {needed_context}"
-    most = min(limits.requests, int(roster.max_requests[at]))
+    if target_table.max_context[at] < needed_context:
+        return f"its context of {target_table.max_context[at]} tokens is too small for {needed_context}"
+    most = min(limits.requests, int(target_table.max_requests[at]))
     if load[SEQUENCES, at] >= most:
         return f"saturated: {load[SEQUENCES, at]} requests of at most {most}"
-    if load[BLOCKS, at] > limits.blocks(roster)[at]:
+    if load[BLOCKS, at] > limits.blocks(target_table)[at]:
         return (
-            f"saturated: {load[BLOCKS, at]} of {roster.kv_blocks[at]:.0f} KV blocks are held by requests,"
-            f" more than a share of {limits.kv_share:g}"
+            f"saturated: {load[BLOCKS, at]} of {target_table.kv_blocks[at]:.0f} KV blocks are held by"
+            f" requests, more than a share of {limits.kv_share:g}"
         )
     return f"saturated: {load[PREFILL, at]} prompt tokens wait, more than {limits.queue_seconds:g} s of work"

@@ -51,7 +51,7 @@ class PolicyRules:
     """requests predicted with less confidence are not sent to their homes"""
 
     @property
-    def steers(self) -> bool:
+    def depends_on_experts(self) -> bool:
         """True if expert placement affects these rules. If not, homes do not count either."""
         return (
             self.weights.by_term["experts"] > 0
@@ -144,7 +144,7 @@ def scored(rules: PolicyRules, facts: CandidateFacts) -> tuple[FloatArray, Unit]
         case "kv":
             return _kv(facts), "1"
         case "least_loaded":
-            return 1000.0 * facts.scores.promised, "ms"
+            return 1000.0 * facts.scores.outstanding, "ms"
         case "round_robin":
             return _round_robin(facts), "1"
 
@@ -154,7 +154,7 @@ def choose(
     score: FloatArray,
     unit: Unit,
     total: FloatArray,
-    promised: FloatArray,
+    outstanding: FloatArray,
     seed: int,
     held: int | None,
     home: HomeRanks | None = None,
@@ -162,7 +162,7 @@ def choose(
     """Pick a candidate by its score [candidates].
 
     total: predicted ms, by which a session decides to stay at `held`, its last rank, under any policy. home
-    None: there is none, or homes do not count. promised: seconds of outstanding work. Homes worth choosing
+    None: there is none, or homes do not count. outstanding: seconds of outstanding work. Homes worth choosing
     (`HomeRanks.near`) come first, then the lowest score. Ties (beside an engine's slowest rank, all ranks
     cost the same) go to the least outstanding work, then to the seed, a random u32. With a temperature
     (policies in ms only) a rank whose score is higher by d is drawn with exp(-d / temperature_ms) times the
@@ -185,15 +185,15 @@ def choose(
     if len(among) == 1:
         at = int(among[0])
         return PolicyChoice(at, len(best), "cheapest" if len(best) == 1 and at == cheapest else "home")
-    work = promised[among]
-    least = among[work == work[work.argmin()]]
+    work = outstanding[among]
+    smallest = among[work == work[work.argmin()]]
     alike = among is best or (len(among) == len(best) and bool((among == best).all()))
-    return PolicyChoice(int(least[seed % len(least)]), len(best), "tie" if alike else "home")
+    return PolicyChoice(int(smallest[seed % len(smallest)]), len(best), "tie" if alike else "home")
 
 
 def _classic(rules: PolicyRules, facts: CandidateFacts) -> FloatArray:
     score = rules.alpha * facts.uncached / facts.prompt_tokens + rules.gamma * _relative(
-        facts.scores.promised
+        facts.scores.outstanding
     )
     return score if facts.remote_share is None else np.asarray(score + rules.beta * facts.remote_share)
 
@@ -202,7 +202,9 @@ def _kv(facts: CandidateFacts) -> FloatArray:
     """Return the uncached share of the prompt. Relative load counts less than half a token and so only breaks
     ties.
     """
-    return np.asarray((facts.uncached + 0.5 * _relative(facts.scores.promised)) / max(facts.prompt_tokens, 1))
+    return np.asarray(
+        (facts.uncached + 0.5 * _relative(facts.scores.outstanding)) / max(facts.prompt_tokens, 1)
+    )
 
 
 def _round_robin(facts: CandidateFacts) -> FloatArray:
@@ -210,10 +212,10 @@ def _round_robin(facts: CandidateFacts) -> FloatArray:
     return np.asarray((np.arange(len(facts.uncached)) - facts.turn) % len(facts.uncached), np.float64)
 
 
-def _relative(promised: FloatArray) -> FloatArray:
+def _relative(outstanding: FloatArray) -> FloatArray:
     """Return the work relative to the most loaded candidate, 0..1."""
-    most = promised.max()
-    return promised / most if most > 0 else np.zeros(len(promised))
+    largest = outstanding.max()
+    return outstanding / largest if largest > 0 else np.zeros(len(outstanding))
 
 
 def _drawn(above: FloatArray, temperature_ms: float, seed: int) -> int:

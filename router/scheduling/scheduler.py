@@ -5,7 +5,7 @@ State: the view, the reservations, the two prefix indices, the ranks' health, an
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import ref
 
 import msgspec
@@ -44,7 +44,7 @@ from router.scheduling.filters import Candidates, SaturationLimits, candidates, 
 from router.scheduling.policies import PolicyRules
 from router.scheduling.session_affinity import SessionAffinity
 from router.scheduling.target_speeds import TargetSpeeds
-from router.scheduling.what_if import barred as supposed_gone
+from router.scheduling.what_if import gone_ranks
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
@@ -83,8 +83,8 @@ class Attempt(msgspec.Struct, frozen=True):
 
 FIRST_TRY = Attempt()
 _ELSEWHERE = "what this request refers to is on another server"
-NOBODY_BUSY: frozenset[RankKey] = frozenset()
-_NOBODY_TO_AVOID = (NOBODY_BUSY,)
+NONE_BUSY: frozenset[RankKey] = frozenset()
+_NONE_TO_AVOID = (NONE_BUSY,)
 READS_ONLY = "it serves only the fields that Roost reads, but the request has others"
 BUSY_SECONDS = 0.25
 """Time for which a rank that reports to be busy gets no requests."""
@@ -156,12 +156,12 @@ class Scheduler(BookingObserver):
         come."""
         return -(-self._config.expected_output_tokens // 2)
 
-    def roster(self, model: str) -> TargetTable:
+    def target_table(self, model: str) -> TargetTable:
         """Return the ranks that may serve a model. ApiError 404 for an unknown model; Saturated (503) when
         none of its ranks is live.
         """
-        roster = self.view.roster(model)
-        if not roster.targets:
+        target_table = self.view.target_table(model)
+        if not target_table.targets:
             known = self.view.models(live=False)
             if not known:
                 raise ApiError(503, "no engine has joined yet", code="no_engine", retry_after=2.0)
@@ -172,7 +172,13 @@ class Scheduler(BookingObserver):
                 )
                 raise ApiError(404, message, code="model_not_found", param="model")
             reasons = "; ".join(
-                sorted({out.reason for out in roster.excluded if not out.reason.startswith("serves another")})
+                sorted(
+                    {
+                        out.reason
+                        for out in target_table.excluded
+                        if not out.reason.startswith("serves another")
+                    }
+                )
             )
             raise Saturated(
                 503,
@@ -180,7 +186,7 @@ class Scheduler(BookingObserver):
                 code="no_engine",
                 retry_after=2.0,
             )
-        return roster
+        return target_table
 
     def decide(
         self,
@@ -194,16 +200,16 @@ class Scheduler(BookingObserver):
         """Choose a rank. `lap` is called after each part. ApiError 404, 503 (no live engine, or all failed
         this request) or 429 (all saturated), the last two with Retry-After.
         """
-        roster = self.roster(need.model)
-        if roster.tokenizer != need.tokenizer:
+        target_table = self.target_table(need.model)
+        if target_table.tokenizer != need.tokenizer:
             raise ApiError(
                 503,
                 "the remaining engines use another tokenizer; send the request again",
                 code="upstream_failed",
                 retry_after=1.0,
             )
-        load = self.reservations.load(roster.rows, now)
-        found = self._candidates(roster, load, need, attempt, now)
+        load = self.reservations.load(target_table.rows, now)
+        found = self._candidates(target_table, load, need, attempt, now)
         if lap is not None:
             lap("filter")
         ask = Ask(
@@ -220,24 +226,24 @@ class Scheduler(BookingObserver):
             supposed=need.supposed,
             owner=need.owner,
         )
-        overlap = self.kv.block_index.overlap(roster, need.prompt)
+        overlap = self.kv.block_index.overlap(target_table, need.prompt)
         if lap is not None:
             lap("overlap")
-        outlook = self._outlook(roster, need, overlap)
+        outlook = self._outlook(target_table, need, overlap)
         if lap is not None:
             lap("predict")
-        known = self.speeds.known(roster)
+        known = self.speeds.known(target_table)
         held = self._affinity.rank(need.keys.session, now)
         conditions = Conditions(
             load,
-            self.view.handovers(roster),
+            self.view.handovers(target_table),
             known.factors,
             held,
             self._turns.get(need.model, 0),
             known.measured,
         )
         rules = self._rules_for(need.supposed)
-        decision = decide(ask, roster, found, overlap, conditions, rules, self.view.version, outlook)
+        decision = decide(ask, target_table, found, overlap, conditions, rules, self.view.version, outlook)
         if lap is not None:
             lap("score")
         return decision
@@ -246,17 +252,20 @@ class Scheduler(BookingObserver):
         """Return an upper bound on the further requests that the model's ranks accept before all are
         saturated; None: no rank is live.
         """
-        roster = self.view.roster(model)
-        if not roster.targets:
+        target_table = self.view.target_table(model)
+        if not target_table.targets:
             return None
-        load, exclusions = self.reservations.load(roster.rows, now), self.health.exclusions(roster, now)
-        full = saturated(
-            roster, load, self._limits, self._reported_busy(now), self.speeds.known(roster).queue
+        load, exclusions = (
+            self.reservations.load(target_table.rows, now),
+            self.health.exclusions(target_table, now),
         )
-        free = np.where(full, 0, self._limits.most_requests(roster) - load[SEQUENCES])
-        for barred in (exclusions.every, exclusions.hard):
+        full = saturated(
+            target_table, load, self._limits, self._reported_busy(now), self.speeds.known(target_table).queue
+        )
+        free = np.where(full, 0, self._limits.max_requests(target_table) - load[SEQUENCES])
+        for excluded in (exclusions.every, exclusions.hard):
             allowed = np.ones(len(free), np.bool_)
-            allowed[[roster.index[key] for key in barred if key in roster.index]] = False
+            allowed[[target_table.index[key] for key in excluded if key in target_table.index]] = False
             if allowed.any():
                 return int(free[allowed].sum())
         return 0
@@ -265,12 +274,16 @@ class Scheduler(BookingObserver):
         """Return the order in which to decide anew for requests that get their places together, given the
         decision for each alone. Requests without a place in this order are left out.
         """
-        roster = self.view.roster(decisions[0].ask.model)
-        if len(decisions) < 2 or any(decision.roster is not roster for decision in decisions):
+        target_table = self.view.target_table(decisions[0].ask.model)
+        if len(decisions) < 2 or any(decision.target_table is not target_table for decision in decisions):
             return list(range(len(decisions)))
-        known = self.speeds.known(roster)
+        known = self.speeds.known(target_table)
         return order_of(
-            decisions, self.reservations.load(roster.rows, now), self._limits, known.factors, known.queue
+            decisions,
+            self.reservations.load(target_table.rows, now),
+            self._limits,
+            known.factors,
+            known.queue,
         )
 
     def book(
@@ -290,7 +303,7 @@ class Scheduler(BookingObserver):
             )
         self._keep(decision)
         self._turns[ask.model] = self._turns.get(ask.model, 0) + 1
-        self._affinity.went(ask.keys.session, target.key, now)
+        self._affinity.record_route(ask.keys.session, target.key, now)
         amounts = int(decision.uncached[decision.choice.chosen]), 1, blocks, ask.output_tokens
         booking = self.reservations.book(target.key, amounts, now, external=external)
         self.health.began(booking, target.key, _first_token_seconds(decision) if timed else None, now)
@@ -314,25 +327,25 @@ class Scheduler(BookingObserver):
         """Update outlier ejection for every group of ranks. Return the excluded ranks, as (model, worker_id,
         rank), with the kind of exclusion.
         """
-        rosters = [self.view.roster(model) for model in self.view.models(live=True)]
+        target_tables = [self.view.target_table(model) for model in self.view.models(live=True)]
         groups = dict.fromkeys(
-            tuple(target.key for target in roster.targets) for roster in rosters
+            tuple(target.key for target in target_table.targets) for target_table in target_tables
         )  # models served by the same ranks are one group
         self.health.eject_outliers(list(groups), now)
         return {
-            (roster.model, *key): kind.value
-            for roster in rosters
-            for key, kind in self.health.exclusions(roster, now).kinds.items()
+            (target_table.model, *key): kind.value
+            for target_table in target_tables
+            for key, kind in self.health.exclusions(target_table, now).kinds.items()
         }
 
-    def went(self, rank: RankKey, session: int, prefix: Sequence[int], now: float) -> None:
+    def record_route(self, rank: RankKey, session: int, prefix: Sequence[int], now: float) -> None:
         """Record a request that another router sent to a rank. session: 0 for none. prefix: the first blocks
         of its prompt; empty if KV events will report them.
         """
         state = self.view.engine(rank[0])
         if prefix and state is not None and not state.joined.capabilities.kv_events:
             self.prefixes.routed(rank, prefix, state.joined.kv_blocks or None)
-        self._affinity.went(session, rank, now)
+        self._affinity.record_route(session, rank, now)
 
     def kept(self, decision_id: str) -> Decision | None:
         """Return a booked decision if it is among the recent ones."""
@@ -363,7 +376,7 @@ class Scheduler(BookingObserver):
         self.speeds.forget_worker(worker_id)
         self._busy_until = {key: until for key, until in self._busy_until.items() if key[0] != worker_id}
 
-    def said_busy(self, rank: RankKey, now: float) -> None:
+    def reported_busy(self, rank: RankKey, now: float) -> None:
         """Mark a rank as saturated for a moment after it refused a request as busy, regardless of its known
         load.
         """
@@ -371,24 +384,58 @@ class Scheduler(BookingObserver):
 
     def _reported_busy(self, now: float) -> frozenset[RankKey]:
         if not self._busy_until:
-            return NOBODY_BUSY
+            return NONE_BUSY
         self._busy_until = {key: until for key, until in self._busy_until.items() if until > now}
         return frozenset(self._busy_until)
 
     def _candidates(
-        self, roster: TargetTable, load: NDArray[np.int64], need: RoutingRequest, attempt: Attempt, now: float
+        self,
+        target_table: TargetTable,
+        load: NDArray[np.int64],
+        need: RoutingRequest,
+        attempt: Attempt,
+        now: float,
     ) -> Candidates:
         """Return the candidates. Breakers and ejections are ignored if no other rank is left; drains never
         are.
         """
-        exclusions = self.health.exclusions(roster, now)
-        if need.supposed.gone:
-            exclusions = exclusions.beside(supposed_gone(need.supposed.gone, roster))
-        others: dict[RankKey, str] = {}
-        if need.begun is not None and (others := other_weights(need.begun, roster)):
+        exclusions = self._exclusions(target_table, need, now)
+        others = {} if need.begun is None else other_weights(need.begun, target_table)
+        if others:
             exclusions = exclusions.beside(others)
+        avoided: Sequence[frozenset[RankKey]] = _NONE_TO_AVOID
+        if attempt.failures:
+            failed = [failure for failure in attempt.failures if failure[1] is not AttemptFailure.BUSY]
+            avoided = to_avoid(failed, target_table)
+        reported_busy, prices = self._reported_busy(now), self.speeds.known(target_table).queue
+        busy: Candidates | None = None
+        some_soft = len(exclusions.every) > len(exclusions.hard)
+        for excluded in (exclusions.every, exclusions.hard) if some_soft else (exclusions.every,):
+            for avoid in avoided:
+                found = candidates(
+                    target_table, load, need.context, self._limits, avoid, excluded, reported_busy, prices
+                )
+                if len(found.at) and excluded is exclusions.every:
+                    return found
+                if len(found.at):
+                    return msgspec.structs.replace(found, ignored=_ignored(target_table, exclusions))
+                busy = found if found.busy else busy
+            if busy is not None:
+                raise Saturated(
+                    429,
+                    "every rank that serves this model is saturated; try again later",
+                    code="saturated",
+                    retry_after=max(1.0, busy.wait_seconds),
+                )
+        raise _no_candidate(target_table, need.model, attempt, exclusions, others)
+
+    def _exclusions(self, target_table: TargetTable, need: RoutingRequest, now: float) -> Exclusions:
+        """Return the ranks that must not serve a request, for reasons of their own or of the request."""
+        exclusions = self.health.exclusions(target_table, now)
+        if need.supposed.gone:
+            exclusions = exclusions.beside(gone_ranks(need.supposed.gone, target_table))
         if need.only is not None:
-            if need.only not in roster.index:
+            if need.only not in target_table.index:
                 raise ApiError(
                     503,
                     "the server that stores the objects of this request does not answer at present",
@@ -396,69 +443,17 @@ class Scheduler(BookingObserver):
                     retry_after=2.0,
                 )
             exclusions = exclusions.beside(
-                {target.key: _ELSEWHERE for target in roster.targets if target.key != need.only}
+                {target.key: _ELSEWHERE for target in target_table.targets if target.key != need.only}
             )
         if need.passes_fields:
-            plain = [target.key for target in roster.targets if not target.engine.capabilities.passes_fields]
+            plain = [
+                target.key for target in target_table.targets if not target.engine.capabilities.passes_fields
+            ]
             exclusions = exclusions.beside(dict.fromkeys(plain, READS_ONLY))
-        said_busy, prices = self._reported_busy(now), self.speeds.known(roster).queue
-        avoided = (
-            to_avoid(
-                [failure for failure in attempt.failures if failure[1] is not AttemptFailure.BUSY], roster
-            )
-            if attempt.failures
-            else _NOBODY_TO_AVOID
-        )
-        busy: Candidates | None = None
-        for barred in (
-            (exclusions.every, exclusions.hard)
-            if len(exclusions.every) > len(exclusions.hard)
-            else (exclusions.every,)
-        ):
-            for avoid in avoided:
-                found = candidates(roster, load, need.context, self._limits, avoid, barred, said_busy, prices)
-                if len(found.at):
-                    return (
-                        found
-                        if barred is exclusions.every
-                        else msgspec.structs.replace(found, ignored=_ignored(roster, exclusions))
-                    )
-                busy = found if found.busy else busy
-            if busy is not None:
-                break
-        if busy is not None:
-            wait = max(1.0, busy.wait_seconds)
-            raise Saturated(
-                429,
-                "every rank that serves this model is saturated; try again later",
-                code="saturated",
-                retry_after=wait,
-            )
-        if others:
-            at = roster.index[next(iter(others))]
-            reason = f"{roster.targets[at].name}: {next(iter(others.values()))}"
-            message = (
-                f"the answer broke off and cannot be continued: no rank with its weights is left ({reason})"
-            )
-            raise ApiError(503, message, code="weights_changed", retry_after=1.0)
-        if attempt.failures:
-            message = (
-                "every rank that serves this model failed this request, the last with"
-                f" {attempt.failures[-1][1].value}"
-            )
-            raise ApiError(503, message, code="upstream_failed", retry_after=2.0)
-        if len(exclusions.hard) == len(roster.targets):
-            message = (
-                f"every rank that serves the model {need.model!r} is draining; undo it with: roost drain"
-                " ENGINE --undo"
-            )
-            raise ApiError(503, message, code="draining", retry_after=5.0)
-        raise ApiError(
-            503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0
-        )
+        return exclusions
 
     def _outlook(
-        self, roster: TargetTable, need: RoutingRequest, overlap: NDArray[np.int64]
+        self, target_table: TargetTable, need: RoutingRequest, overlap: NDArray[np.int64]
     ) -> Outlook | None:
         """Return the outlook of all targets. A prompt known only as text is predicted by its sender alone,
         since its hashes are not those of token blocks.
@@ -468,7 +463,7 @@ class Scheduler(BookingObserver):
         """
         if self.foresight.replica(need.model) is None:
             return None
-        size, prompt = _block_size(roster), need.prompt
+        size, prompt = _block_size(target_table), need.prompt
         prefix = prompt.chained(size) if prompt.ids else ()
         forecast = self.foresight.predict(
             need.model, Query(prefix, prompt.ids, size, *need.keys, int(overlap[overlap.argmax()]))
@@ -478,8 +473,8 @@ class Scheduler(BookingObserver):
         prices, clusters = self.view.prices(need.model), self.view.clusters(need.model)
         used = None if clusters is None or clusters.version != forecast.clusters else ref(clusters)
         if prices.clusters != len(forecast.weights):
-            nothing = np.zeros(len(roster.targets))
-            unpriced = np.zeros(len(roster.targets), np.bool_)
+            nothing = np.zeros(len(target_table.targets))
+            unpriced = np.zeros(len(target_table.targets), np.bool_)
             return Outlook(forecast, nothing, nothing, nothing, nothing, nothing, unpriced, clusters=used)
         remote, nodes, local, added = prices.of(forecast.weights)
         prior, home = prices.prior_local(forecast.shares), prices.home(forecast.weights)
@@ -488,16 +483,49 @@ class Scheduler(BookingObserver):
         )
 
 
-def _block_size(roster: TargetTable) -> int:
+def _no_candidate(
+    target_table: TargetTable,
+    model: str,
+    attempt: Attempt,
+    exclusions: Exclusions,
+    others: Mapping[RankKey, str],
+) -> ApiError:
+    """Return the error that explains why no rank may serve a request. others: ranks with other weights than a
+    continued answer needs, with reasons.
+    """
+    if others:
+        key, reason = next(iter(others.items()))
+        message = (
+            "the answer broke off and cannot be continued: no rank with its weights is left"
+            f" ({target_table.targets[target_table.index[key]].name}: {reason})"
+        )
+        return ApiError(503, message, code="weights_changed", retry_after=1.0)
+    if attempt.failures:
+        message = (
+            "every rank that serves this model failed this request, the last with"
+            f" {attempt.failures[-1][1].value}"
+        )
+        return ApiError(503, message, code="upstream_failed", retry_after=2.0)
+    if len(exclusions.hard) == len(target_table.targets):
+        message = (
+            f"every rank that serves the model {model!r} is draining; undo it with: roost drain ENGINE --undo"
+        )
+        return ApiError(503, message, code="draining", retry_after=5.0)
+    return ApiError(
+        503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0
+    )
+
+
+def _block_size(target_table: TargetTable) -> int:
     """Return the tokens per block of stored signatures: the smallest block size where engines differ."""
-    return roster.block_sizes[0]
+    return target_table.block_sizes[0]
 
 
-def _ignored(roster: TargetTable, exclusions: Exclusions) -> tuple[Excluded, ...]:
+def _ignored(target_table: TargetTable, exclusions: Exclusions) -> tuple[Excluded, ...]:
     """Return the ranks that would have been excluded if others were left."""
     soft = [
         target
-        for target in roster.targets
+        for target in target_table.targets
         if target.key in exclusions.every and target.key not in exclusions.hard
     ]
     return tuple(Excluded(target.engine.engine, target.rank, exclusions.every[target.key]) for target in soft)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from router.fleet_state.target_table import RankKey
 
-MOST_SESSIONS = 1 << 17
+MAX_SESSIONS = 1 << 17
 """About 30 MB. The session idle for longest is evicted."""
 
 
@@ -21,8 +21,8 @@ class _Stay(NamedTuple):
 class SessionAffinity:
     """`seconds`: a session that is idle for this time is forgotten; 0: no session is remembered."""
 
-    def __init__(self, seconds: float, most: int = MOST_SESSIONS) -> None:
-        self._most = most
+    def __init__(self, seconds: float, max_sessions: int = MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
         self._stays: OrderedDict[int, _Stay] = OrderedDict()
         self._seconds = seconds
 
@@ -47,7 +47,7 @@ class SessionAffinity:
             return None
         return stay.rank
 
-    def went(self, session: int, rank: RankKey, now: float) -> None:
+    def record_route(self, session: int, rank: RankKey, now: float) -> None:
         """Record that a request of a session was sent to a rank."""
         if not session or not self._seconds:
             return
@@ -64,6 +64,6 @@ class SessionAffinity:
         """Drop expired sessions, and beyond the limit the one idle for longest."""
         while self._stays:
             first = next(iter(self._stays))
-            if len(self._stays) <= self._most and self._stays[first].until >= now:
+            if len(self._stays) <= self._max_sessions and self._stays[first].until >= now:
                 return
             del self._stays[first]

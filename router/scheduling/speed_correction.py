@@ -19,16 +19,17 @@ from router.fleet_state.target_table import RankKey
 
 PREFILL_SPEED, DECODE_SPEED = 0, 1
 """Rows of the factors."""
-LEAST, ENOUGH, MOST = 4.0, 16.0, 32.0
-"""Observations: a mean begins to count with LEAST and counts fully with ENOUGH; at most MOST are remembered.
+MIN_OBSERVATIONS, ENOUGH, MAX_OBSERVATIONS = 4.0, 16.0, 32.0
+"""A mean begins to count with MIN_OBSERVATIONS and counts fully with ENOUGH; at most MAX_OBSERVATIONS are
+remembered.
 """
 OUTLIER = log(2.0)
 HALF_LIFE_SECONDS = 60.0
-FARTHEST = log(16.0)
+MAX_LOG_RATIO = log(16.0)
 """Logarithms of ratios are clipped to this."""
-_LEAST_SHARE = 0.1
+_MIN_SHARE = 0.1
 """Smallest share of the prefill in the time of a first token."""
-NOBODY = 0
+NO_ENGINE = 0
 """Engine of rows without observations. It never has evidence."""
 
 
@@ -48,11 +49,11 @@ class _Evidence:
     def add(self, kind: int, at: int, ratio: float, weight: float) -> None:
         """Add an observation. ratio: logarithm; weight: in (0, 1], its share of a full observation."""
         mean, before = self.mean[kind][at], self.weight[kind][at]
-        after = min(before + weight, MOST)
+        after = min(before + weight, MAX_OBSERVATIONS)
         if after:
-            farthest = OUTLIER if before >= LEAST else FARTHEST  # a young mean may be far off
+            max_step = OUTLIER if before >= MIN_OBSERVATIONS else MAX_LOG_RATIO  # a young mean may be far off
             self.weight[kind][at] = after
-            self.mean[kind][at] = mean + min(max(ratio - mean, -farthest), farthest) * weight / after
+            self.mean[kind][at] = mean + min(max(ratio - mean, -max_step), max_step) * weight / after
 
     def clear(self, at: int) -> None:
         for rows in (*self.mean, *self.weight):
@@ -66,7 +67,7 @@ class _Evidence:
         """Return the degree to which the means count, in [0, 1], and the means times that, each float64 [2,
         n].
         """
-        trust = np.clip((np.array(self.weight) - LEAST) / (ENOUGH - LEAST), 0.0, 1.0)
+        trust = np.clip((np.array(self.weight) - MIN_OBSERVATIONS) / (ENOUGH - MIN_OBSERVATIONS), 0.0, 1.0)
         return trust, trust * np.array(self.mean)
 
 
@@ -86,7 +87,7 @@ class SpeedCorrection:
         self._row_of: dict[RankKey, int] = {}
         self._engine_of: list[int] = []
         self._factors = np.ones((2, 0))
-        self._engines.reserve(NOBODY + 1)
+        self._engines.reserve(NO_ENGINE + 1)
         self._refreshed_at: float | None = None
 
     def reconfigure(self, limit: float) -> None:
@@ -123,7 +124,7 @@ class SpeedCorrection:
         square of the prefill's share (inverse variance).
         """
         if predicted_s > 0 and observed_s > 0:
-            ratio = log(max(observed_s - beside_s, _LEAST_SHARE * observed_s) / predicted_s)
+            ratio = log(max(observed_s - beside_s, _MIN_SHARE * observed_s) / predicted_s)
             self._add(PREFILL_SPEED, key, row, ratio, (predicted_s / (predicted_s + beside_s)) ** 2)
 
     def stepped(
@@ -158,13 +159,13 @@ class SpeedCorrection:
 
     def _add(self, kind: int, key: RankKey, row: int, ratio: float, weight: float) -> None:
         if self._row_of.get(key) != row:
-            self._meet(key, row)
-        ratio = min(max(ratio, -FARTHEST), FARTHEST)
+            self._add_rank(key, row)
+        ratio = min(max(ratio, -MAX_LOG_RATIO), MAX_LOG_RATIO)
         if kind == PREFILL_SPEED:
             self._ranks.add(kind, row, ratio, weight)
         self._engines.add(kind, self._engine_of[row], ratio, weight)
 
-    def _meet(self, key: RankKey, row: int) -> None:
+    def _add_rank(self, key: RankKey, row: int) -> None:
         self._reserve(row + 1)
         for other in [other for other, held in self._row_of.items() if held == row]:
             del self._row_of[other]
@@ -180,13 +181,13 @@ class SpeedCorrection:
 
     def _clear(self, row: int) -> None:
         self._ranks.clear(row)
-        self._engine_of[row] = NOBODY
+        self._engine_of[row] = NO_ENGINE
         self._factors[:, row] = 1.0
 
     def _reserve(self, rows: int) -> None:
         more = rows - len(self._engine_of)
         if more > 0:
             more = max(more, len(self._engine_of))
-            self._engine_of += [NOBODY] * more
+            self._engine_of += [NO_ENGINE] * more
             self._ranks.reserve(len(self._engine_of))
             self._factors = np.pad(self._factors, ((0, 0), (0, more)), constant_values=1.0)

@@ -17,21 +17,21 @@ from math import exp, log
 from router.fleet_state.target_table import RankKey
 from router.scheduling.speed_correction import DECODE_SPEED, PREFILL_SPEED
 
-LEAST, ENOUGH, MOST = 4.0, 16.0, 32.0
-"""Observations: LEAST make a measurement; the median is taken of the first ENOUGH; at most MOST are
+MIN_OBSERVATIONS, ENOUGH, MAX_OBSERVATIONS = 4.0, 16.0, 32.0
+"""MIN_OBSERVATIONS make a measurement; the median is taken of the first ENOUGH; at most MAX_OBSERVATIONS are
 remembered.
 """
-_MOST_KEPT = 64
+_MAX_KEPT = 64
 """Most light observations kept for the median."""
 OUTLIER = log(2.0)
 DEPARTURE = log(1.3)
 """Distance from the pool at which a server's own estimate begins to count. It counts fully at twice this
 distance.
 """
-FARTHEST = log(1e4)
+MAX_LOG_RATIO = log(1e4)
 """Ratios are clipped to this."""
 HALF_LIFE_SECONDS = 60.0
-_LEAST_SHARE = 0.1
+_MIN_SHARE = 0.1
 """Smallest share of the prefill in the time of a first token."""
 
 
@@ -46,14 +46,14 @@ class _Estimate:
         """(observation, weight) while the median is taken; None afterwards"""
 
     def add(self, observed: float, weight: float) -> None:
-        observed = min(max(observed, -FARTHEST), FARTHEST)
-        self.weight = min(self.weight + weight, MOST)
+        observed = min(max(observed, -MAX_LOG_RATIO), MAX_LOG_RATIO)
+        self.weight = min(self.weight + weight, MAX_OBSERVATIONS)
         if self._first is None:
             self.value += min(max(observed - self.value, -OUTLIER), OUTLIER) * weight / self.weight
             return
         self._first.append((observed, weight))
         self.value = _median(self._first)
-        if self.weight >= ENOUGH or len(self._first) >= _MOST_KEPT:
+        if self.weight >= ENOUGH or len(self._first) >= _MAX_KEPT:
             self._first = None
 
     def age(self, left: float, least: float) -> None:
@@ -87,7 +87,7 @@ class SpeedEstimation:
         square of the prefill's share (inverse variance).
         """
         if predicted_s > 0 and observed_s > 0:
-            ratio = log(max(observed_s - beside_s, _LEAST_SHARE * observed_s) / predicted_s)
+            ratio = log(max(observed_s - beside_s, _MIN_SHARE * observed_s) / predicted_s)
             self._add(PREFILL_SPEED, pool, server, ratio, (predicted_s / (predicted_s + beside_s)) ** 2)
 
     def step(
@@ -107,7 +107,7 @@ class SpeedEstimation:
         """Halve the evidence with every HALF_LIFE_SECONDS."""
         left = 1.0 if self._aged_at is None else 0.5 ** (max(now - self._aged_at, 0.0) / HALF_LIFE_SECONDS)
         self._aged_at = now
-        for known, least in ((self._pools, LEAST), (self._servers, 0.0)):
+        for known, least in ((self._pools, MIN_OBSERVATIONS), (self._servers, 0.0)):
             for estimates in known.values():
                 for estimate in estimates.of:
                     estimate.age(left, least)
@@ -133,7 +133,7 @@ class SpeedEstimation:
 
     def _factor(self, kind: int, pool: str, server: RankKey) -> tuple[float, bool]:
         estimates = self._pools.get(pool)
-        if estimates is None or estimates.of[kind].weight < LEAST:
+        if estimates is None or estimates.of[kind].weight < MIN_OBSERVATIONS:
             return 1.0, False
         pooled, own = estimates.of[kind].value, self._servers.get(server)
         if own is None or own.of[kind].weight < ENOUGH:

@@ -43,17 +43,17 @@ class TargetSpeeds:
         """Apply another limit from the next refresh on."""
         self._stated.reconfigure(limit)
 
-    def known(self, roster: TargetTable) -> KnownSpeeds:
+    def known(self, target_table: TargetTable) -> KnownSpeeds:
         """Return the speeds with which to price a decision over this target table."""
-        found = self._known.get(roster.model)
-        if found is None or found[0] is not roster:
-            found = self._known[roster.model] = roster, self._find(roster)
+        found = self._known.get(target_table.model)
+        if found is None or found[0] is not target_table:
+            found = self._known[target_table.model] = target_table, self._find(target_table)
         return found[1]
 
-    def of(self, roster: TargetTable, target: int) -> tuple[float, float]:
+    def of(self, target_table: TargetTable, target: int) -> tuple[float, float]:
         """Return the factors of predicted prefill and decode seconds of one target, an index into the
         table."""
-        factors = self.known(roster).factors
+        factors = self.known(target_table).factors
         return (1.0, 1.0) if factors is None else (float(factors[0, target]), float(factors[1, target]))
 
     def prefilled(
@@ -97,48 +97,48 @@ class TargetSpeeds:
         self._learnt.forget_worker(worker_id)
         self._known.clear()
 
-    def _find(self, roster: TargetTable) -> KnownSpeeds:
-        factors = self._stated.factors(roster.rows) if self._stated.measured else None
+    def _find(self, target_table: TargetTable) -> KnownSpeeds:
+        factors = self._stated.factors(target_table.rows) if self._stated.measured else None
         measured: NDArray[np.bool_] | None = None
-        unstated = (~roster.stated).nonzero()[0].tolist()
+        unstated = (~target_table.stated).nonzero()[0].tolist()
         if unstated:
-            factors = np.ones((2, len(roster.targets))) if factors is None else factors
+            factors = np.ones((2, len(target_table.targets))) if factors is None else factors
             measured = np.ones(factors.shape, np.bool_)
-            guess = _guess(roster, factors)
+            guess = _guess(target_table, factors)
             for at in unstated:
-                target = roster.targets[at]
+                target = target_table.targets[at]
                 found = self._learnt.of(target.engine.model, target.key)
                 for kind, (factor, known) in enumerate(found):
                     factors[kind, at], measured[kind, at] = factor if known else guess[kind], known
         return KnownSpeeds(
             factors,
             None if measured is None or measured.all() else measured,
-            _queue_prices(roster, factors, measured),
+            _queue_prices(target_table, factors, measured),
         )
 
 
-def _guess(roster: TargetTable, factors: NDArray[np.float64]) -> tuple[float, float]:
+def _guess(target_table: TargetTable, factors: NDArray[np.float64]) -> tuple[float, float]:
     """Return factors of the reference for unmeasured targets: as fast as the first target that states a
     speed, for a fair comparison.
     """
-    stated = roster.stated.nonzero()[0]
+    stated = target_table.stated.nonzero()[0]
     if not len(stated):
         return 1.0, 1.0
     at = int(stated[0])
-    step = float(roster.step_s[at] + roster.decode_sequence_s[at]) / (
+    step = float(target_table.step_s[at] + target_table.decode_sequence_s[at]) / (
         REFERENCE.step + REFERENCE.decode_sequence
     )
     return (
-        float(factors[0, at] * roster.prefill_token_s[at]) / REFERENCE.prefill_token,
+        float(factors[0, at] * target_table.prefill_token_s[at]) / REFERENCE.prefill_token,
         float(factors[1, at]) * step,
     )
 
 
 def _queue_prices(
-    roster: TargetTable, factors: NDArray[np.float64] | None, measured: NDArray[np.bool_] | None
+    target_table: TargetTable, factors: NDArray[np.float64] | None, measured: NDArray[np.bool_] | None
 ) -> QueuePrices:
     """Return the queue prices. A queued token is free where the speed was not measured, so nothing is refused
     for it.
     """
-    token_s = roster.prefill_token_s if factors is None else roster.prefill_token_s * factors[0]
+    token_s = target_table.prefill_token_s if factors is None else target_table.prefill_token_s * factors[0]
     return QueuePrices.of(token_s if measured is None else np.where(measured[0], token_s, 0.0))

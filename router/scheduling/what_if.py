@@ -10,11 +10,11 @@ from router.scheduling.cost import TERMS
 from router.scheduling.decision_record import Supposed
 
 GONE = "gone, as assumed"
-MOST_NAMES = 1024
+MAX_NAMES = 1024
 _NAMED_RANKS = 16
 
 
-def asked(query: bytes) -> Supposed:
+def parsed_query(query: bytes) -> Supposed:
     """Parse the assumptions of a query string: without=TERM and gone=ENGINE/RANK (or gone=ENGINE), each any
     number of times.
 
@@ -23,7 +23,7 @@ def asked(query: bytes) -> Supposed:
     try:
         pairs = (
             parse_qsl(
-                query.decode("ascii"), keep_blank_values=True, strict_parsing=True, max_num_fields=MOST_NAMES
+                query.decode("ascii"), keep_blank_values=True, strict_parsing=True, max_num_fields=MAX_NAMES
             )
             if query
             else []
@@ -59,36 +59,37 @@ def supposed(without: Iterable[str], gone: Iterable[str]) -> Supposed:
                 param="without",
                 code="invalid_value",
             )
-    if len(ranks) > MOST_NAMES:
+    if len(ranks) > MAX_NAMES:
         raise ApiError(
             400,
-            f"{len(ranks)} ranks are assumed to be gone, at most {MOST_NAMES} are allowed",
+            f"{len(ranks)} ranks are assumed to be gone, at most {MAX_NAMES} are allowed",
             param="gone",
             code="invalid_value",
         )
     return Supposed(without=terms, gone=ranks)
 
 
-def barred(gone: tuple[str, ...], roster: TargetTable) -> dict[RankKey, str]:
+def gone_ranks(gone: tuple[str, ...], target_table: TargetTable) -> dict[RankKey, str]:
     """Return the ranks of these names, with the reason for their exclusion. ApiError 400 if no rank has such
     a name, or no other rank would be left.
     """
     found: dict[RankKey, str] = {}
     for name in gone:
-        keys = [target.key for target in roster.targets if name in (target.name, target.engine.engine)]
+        keys = [target.key for target in target_table.targets if name in (target.name, target.engine.engine)]
         if not keys:
-            names = listed((target.name for target in roster.targets), _NAMED_RANKS)
+            names = listed((target.name for target in target_table.targets), _NAMED_RANKS)
             raise ApiError(
                 400,
-                f"no rank or engine {name!r} serves the model {roster.model!r}; ranks: {names}",
+                f"no rank or engine {name!r} serves the model {target_table.model!r}; ranks: {names}",
                 param="gone",
                 code="invalid_value",
             )
         found |= dict.fromkeys(keys, GONE)
-    if found and len(found) == len(roster.targets):
+    if found and len(found) == len(target_table.targets):
         raise ApiError(
             400,
-            f"every rank that serves the model {roster.model!r} is assumed to be gone: keep at least one",
+            f"every rank that serves the model {target_table.model!r} is assumed to be gone: keep at least"
+            " one",
             param="gone",
             code="invalid_value",
         )

@@ -55,13 +55,13 @@ class FleetSubscriber:
         self._forget = forget
         self._reported = reported
         self._changed = changed
-        self.behind = {
+        self.unread = {
             subjects.membership(): "joins",
             subjects.placements(): "placements",
             subjects.drains(): "drains",
         }
         """subjects whose stored messages have not all been read yet"""
-        self.acquainted = asyncio.Event()
+        self.members_known = asyncio.Event()
         """set once the stored joins have been read"""
         self.listening = asyncio.Event()
         """set once all subscriptions are active"""
@@ -99,7 +99,7 @@ class FleetSubscriber:
                 self._watch_drops(kv, beats, tables),
                 name="counts dropped messages, and measures the replicas",
             )
-            tasks.create_task(self._meet(), name="describes unknown engines")
+            tasks.create_task(self._describe_unknown(), name="describes unknown engines")
             tasks.create_task(self._price(), name="prices placements")
             tasks.create_task(self.tracker.listen(tables), name="applies the tracker's tables and clusters")
             tasks.create_task(self.tracker.run(), name="requests missed tables and clusters")
@@ -112,13 +112,13 @@ class FleetSubscriber:
         """
         while True:
             try:
-                if subject in self.behind:
+                if subject in self.unread:
                     async for received in self._stored(subject, follow=False):
-                        self._handle(received.message)
-                    if self.behind.pop(subject) == "joins":
-                        self.acquainted.set()
+                        self.handle(received.message)
+                    if self.unread.pop(subject) == "joins":
+                        self.members_known.set()
                 async for received in self._stored(subject, follow=True):
-                    self._handle(received.message)
+                    self.handle(received.message)
             except BusError as error:
                 log.warning("%s cannot be followed at present: %s", subject, error)
             await asyncio.sleep(_FOLLOW_PAUSE_SECONDS)
@@ -132,11 +132,11 @@ class FleetSubscriber:
 
     async def _listen(self, subscription: Subscription) -> None:
         async for received in subscription:
-            self._handle(received.message)
+            self.handle(received.message)
 
     async def _listen_kv(self, kv: Subscription) -> None:
         async for received in kv:
-            self.kv.hear(received)
+            self.kv.receive(received)
 
     async def _watch_drops(self, *subscriptions: Subscription) -> None:
         while True:
@@ -146,7 +146,7 @@ class FleetSubscriber:
             self.tracker.measure()
             await asyncio.sleep(1.0)
 
-    def _handle(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Apply one message. An inconsistent one is refused and counted; it must not end the subscription."""
         try:
             self._check_sender(message)
@@ -187,7 +187,7 @@ class FleetSubscriber:
     def joined(self, joined: EngineJoined) -> None:
         """Apply the join of an engine. ValueError when it is inconsistent."""
         known = self._view.engine(joined.worker_id)
-        if known is not None and known.joined == joined and known.standing is not EngineStatus.LEFT:
+        if known is not None and known.joined == joined and known.status is not EngineStatus.LEFT:
             return
         for superseded in self._view.join(joined, self._clock()):
             log.info(
@@ -208,8 +208,8 @@ class FleetSubscriber:
 
     def _beat(self, beat: EngineHeartbeat) -> None:
         known = self._view.engine(beat.worker_id)
-        behind = known is not None and known.placement is not None and known.placement.epoch != beat.epoch
-        if not self._view.heard(beat.worker_id, self._clock()) or behind:
+        unread = known is not None and known.placement is not None and known.placement.epoch != beat.epoch
+        if not self._view.sign_of_life(beat.worker_id, self._clock()) or unread:
             self._unknown.ask((beat.engine, beat.worker_id))
         self._view.handing_over(beat.worker_id, beat.handover_seconds)
 
@@ -240,7 +240,7 @@ class FleetSubscriber:
         engine.
         """
         state = self._view.engine(published.worker_id)
-        if state is not None and self._view.settle(
+        if state is not None and self._view.set_homes(
             published.worker_id, homes_of(published, len(state.joined.urls))
         ):
             log.debug(
@@ -267,7 +267,7 @@ class FleetSubscriber:
             ),
         )
 
-    async def _meet(self) -> None:
+    async def _describe_unknown(self) -> None:
         """Request the join of engines that send heartbeats but whose join was missed, or whose placement has
         a newer epoch.
         """
@@ -289,14 +289,14 @@ class FleetSubscriber:
                 and (answer.engine, answer.worker_id) == (engine, worker_id)
                 and held
             ):
-                self._introduced(answer)
+                self._described(answer)
 
-    def _introduced(self, joined: EngineJoined) -> None:
+    def _described(self, joined: EngineJoined) -> None:
         for state in self._view.engines():
             if (
                 state.joined.engine == joined.engine
                 and state.joined.worker_id != joined.worker_id
-                and state.standing is EngineStatus.LIVE
+                and state.status is EngineStatus.LIVE
             ):
                 log.warning(
                     "worker %d claims to be engine %s, which is alive as worker %d; ignored",
@@ -305,8 +305,8 @@ class FleetSubscriber:
                     state.joined.worker_id,
                 )
                 return
-        self._handle(joined)
-        self._view.heard(joined.worker_id, self._clock())
+        self.handle(joined)
+        self._view.sign_of_life(joined.worker_id, self._clock())
 
     async def _price(self) -> None:
         """Price placements off the event loop, because large ones take some hundred milliseconds. Consecutive

@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 _SLICE = 1024
 """Blocks of a snapshot that are applied before the event loop gets a turn, rounded up to complete events."""
 _FIRST_PAUSE_SECONDS = 0.2
-_LONGEST_PAUSE_SECONDS = 5.0
+_MAX_PAUSE_SECONDS = 5.0
 _SNAPSHOT_SECONDS = 5.0
-_MOST_RANKS = 65_536
+_MAX_RANKS = 65_536
 _BAD_EVENT_SECONDS = 1.0
 """Pause before requesting a snapshot from a rank that sent an invalid event. A rank that sends nothing else
 then costs one snapshot a second, not one per message.
@@ -77,9 +77,9 @@ class KvEventSubscriber:
         self._metrics = metrics
         self._feeds: dict[RankKey, _Feed] = {}
         self._due: RetryQueue[RankKey] = RetryQueue(
-            self._repair, _MOST_RANKS, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS
+            self._repair, _MAX_RANKS, _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS
         )
-        self._late_blocks = 0
+        self.late_blocks = 0
 
     def add(self, rank: RankKey, engine: str) -> None:
         """Add a rank of an engine that joined, and request a snapshot of the blocks it already holds."""
@@ -89,14 +89,14 @@ class KvEventSubscriber:
 
     def forget_worker(self, worker_id: int) -> None:
         for rank in [rank for rank in self._feeds if rank[0] == worker_id]:
-            self._late_blocks -= self._feeds.pop(rank).blocks
+            self.late_blocks -= self._feeds.pop(rank).blocks
 
     def in_step(self, rank: RankKey) -> bool:
         """True when the index contains all events that the rank has sent."""
         feed = self._feeds.get(rank)
         return feed is not None and feed.late is None
 
-    def hear(self, received: Received) -> None:
+    def receive(self, received: Received) -> None:
         """Process a message of the kv-events subject. Ranks that have not joined are ignored: their join
         requests a snapshot.
         """
@@ -145,17 +145,17 @@ class KvEventSubscriber:
         numbers, which is then detected.
         """
         blocks = sum(_blocks(one.event) for one in batch)
-        if feed.blocks + blocks > _LATE_BLOCKS or self._late_blocks + blocks > _ALL_LATE_BLOCKS:
+        if feed.blocks + blocks > _LATE_BLOCKS or self.late_blocks + blocks > _ALL_LATE_BLOCKS:
             self._let_go(feed)
         feed.late = deque() if feed.late is None else feed.late
         feed.late.append((publisher_id, sequence, batch))
         feed.blocks += blocks
-        self._late_blocks += blocks
+        self.late_blocks += blocks
 
     def _let_go(self, feed: _Feed) -> deque[tuple[int, int, Batch]]:
         """Clear and return the messages held back."""
         late, feed.late = feed.late or deque(), None
-        self._late_blocks -= feed.blocks
+        self.late_blocks -= feed.blocks
         feed.blocks = 0
         return late
 

@@ -23,8 +23,8 @@ from fleet.requests.routing import (
 from router.config import RouterConfig
 from router.context import RouterContext
 from router.fleet_state.booking_replication import (
-    MOST_PREFIX_BLOCKS,
-    MOST_ROUTERS,
+    MAX_PREFIX_BLOCKS,
+    MAX_ROUTERS,
     BookingMessage,
     Learnt,
     OwnBookings,
@@ -40,7 +40,7 @@ ECHO_SECONDS = 1.5
 """Time without its own message after which a router considers the bus silent."""
 _ANSWER_SECONDS = 1.0
 _PAUSE_SECONDS = 0.2
-ACQUAINTED_SECONDS = 2.0
+MEMBERS_SECONDS = 2.0
 """Time after which the replication starts even if the ranks are not known yet."""
 MEETING_SECONDS = 0.25
 """Time for existing routers to answer a new router's first message; later answers are not waited for."""
@@ -67,10 +67,10 @@ class PeerRouters(BookingObserver):
         learnt: Learnt,
         passed: Passed,
         freed: Callable[[], None],
-        acquainted: asyncio.Event,
+        members_known: asyncio.Event,
     ) -> None:
         """learnt: called with session and prefix of others' bookings. freed: called when a booking of another
-        router ends. acquainted: set once the ranks that bookings refer to are known.
+        router ends. members_known: set once the ranks that bookings refer to are known.
         """
         self.router = secrets.randbits(64)
         """identity of this process among routers"""
@@ -82,16 +82,16 @@ class PeerRouters(BookingObserver):
         self._clock = context.clock
         self._passed = passed
         self._freed = freed
-        self._acquainted = acquainted
-        self._diary = OwnBookings(self.router, config.reservation_seconds / 2)
-        self._ledger = RemoteBookings(context.scheduler.reservations, config.reservation_seconds, learnt)
+        self._members_known = members_known
+        self._own = OwnBookings(self.router, config.reservation_seconds / 2)
+        self._remote = RemoteBookings(context.scheduler.reservations, config.reservation_seconds, learnt)
         self._publisher = bus.publisher(self._subjects.reservations)
-        self._due: RetryQueue[int] = RetryQueue(self._ask, MOST_ROUTERS, _PAUSE_SECONDS, _PAUSE_SECONDS)
+        self._due: RetryQueue[int] = RetryQueue(self._ask, MAX_ROUTERS, _PAUSE_SECONDS, _PAUSE_SECONDS)
         self._news = asyncio.Event()
         self._news.set()  # the first message announces this router
         self._echo: float | None = None
         """time of the last own message received, seconds on the loop's clock"""
-        self.met = asyncio.Event()
+        self.synchronized = asyncio.Event()
         """set once every router found at the start has described its bookings, or the wait for it is over"""
 
     # Local events
@@ -100,44 +100,44 @@ class PeerRouters(BookingObserver):
         if not self._replicas:
             return
         decision, target = booked.decision, booked.decision.target
-        send_prefix = bool(self._ledger.routers) and not target.engine.capabilities.kv_events
-        prefix = booked.prompt.chained(target.engine.block_size)[:MOST_PREFIX_BLOCKS] if send_prefix else ()
+        send_prefix = bool(self._remote.routers) and not target.engine.capabilities.kv_events
+        prefix = booked.prompt.chained(target.engine.block_size)[:MAX_PREFIX_BLOCKS] if send_prefix else ()
         message = BookingMessage(decision.ask.keys.session, prefix)
-        self._diary.booked(decision.id, target.key, booked.booking, message)
+        self._own.booked(decision.id, target.key, booked.booking, message)
         self._changed()
 
     def first_token(self, booking: Booking, now: float) -> None:
         self.prompt_computed(booking)
 
     def prompt_computed(self, booking: Booking) -> None:
-        self._diary.first_token(booking)
+        self._own.first_token(booking)
         self._changed()
 
     def emitted(self, booking: Booking, tokens: int, now: float) -> None:
-        self._diary.emitted(booking)
+        self._own.emitted(booking)
         self._changed()
 
     def released(self, booking: Booking) -> None:
-        self._diary.ended(booking)
+        self._own.ended(booking)
         self._changed()
 
     def booked_elsewhere(self, decision_id: str) -> bool:
         """True when another router is known to have made this booking."""
-        return self._ledger.booked(decision_id) is not None
+        return self._remote.booked(decision_id) is not None
 
     def pass_on(self, decision_id: str, *, first_token: bool, tenant: str | None = None) -> None:
         """Forward a release to the router that made the booking: its prompt is computed, or it is over.
         tenant: that released it (None: a caller who may release any).
         """
-        self._diary.pass_on(decision_id, first_token=first_token, tenant=tenant)
+        self._own.pass_on(decision_id, first_token=first_token, tenant=tenant)
         self._changed()
 
     def sweep(self) -> None:
         """End bookings that have outlived their router or their time. Call it a few times a second."""
-        for router in self._ledger.sweep(self._clock()):
+        for router in self._remote.sweep(self._clock()):
             self._due.ask(router)
         self._metrics.peers(
-            len(self._ledger.routers), self._ledger.open, self._ledger.expired, self._ledger.refused
+            len(self._remote.routers), self._remote.open, self._remote.expired, self._remote.refused
         )
 
     @property
@@ -168,8 +168,8 @@ class PeerRouters(BookingObserver):
     async def run(self) -> None:
         """Publish and listen until cancelled."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ACQUAINTED_SECONDS):
-                await self._acquainted.wait()
+            async with asyncio.timeout(MEMBERS_SECONDS):
+                await self._members_known.wait()
         subjects = self._subjects
         async with AsyncExitStack() as stack:
             changes = await stack.enter_async_context(self._bus.subscribe(subjects.reservations))
@@ -179,7 +179,7 @@ class PeerRouters(BookingObserver):
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             tasks.create_task(self._publish(), name="publishes the bookings made here")
             tasks.create_task(self._listen(changes), name="listens to other routers")
-            tasks.create_task(self._meet(), name="waits for the existing routers")
+            tasks.create_task(self._wait_for_peers(), name="waits for the existing routers")
             tasks.create_task(self._due.run(), name="requests missed messages of routers")
 
     async def _publish(self) -> None:
@@ -194,14 +194,14 @@ class PeerRouters(BookingObserver):
                 pass  # no changes: a heartbeat is due
             self._news.clear()
             if self._no_peers:
-                self._diary.hush(self._clock())
+                self._own.discard_changes(self._clock())
             try:
                 await self._publisher.publish(
-                    self._diary.take(self._clock()) or ReservationsChanged(router=self.router)
+                    self._own.take(self._clock()) or ReservationsChanged(router=self.router)
                 )
             except BusError as error:
                 log.warning("the bookings made here could not be published: %s", error)
-            if self._diary.has_news:
+            if self._own.has_changes:
                 self._news.set()
             await asyncio.sleep(self._coalesce)
 
@@ -222,12 +222,12 @@ class PeerRouters(BookingObserver):
             self._passed(decision_id, False, change.released_by.get(decision_id))
         if not self._replicas:
             return
-        outcome = self._ledger.hear(publisher_id, sequence, change, self._clock())
+        outcome = self._remote.receive(publisher_id, sequence, change, self._clock())
         if change.ended:
             self._freed()
         if outcome.newcomer:
             # A new router needs the present state at once; without peers nothing was published.
-            self._diary.tell_all()
+            self._own.republish_all()
             self._news.set()
         if outcome.incomplete:
             self._metrics.peer_gaps.inc()
@@ -248,15 +248,15 @@ class PeerRouters(BookingObserver):
             complete = (
                 isinstance(answer, ReservationsDescribed)
                 and answer.router == router
-                and self._ledger.replace(answer, self._clock())
+                and self._remote.replace(answer, self._clock())
             )
-        return complete or router not in self._ledger.routers
+        return complete or router not in self._remote.routers
 
-    async def _meet(self) -> None:
+    async def _wait_for_peers(self) -> None:
         await asyncio.sleep(MEETING_SECONDS)
-        while any(self._ledger.incomplete(router) for router in self._ledger.routers):  # noqa: ASYNC110 ends with the answers, or when routers expire
+        while any(self._remote.incomplete(router) for router in self._remote.routers):  # noqa: ASYNC110 ends with the answers, or when routers expire
             await asyncio.sleep(_PAUSE_SECONDS / 4)
-        self.met.set()
+        self.synchronized.set()
 
     async def _describe(self, _: Message) -> Message:
         own = self._publisher
@@ -264,15 +264,15 @@ class PeerRouters(BookingObserver):
             router=self.router,
             publisher_id=own.publisher_id,
             sequence=own.sequence - 1,
-            booked=self._diary.all(self._clock()),
+            booked=self._own.all(self._clock()),
         )
 
     @property
     def _no_peers(self) -> bool:
         """True when no other router is known to listen."""
-        return self._replicas and not self._ledger.routers
+        return self._replicas and not self._remote.routers
 
     def _changed(self) -> None:
         """Wake the publisher if there are changes, and routers that listen."""
-        if self._diary.has_news and not self._no_peers:
+        if self._own.has_changes and not self._no_peers:
             self._news.set()

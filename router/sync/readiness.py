@@ -12,7 +12,7 @@ from router.sync.peer_routers import PeerRouters
 
 log = logging.getLogger(__name__)
 
-LONGEST_SECONDS = 5.0
+MAX_SECONDS = 5.0
 """After this time the router serves with the state it has."""
 HEARTBEAT_SECONDS = 1.5
 """An engine that joined and sends no heartbeat within this time of the start is dead, or slow."""
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.02
 
 
 class Readiness:
-    """Wait for the initial state. `run` ends when nothing is missing, or after LONGEST_SECONDS; `over` is
+    """Wait for the initial state. `run` ends when nothing is missing, or after MAX_SECONDS; `over` is
     true from then on. Without a bus it is true at once.
     """
 
@@ -48,23 +48,23 @@ class Readiness:
         live = {
             state.joined.worker_id: state.joined
             for state in self._view.engines()
-            if state.standing is EngineStatus.LIVE
+            if state.status is EngineStatus.LIVE
         }
-        unheard = [
+        without_heartbeat = [
             state.joined.engine
             for state in self._view.engines()
-            if state.standing is EngineStatus.UNHEARD and not self._late_engines
+            if state.status is EngineStatus.NO_HEARTBEAT and not self._late_engines
         ]
         snapshots = sum(rank[0] in live for rank in self._fleet_subscriber.kv.out_of_step())
         tables = sorted(
             self._fleet_subscriber.tracker.unanswered() & {joined.model for joined in live.values()}
         )
         return [
-            *(f"the stored {what}" for what in sorted(self._fleet_subscriber.behind.values())),
-            *(f"a heartbeat of engine {engine}" for engine in sorted(unheard)),
+            *(f"the stored {what}" for what in sorted(self._fleet_subscriber.unread.values())),
+            *(f"a heartbeat of engine {engine}" for engine in sorted(without_heartbeat)),
             *([f"the KV snapshots of {snapshots} ranks"] if snapshots else []),
             *(f"the prediction tables of model {model}" for model in tables),
-            *([] if self._peers.met.is_set() else ["the bookings of other routers"]),
+            *([] if self._peers.synchronized.is_set() else ["the bookings of other routers"]),
         ]
 
     async def run(self) -> None:
@@ -73,7 +73,7 @@ class Readiness:
         began = loop.time()
         while missing := self.missing():
             waited = loop.time() - began
-            if waited > LONGEST_SECONDS:
+            if waited > MAX_SECONDS:
                 log.warning("ready after %.1f s without %s", waited, "; ".join(missing))
                 break
             self._late_engines = waited > HEARTBEAT_SECONDS

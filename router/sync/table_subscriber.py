@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 20.0
 _FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 30.0
+_MAX_PAUSE_SECONDS = 30.0
 _LATE_CHANGES = 16
 """Deltas held back until a model's snapshot arrives; beyond this the oldest are dropped, and the version
 numbers reveal the gap.
 """
 _INLINE_BYTES = 64 * 1024
 """Longer messages are decoded in a thread."""
-_MOST_MODELS = 256
+_MAX_MODELS = 256
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -76,13 +76,13 @@ class TableSubscriber:
         self._learnt = learnt
         self._feeds: dict[str, _Feed] = {}
         self._due: RetryQueue[str] = RetryQueue(
-            self._ask, _MOST_MODELS, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS
+            self._ask, _MAX_MODELS, _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS
         )
         self._order = asyncio.Lock()
 
     def add(self, model: str) -> None:
         """Add the model of an engine that joined, and request its tables."""
-        if model not in self._feeds and len(self._feeds) < _MOST_MODELS:
+        if model not in self._feeds and len(self._feeds) < _MAX_MODELS:
             self._feeds[model] = _Feed()
             self._due.ask(model)
 
@@ -221,7 +221,7 @@ class TableSubscriber:
                     change.base,
                 )
                 feed.late = deque([published], maxlen=_LATE_CHANGES)
-                self._metrics.tables_asked.inc()
+                self._metrics.table_requests.inc()
                 self._due.ask(published.model)
             case ChangeVerdict.OLD:
                 pass

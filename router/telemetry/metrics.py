@@ -99,8 +99,8 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._tallies = _Tallies()
-        self._registry.register(self._tallies)
+        self._lazy = _LazyFamilies()
+        self._registry.register(self._lazy)
         self._models: dict[str, _ModelSeries] = {}
         self._replicas: set[str] = set()
         self._about_requests()
@@ -123,9 +123,9 @@ class RouterMetrics:
 
     def _about_requests(self) -> None:
         """Define the metrics of requests and answers."""
-        self._requests = self._tally("requests", "Requests by outcome", "model", "outcome")
+        self._requests = self._lazy_counter("requests", "Requests by outcome", "model", "outcome")
         self.in_flight = 0
-        self._in_flight = self._tally("requests_in_flight", "Requests being answered", goes_down=True)
+        self._in_flight = self._lazy_counter("requests_in_flight", "Requests being answered", goes_down=True)
         self.loop_lag = self._histogram(
             "loop_lag_seconds", "Delay of event loop wake-ups, sampled four times a second", _LAG
         ).labels()
@@ -135,19 +135,19 @@ class RouterMetrics:
         text = "Mean time between the tokens of a choice after its first, per request"
         self.tpot = self._histogram("time_per_output_token_seconds", text, _BETWEEN_TOKENS, "model")
         self.duration = self._histogram("request_seconds", "From request to end of answer", _LATENCY, "model")
-        self.output = self._tally("output_tokens", "Tokens sent to clients", "model")
-        self._characters = self._tally(
+        self.output = self._lazy_counter("output_tokens", "Tokens sent to clients", "model")
+        self._characters = self._lazy_counter(
             "conversation_characters",
             "Characters of conversations, by whether their token ids were cached",
             "ids",
         )
-        self._tenant_requests = self._tally(
+        self._tenant_requests = self._lazy_counter(
             "tenant_requests",
             "Requests by tenant and outcome; other: tenants without a key",
             "tenant",
             "outcome",
         )
-        self._tenant_tokens = self._tally(
+        self._tenant_tokens = self._lazy_counter(
             "tenant_tokens",
             "Tokens of a tenant's requests: prompt, cached (of the prompt), output",
             "tenant",
@@ -165,17 +165,17 @@ class RouterMetrics:
 
     def _about_decisions(self) -> None:
         """Define the metrics of decisions: choice, cost and overhead."""
-        self._decisions = self._tally("decisions", "Decisions by chosen rank", *_RANK)
-        self._prompt = self._tally("prompt_tokens", "Prompt tokens routed", "model")
-        self._cached = self._tally(
+        self._decisions = self._lazy_counter("decisions", "Decisions by chosen rank", *_RANK)
+        self._prompt = self._lazy_counter("prompt_tokens", "Prompt tokens routed", "model")
+        self._cached = self._lazy_counter(
             "cached_tokens", "Prompt tokens expected to be cached at the chosen rank", "model"
         )
-        self._lost = self._tally(
+        self._lost = self._lazy_counter(
             "overlap_blocks_lost", "Cached blocks forgone because another cost term outweighed them", "model"
         )
         text = "Weighted cost of the chosen rank, by term, for ranks of known speed"
         self._terms = VectorSums("roost_router_term_seconds", text, "model", "term", TERMS, unit=1e-3)
-        self._tallies.sums.append(self._terms)
+        self._lazy.sums.append(self._terms)
         self._overhead = self._histogram(
             "overhead_seconds", "Time spent deciding, by stage", _OVERHEAD, "stage"
         )
@@ -242,7 +242,7 @@ class RouterMetrics:
         self._large_bodies = self._gauge(
             "large_bodies_waiting", "Large bodies that wait for a worker process"
         )
-        self._bodies_counted = self._tally(
+        self._bodies_counted = self._lazy_counter(
             "bodies",
             "Bodies refused for lack of memory; worker processes started, and died during a task",
             "event",
@@ -261,10 +261,10 @@ class RouterMetrics:
             "breakers_opened", "Circuit breakers opened after consecutive failures of a rank"
         )
         self.reloads = self._counter("config_reloads", "Reloads of the settings, by outcome", "outcome")
-        self._connections_cut = self._tally(
+        self._connections_cut = self._lazy_counter(
             "connections_cut", "Client connections closed because they exceeded a limit, by cause", "cause"
         )
-        self._rank_excluded = self._tally(
+        self._rank_excluded = self._lazy_counter(
             "rank_excluded",
             "1 while a rank is excluded from new requests, by cause",
             *_RANK,
@@ -298,7 +298,7 @@ class RouterMetrics:
         """Define the metrics of other routers, and of other data planes that use this one."""
         self._peers = self._gauge("peers", "Other routers that are alive")
         self._peer_bookings = self._gauge("peer_bookings", "Open bookings of other routers, replicated here")
-        self._peer_bookings_over = self._tally(
+        self._peer_bookings_over = self._lazy_counter(
             "peer_bookings_not_ended",
             "Bookings of other routers that expired, or could not be stored",
             "cause",
@@ -311,45 +311,45 @@ class RouterMetrics:
             "1 while the bus delivers nothing, so that missing heartbeats say nothing about engines",
         )
         self._reservations = self._gauge("reservations_open", "Open reservations of other data planes")
-        self._reservations_over = self._tally(
+        self._reservations_over = self._lazy_counter(
             "reservations_ended", "Ended reservations of other data planes, by how they ended", "how"
         )
 
     def _about_prediction(self) -> None:
         """Define the metrics of predictions, and of the tables that they come from."""
-        self._predictions = self._tally(
+        self._predictions = self._lazy_counter(
             "predictions", "Booked decisions by the source with the largest share of the prediction", "source"
         )
         for source in (*SOURCES, "mix", "none"):
             self._predictions.values[source,] = 0
-        self.tables_asked = self._counter(
+        self.table_requests = self._counter(
             "tables_gaps", "Prediction tables requested again because a delta was missed"
         )
         self._gain = self._gauge("prediction_calibration", "Calibration factor of the expert term", "model")
-        self._cluster_gain = self._tally(
+        self._cluster_gain = self._lazy_counter(
             "prediction_cluster_calibration",
             "Calibration factor of the expert term, per cluster",
             *_CLUSTER,
             goes_down=True,
         )
         self._by_cluster = (
-            self._tally(
+            self._lazy_counter(
                 "cluster_requests",
                 "Requests with a profile from their rank, by their heaviest predicted cluster",
                 *_CLUSTER,
             ),
-            self._tally(
+            self._lazy_counter(
                 "cluster_local_predicted",
                 "Sum over these requests of the predicted share of locally served pairs",
                 *_CLUSTER,
             ),
-            self._tally(
+            self._lazy_counter(
                 "cluster_local_observed",
                 "Sum over these requests of the observed share of locally served pairs",
                 *_CLUSTER,
             ),
         )
-        self._homes = self._tally(
+        self._homes = self._lazy_counter(
             "homes", "Booked decisions by whether the request was routed to its home", "model", "outcome"
         )
         self._tables_version = self._gauge("tables_version", "Version of the prediction tables", "model")
@@ -375,7 +375,7 @@ class RouterMetrics:
         if lost:
             self._lost.values[label,] += lost
         self._predictions.values["none" if decision.outlook is None else decision.outlook.forecast.best,] += 1
-        self._homes.values[label, decision.homecoming] += 1
+        self._homes.values[label, decision.home_outcome] += 1
         if decision.shared_cache:
             self._shared_cache.labels(label).inc()
         if decision.ignored:
@@ -409,8 +409,8 @@ class RouterMetrics:
     def locality(self, model: str, cluster: int, predicted: float, observed: float) -> None:
         """Observe the shares of one request's routed pairs, 0..1. cluster: its heaviest predicted cluster."""
         series = self._series(model)
-        for tally, value in zip(self._by_cluster, (1.0, predicted, observed), strict=True):
-            tally.values[series.label, cluster] += value
+        for counter, value in zip(self._by_cluster, (1.0, predicted, observed), strict=True):
+            counter.values[series.label, cluster] += value
         series.predicted_local.observe(predicted)
         series.observed_local.observe(observed)
 
@@ -544,9 +544,9 @@ class RouterMetrics:
         for model in self._replicas - kept:
             for gauge, _ in self._about_tables():
                 gauge.remove(model)
-            for tally in (self._cluster_gain, *self._by_cluster):
-                for key in [key for key in tally.values if key[0] == model]:
-                    del tally.values[key]
+            for counter in (self._cluster_gain, *self._by_cluster):
+                for key in [key for key in counter.values if key[0] == model]:
+                    del counter.values[key]
         self._replicas &= kept
 
     def exposition(self) -> bytes:
@@ -578,12 +578,12 @@ class RouterMetrics:
         return Gauge(f"roost_router_{name}", text, labels, registry=self._registry)
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
-        self._tallies.histograms.append(Histogram(f"roost_router_{name}", text, bounds, labels))
-        return self._tallies.histograms[-1]
+        self._lazy.histograms.append(Histogram(f"roost_router_{name}", text, bounds, labels))
+        return self._lazy.histograms[-1]
 
-    def _tally(self, name: str, text: str, *labels: str, goes_down: bool = False) -> LazyCounter:
-        self._tallies.tallies.append(LazyCounter(f"roost_router_{name}", text, labels, goes_down=goes_down))
-        return self._tallies.tallies[-1]
+    def _lazy_counter(self, name: str, text: str, *labels: str, goes_down: bool = False) -> LazyCounter:
+        self._lazy.counters.append(LazyCounter(f"roost_router_{name}", text, labels, goes_down=goes_down))
+        return self._lazy.counters[-1]
 
 
 class _ModelSeries:
@@ -601,20 +601,20 @@ class _ModelSeries:
         )
 
 
-class _Tallies(Collector):
+class _LazyFamilies(Collector):
     """Exporter of the plain numbers as families."""
 
     def __init__(self) -> None:
-        self.tallies: list[LazyCounter] = []
+        self.counters: list[LazyCounter] = []
         self.histograms: list[Histogram] = []
         self.sums: list[VectorSums] = []
 
     def collect(self) -> Iterator[Metric]:
-        for tally in self.tallies:
-            family = (GaugeMetricFamily if tally.goes_down else CounterMetricFamily)(
-                tally.name, tally.text, labels=tally.labels
+        for counter in self.counters:
+            family = (GaugeMetricFamily if counter.goes_down else CounterMetricFamily)(
+                counter.name, counter.text, labels=counter.labels
             )
-            for labels, value in tally.values.items():
+            for labels, value in counter.values.items():
                 family.add_metric([str(label) for label in labels], value)
             yield family
         for histogram in self.histograms:

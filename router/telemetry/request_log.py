@@ -59,8 +59,8 @@ class RequestLog:
     """KV blocks are shared only among requests with this salt (`router.access.tenancy`); "": among all
     requests without one
     """
-    asked_priority: str | None = None
-    asked_timeout: str | None = None
+    priority_header: str | None = None
+    timeout_header: str | None = None
     """priority and timeout headers, not parsed yet"""
     priority = ""
     """name of its priority class"""

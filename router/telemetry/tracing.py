@@ -24,9 +24,9 @@ Provider = TracerProvider
 """Alias for callers that pass a provider on without importing OpenTelemetry."""
 Value = str | bool | int | float | Sequence[str] | Sequence[float]
 
-AskedOver = Literal["nats", "library"]
+RouteInterface = Literal["nats", "library"]
 """Interface other than HTTP over which a decision is requested."""
-MOST_CANDIDATES = 32
+MAX_CANDIDATES = 32
 """Candidates recorded in a span, cheapest first; the decision's record has all of them."""
 
 
@@ -72,8 +72,8 @@ class RouterTracing:
         )
         return RequestTrace(self, span, operation)
 
-    def asked_elsewhere(
-        self, asked_over: AskedOver, path: str, traceparent: str, start_ns: int
+    def route_request(
+        self, interface: RouteInterface, path: str, traceparent: str, start_ns: int
     ) -> "RequestTrace":
         """Begin a trace for a decision requested over NATS or by a program. path: of the equivalent HTTP
         route.
@@ -82,10 +82,10 @@ class RouterTracing:
         attributes = {
             "gen_ai.operation.name": "route",
             "gen_ai.provider.name": "roost",
-            "roost.asked_over": asked_over,
+            "roost.interface": interface,
             "url.path": path,
         }
-        kind = SpanKind.SERVER if asked_over == "nats" else SpanKind.INTERNAL
+        kind = SpanKind.SERVER if interface == "nats" else SpanKind.INTERNAL
         return RequestTrace(
             self, self._tracer.start_span("route", parent, kind, attributes, start_time=start_ns), "route"
         )
@@ -109,7 +109,7 @@ class RequestTrace:
         self._operation = operation
         self._within = trace.set_span_in_context(span, Context())
 
-    def asked(self, model: str, settings: Mapping[str, Value | None]) -> None:
+    def decoded(self, model: str, settings: Mapping[str, Value | None]) -> None:
         """Record the request once it is decoded; settings are names below `gen_ai.request.`."""
         model = shortened(model, MAX_NAME)
         self._span.update_name(f"{self._operation} {model}")
@@ -133,7 +133,7 @@ class RequestTrace:
         """
         span = self._tracing.child("roost.decide", self._within, SpanKind.INTERNAL, start_ns)
         if span.is_recording():
-            record = decision.record(MOST_CANDIDATES)
+            record = decision.record(MAX_CANDIDATES)
             span.set_attributes(_decision_attributes(decision, record))
             for candidate in record.candidates:
                 span.add_event("roost.candidate", _candidate_attributes(candidate), timestamp=end_ns)
@@ -226,10 +226,10 @@ def _decision_attributes(decision: Decision, record: DecisionRecord) -> dict[str
             f"{engine}:{epoch}" for engine, epoch in record.epochs.placement.items() if epoch is not None
         ],
         "roost.excluded": [
-            f"{out.engine}/{out.rank}: {out.reason}" for out in record.excluded[:MOST_CANDIDATES]
+            f"{out.engine}/{out.rank}: {out.reason}" for out in record.excluded[:MAX_CANDIDATES]
         ],
         "roost.ignored": [
-            f"{out.engine}/{out.rank}: {out.reason}" for out in record.ignored[:MOST_CANDIDATES]
+            f"{out.engine}/{out.rank}: {out.reason}" for out in record.ignored[:MAX_CANDIDATES]
         ],
     }
     notes = sorted({candidate.experts_note for candidate in record.candidates if candidate.experts_note})

@@ -138,7 +138,7 @@ class StaticBackends:
             server.misses = 0
             if server.missing:
                 server.missing = False
-                self._view.heard(worker_id, self._clock())
+                self._view.sign_of_life(worker_id, self._clock())
 
     async def run(self, upstream: Upstream, probe_seconds: float, timeout_seconds: float) -> None:
         """Probe until cancelled."""
@@ -181,7 +181,7 @@ class StaticBackends:
         if known is None or known.joined != joined:
             self._view.join(joined, self._clock(), probed=True)
             self._view.price(server.worker_id, None, _NO_EXPERTS)
-        self._view.heard(server.worker_id, self._clock())
+        self._view.sign_of_life(server.worker_id, self._clock())
 
     def _missed(self, server: _Server, error: Exception, timeout_seconds: float) -> None:
         reason = str(error) or f"no answer within {timeout_seconds:g} s"

@@ -47,7 +47,7 @@ def files(tmp_path: Path) -> Files:
 
 
 async def serving(house: House) -> None:
-    await until(lambda: house.service.ready and len(house.service.view.roster("demo").targets) == 2)
+    await until(lambda: house.service.ready and len(house.service.view.target_table("demo").targets) == 2)
 
 
 async def test_a_rank_answers_no_stranger_but_says_that_it_lives(open_house: OpenHouse, files: Files) -> None:

@@ -163,7 +163,7 @@ async def test_an_engine_with_a_name_of_its_own_can_name_the_worker_of_another_i
         for _ in range(3):
             await fleet.beats(impostor)
         (state,) = fleet.router.view.engines()
-        assert (state.joined, state.standing.name) == (
+        assert (state.joined, state.status.name) == (
             honest,
             "DEAD",
         ), "the beats of another do not keep it alive, and nothing makes it leave"

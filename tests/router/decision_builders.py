@@ -39,7 +39,7 @@ def view_of(*engines: dict[str, Any], clusters: ClusterModel | None = None) -> t
             **about,
         )
         view.join(joined, 0.0)
-        view.heard(joined.worker_id, 0.0)
+        view.sign_of_life(joined.worker_id, 0.0)
         state = view.engine(joined.worker_id)
         assert state is not None
         found = locality(numbered(state.nodes), joined.shape, state.layout, state.placement, clusters)
@@ -52,7 +52,7 @@ def ask(seed: int = 0, prompt: int = 100, output: int = 20) -> Ask:
 
 
 def decided(
-    roster: TargetTable,
+    target_table: TargetTable,
     load: Any = None,
     overlap: Any = None,
     weights: Weights = Weights(),  # noqa: B008 immutable
@@ -62,12 +62,12 @@ def decided(
     **asked: int,
 ) -> Decision:
     """conditions: what is to be said beside the load; prompt, output, seed: as `ask`."""
-    load = np.zeros((AMOUNTS, len(roster.targets)), np.int64) if load is None else np.asarray(load)
-    overlap = np.zeros(len(roster.targets), np.int64) if overlap is None else np.array(overlap)
+    load = np.zeros((AMOUNTS, len(target_table.targets)), np.int64) if load is None else np.asarray(load)
+    overlap = np.zeros(len(target_table.targets), np.int64) if overlap is None else np.array(overlap)
     return decide(
         ask(**asked),
-        roster,
-        candidates(roster, load, 1, LIMITS),
+        target_table,
+        candidates(target_table, load, 1, LIMITS),
         overlap,
         Conditions(load, **(conditions or {})),
         rules or PolicyRules(weights=weights),
@@ -76,7 +76,7 @@ def decided(
     )
 
 
-def foretold(
+def outlook_of(
     remote: Any,
     gain: float = 1.0,
     local: Any = None,

@@ -127,7 +127,9 @@ async def in_front_of(open_house: OpenHouse, *servers: ForeignServer, **settings
     def known() -> bool:
         view = house.service.view
         return {
-            (target.url, model) for model in view.models(live=True) for target in view.roster(model).targets
+            (target.url, model)
+            for model in view.models(live=True)
+            for target in view.target_table(model).targets
         } >= wanted
 
     await until(known)

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bus.memory import MemoryBroker, MemoryBus
@@ -32,6 +33,7 @@ from fleet.placement import linear
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.service import RouterService
+from router.telemetry.metrics import RouterMetrics
 from router.tokenization.tokenizer import ModelTokenizer
 
 TEMPLATE = (
@@ -377,3 +379,14 @@ async def running(service: RouterService) -> AsyncIterator[RouterService]:
 
 
 OpenHouse = Callable[..., Awaitable[House]]
+
+
+def metric(metrics: RouterMetrics, name: str, **labels: str) -> float:
+    """Return the value of one series, or the sum of those with these labels; 0.0 when there is none."""
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    samples = (sample for family in families for sample in family.samples)
+    return sum(
+        sample.value
+        for sample in samples
+        if sample.name == f"roost_router_{name}" and labels.items() <= sample.labels.items()
+    )

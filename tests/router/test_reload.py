@@ -99,7 +99,7 @@ async def test_settings_of_every_part_take_effect(house: House) -> None:
     )
     await service.reload(reading(new))
     assert service.config is new
-    assert (service.retries.share, service.retries.least) == (0.5, 3)
+    assert (service.retries.share, service.retries.min_retries) == (0.5, 3)
     health = service.scheduler.health
     for visit in range(2):
         health.began(visit, (1, 0), None, 0.0)
@@ -150,7 +150,7 @@ async def test_limits_queue_and_classes_are_those_of_the_new_settings(
     house = await open_house(max_requests_per_rank=1, queue_requests=0)
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("alone", [rank.url], byte_archive)
-    target = house.service.view.roster("demo").targets[0]
+    target = house.service.view.target_table("demo").targets[0]
     taken = house.service.scheduler.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
     assert (await house.post("/v1/chat/completions", chat())).status == 429
     await house.service.reload(

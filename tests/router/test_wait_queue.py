@@ -110,7 +110,7 @@ def opened() -> Opened:
         front = Front(service)
         service.view.join(joined(ranks), loop.time())
         if engine:
-            service.view.heard(1, loop.time())
+            service.view.sign_of_life(1, loop.time())
         return front
 
     return start
@@ -286,10 +286,10 @@ async def test_a_client_may_name_an_earlier_deadline_but_no_later_one(opened: Op
 async def test_an_engine_that_returns_in_time_serves_the_requests_that_waited_for_it(opened: Opened) -> None:
     front = opened(ranks=2, engine=False)
     waiting = [front.begin(f"r{number}") for number in range(2)]
-    asking = asyncio.create_task(front.service.wait_queue.live_roster(front.exchange("asks"), "demo"))
+    asking = asyncio.create_task(front.service.wait_queue.live_target_table(front.exchange("asks"), "demo"))
     await asyncio.sleep(1.5)
     assert len(front.service.wait_queue) == 3
-    front.service.view.heard(1, front.now)
+    front.service.view.sign_of_life(1, front.now)
     front.service.wait_queue.wake()
     await settled()
     assert all(task.done() for task in waiting)
@@ -316,7 +316,7 @@ async def test_queued_requests_wait_two_seconds_when_all_engines_die(opened: Ope
     front.service.view.leave(1)
     await asyncio.sleep(1.0)
     front.service.view.join(joined(), front.now)
-    front.service.view.heard(1, front.now)
+    front.service.view.sign_of_life(1, front.now)
     await asyncio.sleep(3.0)  # the engine returned: the requests' own deadlines apply again
     assert not waiting.done()
     front.service.view.leave(1)
@@ -329,7 +329,7 @@ async def test_queued_requests_wait_two_seconds_when_all_engines_die(opened: Ope
 async def test_an_unknown_model_is_refused_at_once(opened: Opened) -> None:
     front = opened()
     with pytest.raises(ApiError) as refused:
-        await front.service.wait_queue.live_roster(front.exchange("x"), "nobody's")
+        await front.service.wait_queue.live_target_table(front.exchange("x"), "nobody's")
     assert (refused.value.status, front.now) == (404, 0.0)
 
 
@@ -362,7 +362,7 @@ async def test_a_prompt_that_fits_nowhere_yet_blocks_no_other_request(opened: Op
         engine_joined("small", ["http://h:9"], None, worker_id=2, shape=None, placement=None, max_context=50),
         0.0,
     )
-    front.service.view.heard(2, 0.0)
+    front.service.view.sign_of_life(2, 0.0)
     await front.admit("long-1", context=100)
     await front.admit("short-1")
     assert front.targets == {"long-1": "e/0", "short-1": "small/0"}
@@ -383,11 +383,11 @@ async def test_a_load_report_that_shows_free_capacity_wakes(opened: Opened) -> N
     feeds = front.service.fleet_subscriber
     assert feeds is not None
     full = KvMetrics(worker_id=1, running=1)
-    feeds._handle(full)
+    feeds.handle(full)
     waiting = front.begin("b")
     await settled()
     assert not waiting.done()
-    feeds._handle(KvMetrics(worker_id=1, running=0))
+    feeds.handle(KvMetrics(worker_id=1, running=0))
     await settled()
     assert waiting.done()
     assert front.now == 0.0
@@ -528,7 +528,7 @@ def test_whatever_arrives_leaves_or_breaks_no_request_is_lost_and_nothing_stays_
             RouterService(MemoryBus(broker), broker.subjects, config, clock=loop.time, chance=chance)
         )
         front.service.view.join(joined(3), 0.0)
-        front.service.view.heard(1, 0.0)
+        front.service.view.sign_of_life(1, 0.0)
         answers: dict[str, str] = {}
 
         async def one(name: str) -> None:
@@ -553,7 +553,7 @@ def test_whatever_arrives_leaves_or_breaks_no_request_is_lost_and_nothing_stays_
                 front.service.view.leave(1)
                 await asyncio.sleep(chance.uniform(0.1, 3))
                 front.service.view.join(joined(3), loop.time())
-                front.service.view.heard(1, loop.time())
+                front.service.view.sign_of_life(1, loop.time())
             chance.choice(tasks).cancel()
         await asyncio.wait(tasks)
         assert len(answers) + sum(task.cancelled() for task in tasks) == 60
@@ -651,9 +651,7 @@ async def test_many_slots_are_given_in_short_turns_for_any_wake_up(opened: Opene
     room.wake()
     while len(room):
         before = len(room)
-        if room._timer is not None:
-            room._timer.cancel()
-        room._look_again()  # simulates the timer
+        room.wake()
         await asyncio.sleep(0)
         most = max(most, before - len(room))
     assert most == 16

@@ -80,7 +80,7 @@ async def house(nats_url: str) -> AsyncIterator[House]:
         await stack.enter_async_context(running(service))
         url = await stack.enter_async_context(served_app(create_app(service)))
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        await until(lambda: len(service.view.roster("demo").targets) == 4 and service.ready)
+        await until(lambda: len(service.view.target_table("demo").targets) == 4 and service.ready)
         yield House(hosts, service, url, http)
 
 

@@ -170,12 +170,12 @@ def test_admitting_one_by_one_follows_the_predicted_order(
     )
     for _ in range(passed):
         queue.placed(next(queue.in_order("m", float(aged))), float(aged))
-    foretold = list(queue.in_order("m", float(aged)))
+    outlook_of = list(queue.in_order("m", float(aged)))
     given_to = []
     while len(queue):
         given_to.append(next(queue.in_order("m", float(aged))))
         queue.placed(given_to[-1], float(aged))
-    assert given_to == foretold
+    assert given_to == outlook_of
 
 
 class Ledger(RuleBasedStateMachine):

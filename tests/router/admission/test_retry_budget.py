@@ -9,7 +9,7 @@ from router.admission.retry_budget import WINDOW_SECONDS, RetryBudget
 def test_a_share_of_the_last_requests_may_be_tried_again() -> None:
     budget = RetryBudget(0.2, 0)
     for _ in range(100):
-        budget.asked(5.0)
+        budget.count_request(5.0)
     assert [budget.may_retry(5.0, 0) for _ in range(25)].count(True) == 20
     assert not budget.may_retry(5.0, 0)
 
@@ -27,7 +27,7 @@ def test_a_few_retries_are_always_allowed() -> None:
 
 def test_another_share_counts_from_now_on() -> None:
     budget = RetryBudget(0.0, 0)
-    budget.asked(1.0)
+    budget.count_request(1.0)
     budget.reconfigure(1.0, 0)
     assert [budget.may_retry(1.0, 0) for _ in range(2)] == [True, False]
 
@@ -35,7 +35,7 @@ def test_another_share_counts_from_now_on() -> None:
 def test_requests_older_than_the_window_do_not_count() -> None:
     budget = RetryBudget(0.5, 1)
     for _ in range(10):
-        budget.asked(3.0)
+        budget.count_request(3.0)
     assert all(budget.may_retry(3.0, 0) for _ in range(5))
     assert not budget.may_retry(3.0 + 0.8 * WINDOW_SECONDS, 0)
     assert budget.may_retry(3.0 + 1.1 * WINDOW_SECONDS, 0)
@@ -52,7 +52,7 @@ def test_no_window_holds_more_retries_than_the_budget_says(
     for pause, comes in course:
         now += pause
         if comes:
-            budget.asked(now)
+            budget.count_request(now)
             asked.append(now)
         elif budget.may_retry(now, 0):
             retried.append(now)

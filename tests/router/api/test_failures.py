@@ -38,7 +38,7 @@ async def two_engines(house: House, serve_rank: Serve, packed: bytes) -> tuple[M
     for number, rank in enumerate(ranks):
         await house.join(f"engine{number}", [rank.url], packed, worker_id=number + 1)
     chosen = (await house.post("/v1/route", chat())).json["chosen"]
-    busy = house.service.view.roster("demo").targets[0 if chosen == "engine1/0" else 1]
+    busy = house.service.view.target_table("demo").targets[0 if chosen == "engine1/0" else 1]
     house.service.scheduler.reservations.book(
         busy.key, (100_000, 1, 100, 0), 0.0
     )  # a load that makes the other engine the first choice
@@ -92,7 +92,7 @@ async def test_a_stream_of_old_weights_is_not_continued_on_new_ones(
     ranks[0].die_after = 7
     await house.join("old", [ranks[0].url], packed, worker_id=1, weights_digest="a" * 32)
     await house.join("new", [ranks[1].url], packed, worker_id=2, weights_digest=weights)
-    busy = house.service.view.roster("demo").targets[1]
+    busy = house.service.view.target_table("demo").targets[1]
     house.service.scheduler.reservations.book(busy.key, (100_000, 1, 100, 0), 0.0)
     answer = await house.post(CHAT, chat(max_tokens=40, stream=True))
     error = answer.events[-1]["error"]
@@ -111,7 +111,9 @@ async def test_a_stream_is_continued_by_the_one_engine_with_its_weights_and_the_
     ranks[0].die_after = 7
     for number, (rank, weights) in enumerate(zip(ranks, ("a" * 32, "b" * 32, "a" * 32), strict=True)):
         await house.join(f"engine{number}", [rank.url], packed, worker_id=number + 1, weights_digest=weights)
-    for target, load in zip(house.service.view.roster("demo").targets, (0, 1_000, 100_000), strict=True):
+    for target, load in zip(
+        house.service.view.target_table("demo").targets, (0, 1_000, 100_000), strict=True
+    ):
         house.service.scheduler.reservations.book(target.key, (load, 1, 100, 0), 0.0)
     answer = await house.post(CHAT, chat(max_tokens=40, stream=True))
     prompt = ranks[0].tokenizer.encode_rendered(rendered("hello there"))
@@ -133,7 +135,7 @@ async def test_a_request_without_a_token_is_tried_on_other_weights(
     ranks[0].die_after = 0
     await house.join("old", [ranks[0].url], packed, worker_id=1, weights_digest="a" * 32)
     await house.join("new", [ranks[1].url], packed, worker_id=2, weights_digest="b" * 32)
-    busy = house.service.view.roster("demo").targets[1]
+    busy = house.service.view.target_table("demo").targets[1]
     house.service.scheduler.reservations.book(busy.key, (100_000, 1, 100, 0), 0.0)
     answer = await house.post(CHAT, chat(max_tokens=40, stream=True))
     assert text_of(answer) == ranks[1].text(
@@ -220,9 +222,9 @@ async def test_an_unreachable_engine_is_excluded_until_its_next_heartbeat(
     )  # the other engine is tried first
     assert (await house.post(CHAT, chat())).status == 200
     assert len(rank.requests) == 1
-    assert "unreachable" in house.service.view.roster("demo").excluded[0].reason
+    assert "unreachable" in house.service.view.target_table("demo").excluded[0].reason
     await house.beat(gone)
-    await until(lambda: len(house.service.view.roster("demo").targets) == 2)
+    await until(lambda: len(house.service.view.target_table("demo").targets) == 2)
 
 
 async def test_when_every_rank_fails_the_answer_is_503_and_nothing_stays_booked(
@@ -259,13 +261,17 @@ async def test_ids_are_never_given_to_an_engine_with_another_tokenizer(
     await house.bus.record(house.subjects.membership("other"), stranger)
     await house.beat(stranger)
     await until(
-        lambda: any("tokenizer differs" in out.reason for out in house.service.view.roster("demo").excluded)
+        lambda: any(
+            "tokenizer differs" in out.reason for out in house.service.view.target_table("demo").excluded
+        )
     )
     first.hold_after = 3
     async with house.http.post(house.url + CHAT, json=chat(stream=True)) as response:
         first.hold_after = None
         house.service.view.leave(joined.worker_id)
-        assert [target.engine.engine for target in house.service.view.roster("demo").targets] == ["other"]
+        assert [target.engine.engine for target in house.service.view.target_table("demo").targets] == [
+            "other"
+        ]
         first.break_off()
         body = await response.read()
     assert b"use another tokenizer" in body

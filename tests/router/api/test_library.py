@@ -57,7 +57,7 @@ class RouterEndpoint:
 
     @property
     def load(self) -> list[list[int]]:
-        table = self.service.view.roster("demo")
+        table = self.service.view.target_table("demo")
         return self.service.scheduler.reservations.load(table.rows, self.service.clock()).tolist()  # type: ignore[no-any-return]
 
     def column(self, rank: str) -> list[int]:

@@ -39,7 +39,7 @@ async def alone(house: House, serve_rank: Serve, packed: bytes, **rank: Any) -> 
 
 def fill(house: House) -> Booking:
     """Occupy the only slot of the only rank."""
-    target = house.service.view.roster("demo").targets[0]
+    target = house.service.view.target_table("demo").targets[0]
     return house.service.scheduler.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
 
 
@@ -192,7 +192,7 @@ async def test_a_client_that_leaves_while_no_engine_lives_is_forgotten(
 ) -> None:
     house = await open_house(no_engine_wait_seconds=30.0)
     await alone(house, serve_rank, byte_archive)
-    house.service.view.leave(house.service.view.roster("demo").targets[0].key[0])
+    house.service.view.leave(house.service.view.target_table("demo").targets[0].key[0])
     asking = begin(house)
     await until(lambda: len(house.service.wait_queue) == 1)
     await asyncio.sleep(0.03)
@@ -274,14 +274,14 @@ async def test_a_request_waits_for_an_engine_that_restarts(
 ) -> None:
     house = await open_house()
     rank = await alone(house, serve_rank, byte_archive)
-    joined = house.service.view.engine(house.service.view.roster("demo").targets[0].key[0])
+    joined = house.service.view.engine(house.service.view.target_table("demo").targets[0].key[0])
     assert joined is not None
     house.service.view.leave(joined.joined.worker_id)
     waiting = begin(house)
     await until(lambda: len(house.service.wait_queue) == 1)
     await house.join("alone", [rank.url], byte_archive, worker_id=77)
     assert (await waiting).status == 200
-    assert house.service.view.roster("demo").targets[0].key == (77, 0)
+    assert house.service.view.target_table("demo").targets[0].key == (77, 0)
 
 
 async def test_an_unknown_model_and_a_router_without_engines_are_reported_at_once(
@@ -302,7 +302,7 @@ async def test_plain_servers_are_waited_for_as_well(
         joined := engine_joined("plain", ["http://127.0.0.1:9"], None, worker_id=5),
     )
     await house.beat(joined)
-    await until(lambda: house.service.view.roster("demo").targets)
+    await until(lambda: house.service.view.target_table("demo").targets)
     fill(house)
     answer = await house.post(CHAT, chat(), headers={"x-request-timeout-ms": "50"})
     assert (answer.status, answer.json["error"]["code"]) == (503, "queue_timeout")
@@ -329,7 +329,7 @@ async def test_a_rank_whose_kv_blocks_are_held_is_saturated(
 ) -> None:
     house = await open_house(max_kv_share=0.5, queue_requests=0)
     await alone(house, serve_rank, byte_archive)  # 1,000 blocks
-    worker_id = house.service.view.roster("demo").targets[0].key[0]
+    worker_id = house.service.view.target_table("demo").targets[0].key[0]
     house.service.scheduler.reservations.report((worker_id, 0), (0, 1, 500, 1), house.service.clock())
     assert (await house.post(CHAT, chat())).status == 200
     house.service.scheduler.reservations.report((worker_id, 0), (0, 1, 501, 1), house.service.clock())
@@ -353,7 +353,7 @@ async def test_a_broken_decision_does_not_stop_the_waiting_of_others(
         def chained(self, block_size: int) -> Any:
             raise RuntimeError("a fault of the router")
 
-    digest = service.view.roster("demo").tokenizer
+    digest = service.view.target_table("demo").tokenizer
     exchange = RequestLog("broken", "broken", CHAT, service.clock())
     bad = asyncio.create_task(
         service.wait_queue.admit(

@@ -17,14 +17,14 @@ from router.evaluation.distinct_experts import ClusterMixes, MixShare, ReadingGr
 from router.evaluation.expected_latency import NONE
 from router.feedback.active_cluster_mix import ActiveClusterMix
 from tests.router.learnt_tables import halves
-from tests.router.scheduling.test_decision import decided, foretold, view_of
+from tests.router.scheduling.test_decision import decided, outlook_of, view_of
 
 FIRST, SECOND = np.array([1, 0], np.float32), np.array([0, 1], np.float32)
 READS = EngineSpeed(expert_read=1e-4)
 
 
 def mix(mixes: ClusterMixes, sequences: int, worker: int = 1, version: int = 1) -> list[float] | None:
-    found = mixes.changed(worker, sequences, halves(version=version), told=True)
+    found = mixes.changed(worker, sequences, halves(version=version), delivered=True)
     return None if found is None else found.tolist()
 
 
@@ -49,7 +49,7 @@ def test_a_mix_is_reported_when_it_changed_noticeably_or_was_lost() -> None:
     assert mix(mixes, 100) == [100.0, 0.0]
     mixes.book(1, SECOND, 1)
     assert mix(mixes, 101) is None
-    assert mixes.changed(1, 101, halves(), told=False) is not None
+    assert mixes.changed(1, 101, halves(), delivered=False) is not None
     for _ in range(6):
         mixes.book(1, SECOND, 1)
     assert mix(mixes, 107) == [100.0, 7.0]
@@ -93,7 +93,7 @@ def test_any_order_of_bookings_and_ends_leaves_what_is_open(events: list[tuple[i
         expected = [
             float(sum(1 for w, c, _ in open_now if (w, c) == (worker, cluster))) for cluster in range(2)
         ]
-        found = mixes.changed(worker, int(sum(expected)), halves(), told=False)
+        found = mixes.changed(worker, int(sum(expected)), halves(), delivered=False)
         assert found is not None
         assert found == pytest.approx(expected)
 
@@ -128,9 +128,9 @@ class Running:
             {"layout": layout, "speed": speed}, {"layout": layout, "speed": speed}, clusters=halves(skew=30.0)
         )
         self.mixing = ActiveClusterMix(self.view, self.reservations, threads)
-        roster = self.view.roster("demo")
+        target_table = self.view.target_table("demo")
         for _ in range(8):
-            decision = decided(roster, outlook=_of_the_first(len(roster.targets)))
+            decision = decided(target_table, outlook=_of_the_first(len(target_table.targets)))
             assert decision.target.key == (1, 0)
             self.mixing.booked(decision)
             self.reservations.book(decision.target.key, (0, 1, 0, 10), 0.0)
@@ -144,7 +144,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def _of_the_first(targets: int) -> Any:
     """Make all ranks but the first expensive, so that the request goes there."""
-    outlook = foretold([0.0, *[1e9] * (targets - 1)])
+    outlook = outlook_of([0.0, *[1e9] * (targets - 1)])
     return outlook._replace(forecast=outlook.forecast._replace(weights=FIRST, clusters=1))
 
 

@@ -19,7 +19,7 @@ def priced(
     table = np.zeros((AMOUNTS, 1), np.int64)
     for row, amount in load.items():
         table[row] = amount
-    decision = decided(view.roster("demo"), load=table, overlap=[overlap], prompt=prompt)
+    decision = decided(view.target_table("demo"), load=table, overlap=[overlap], prompt=prompt)
     return first_token(decision, surcharge), step(decision, surcharge)
 
 

@@ -13,7 +13,7 @@ from router.evaluation.regret import Probe, Truth, WaitingProbes, regret_ms, rep
 from router.fleet_state.reservations import AMOUNTS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.view import FleetView
 from tests.router.learnt_tables import halves
-from tests.router.scheduling.test_decision import decided, foretold, view_of
+from tests.router.scheduling.test_decision import decided, outlook_of, view_of
 
 SPEED = EngineSpeed(prefill_token=1e-3, decode_sequence=1e-3, decode_block=1e-5, dispatch=1e-4)
 
@@ -36,10 +36,10 @@ def test_regret_is_never_negative_and_nothing_when_all_was_as_believed(
 ) -> None:
     chance = np.random.default_rng(seed)
     view = house(engines, ranks)
-    roster = view.roster("demo")
+    target_table = view.target_table("demo")
     targets = engines * ranks
     load = chance.integers(0, 5, (AMOUNTS, targets))
-    decision = decided(roster, load=load, overlap=chance.integers(0, 20, targets).tolist(), seed=seed)
+    decision = decided(target_table, load=load, overlap=chance.integers(0, 20, targets).tolist(), seed=seed)
     prices = view.prices("demo")
     assert regret_ms(decision, Truth(load), prices) == 0.0
     assert repriced_ms(decision, Truth(load), prices) == pytest.approx(decision.scores.total)
@@ -52,7 +52,7 @@ def test_regret_is_never_negative_and_nothing_when_all_was_as_believed(
 
 def test_a_rank_that_was_busier_than_believed_is_regretted_by_the_difference() -> None:
     view = house(engines=2, ranks=1)
-    decision = decided(view.roster("demo"), load=load_of(2, prefill=[0, 500]))
+    decision = decided(view.target_table("demo"), load=load_of(2, prefill=[0, 500]))
     assert decision.chosen == 0
     truth = load_of(2, prefill=[2000, 300])
     assert regret_ms(decision, Truth(truth), view.prices("demo")) == pytest.approx(1700.0)
@@ -63,7 +63,7 @@ def test_a_rank_that_was_busier_than_believed_is_regretted_by_the_difference() -
 
 def test_what_the_chosen_rank_had_cached_is_as_it_was() -> None:
     view = house(engines=2, ranks=1)
-    decision = decided(view.roster("demo"), overlap=[10, 5])  # 40 and 20 tokens of 100
+    decision = decided(view.target_table("demo"), overlap=[10, 5])  # 40 and 20 tokens of 100
     assert decision.chosen == 0
     assert regret_ms(decision, Truth(decision.load, cached_tokens=40), view.prices("demo")) == 0.0
     assert regret_ms(decision, Truth(decision.load, cached_tokens=0), view.prices("demo")) == pytest.approx(
@@ -73,10 +73,10 @@ def test_what_the_chosen_rank_had_cached_is_as_it_was() -> None:
 
 def test_a_request_of_another_kind_than_predicted_is_regretted_by_its_traffic() -> None:
     view = house(engines=1, ranks=2)
-    prices, roster = view.prices("demo"), view.roster("demo")
+    prices, target_table = view.prices("demo"), view.target_table("demo")
     first, second = np.array([1, 0], np.float32), np.array([0, 1], np.float32)
-    outlook = foretold(prices.of(first)[0])
-    decision = decided(roster, outlook=outlook)
+    outlook = outlook_of(prices.of(first)[0])
+    decision = decided(target_table, outlook=outlook)
     assert decision.chosen == 0
     assert regret_ms(decision, Truth(decision.load, weights=first), prices) == 0.0
     remote = prices.of(second)[0]
@@ -91,7 +91,7 @@ def test_a_request_of_another_kind_than_predicted_is_regretted_by_its_traffic() 
 def test_only_candidates_could_have_been_chosen() -> None:
     view = house(engines=3, ranks=1)
     decision = decided(
-        view.roster("demo"), load=load_of(3, sequences=[0, 0, 10])
+        view.target_table("demo"), load=load_of(3, sequences=[0, 0, 10])
     )  # the last one is saturated
     assert len(decision.at) == 2
     truth = load_of(3, prefill=[100, 100, 0])
@@ -99,7 +99,7 @@ def test_only_candidates_could_have_been_chosen() -> None:
 
 
 def probe(view: FleetView, decision_id: str, made_at: float) -> Probe:
-    decided_on = decided(view.roster("demo"))
+    decided_on = decided(view.target_table("demo"))
     decision = structs.replace(decided_on, ask=structs.replace(decided_on.ask, decision_id=decision_id))
     return Probe(decision, view.prices("demo"), decision.load, made_at)
 

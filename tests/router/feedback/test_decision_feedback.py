@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from fleet.facts.activity import RequestProfile, RequestsProfiled
 from fleet.facts.dynamo_kv import KvMetrics
@@ -28,7 +27,7 @@ from router.service import RouterService
 from router.telemetry.metrics import LAPS
 from router.telemetry.request_log import RequestLog
 from tests.router.learnt_tables import halves, published_clusters, tables
-from tests.router.router_fixture import SHAPE
+from tests.router.router_fixture import SHAPE, metric
 from tests.router.sync.test_peer_routers import RouterNetwork
 
 SPEED = EngineSpeed(prefill_token=1e-3, step=0.01, decode_sequence=1e-4, decode_block=0.0, dispatch=0.0)
@@ -45,13 +44,7 @@ async def network() -> AsyncIterator[RouterNetwork]:
 
 def series(service: RouterService, name: str, **labels: str) -> float:
     """Return the value of one series of the service's metrics; 0.0 when there is none."""
-    families = text_string_to_metric_families(service.metrics.exposition().decode())
-    samples = (sample for family in families for sample in family.samples)
-    return sum(
-        sample.value
-        for sample in samples
-        if sample.name == f"roost_router_{name}" and labels.items() <= sample.labels.items()
-    )
+    return metric(service.metrics, name, **labels)
 
 
 def need(tokens: int, output: int = 20) -> RoutingRequest:
@@ -72,7 +65,7 @@ def book(
 def terms(service: RouterService, joined: EngineJoined, name: str, asked: RoutingRequest) -> float:
     """Return a cost term of a request at the engine's first rank now, ms."""
     decision = service.decide(asked, "d")
-    at = [int(target) for target in decision.at].index(decision.roster.index[joined.worker_id, 0])
+    at = [int(target) for target in decision.at].index(decision.target_table.index[joined.worker_id, 0])
     return float(decision.scores.terms[TERMS.index(name), at])
 
 
@@ -96,7 +89,7 @@ async def serve(
         await asyncio.sleep(16 * factor * step)
         service.emitted(booking, 16)
         if reports:
-            bus._handle(
+            bus.handle(
                 KvMetrics(
                     worker_id=decision.target.key[0],
                     running=running,
@@ -146,7 +139,7 @@ async def test_a_restarted_engine_is_believed_anew(network: RouterNetwork) -> No
     again = await network.engine("liar", speed=SPEED, capabilities=PLAIN, worker_id=77)
     await asyncio.sleep(1.0)
     assert service.view.engine(liar.worker_id) is None
-    assert service.scheduler.speeds.of(service.view.roster("demo"), 0) == (1.0, 1.0)
+    assert service.scheduler.speeds.of(service.view.target_table("demo"), 0) == (1.0, 1.0)
     assert series(service, "speed_factor", worker_id=str(liar.worker_id)) == 0.0
     assert series(service, "speed_factor", worker_id=str(again.worker_id), of="prefill") == 1.0
 
@@ -187,7 +180,7 @@ async def test_disturbed_requests_say_nothing_of_speed(
         service.first_token(booking)
         service.release(booking)
     await asyncio.sleep(TICK_SECONDS)
-    assert service.scheduler.speeds.of(service.view.roster("demo"), 0) == (1.0, 1.0)
+    assert service.scheduler.speeds.of(service.view.target_table("demo"), 0) == (1.0, 1.0)
     assert terms(service, liar, "prefill", need(100)) == pytest.approx(100.0)
 
 
@@ -271,7 +264,7 @@ async def test_one_decision_a_tick_is_looked_at_again(network: RouterNetwork) ->
     assert series(service, "regret_seconds_sum") == 0.0
 
 
-async def foretold(network: RouterNetwork) -> tuple[EngineJoined, RouterService]:
+async def outlook_of(network: RouterNetwork) -> tuple[EngineJoined, RouterService]:
     """Return a router that has clusters and tables, and an engine of two ranks whose placement is aligned
     with them.
     """
@@ -317,7 +310,7 @@ def profiled(
 async def test_locality_is_measured_as_predicted_and_as_observed_and_counts_as_regret(
     network: RouterNetwork,
 ) -> None:
-    joined, service = await foretold(network)
+    joined, service = await outlook_of(network)
     voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     assert decision.target.rank == 0
@@ -340,7 +333,7 @@ async def test_locality_is_measured_as_predicted_and_as_observed_and_counts_as_r
 async def test_profiles_of_others_are_ignored_and_a_request_without_a_profile_is_settled_in_the_end(
     network: RouterNetwork,
 ) -> None:
-    joined, service = await foretold(network)
+    joined, service = await outlook_of(network)
     voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     service.release(booking)
@@ -369,7 +362,7 @@ def _fields(event: RequestsProfiled) -> dict[str, Any]:
 
 @pytest.mark.looptime
 async def test_nonsense_in_a_profile_changes_nothing_but_is_survived(network: RouterNetwork) -> None:
-    joined, service = await foretold(network)
+    joined, service = await outlook_of(network)
     voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     for local, signature, cached in ((float("nan"), b"\xff" * 8, -5), (7.0, b"", 10**9), (-1.0, b"123", 3)):
         decision, booking = book(service, need(100))
@@ -390,7 +383,7 @@ async def test_nonsense_in_a_profile_changes_nothing_but_is_survived(network: Ro
 
 @pytest.mark.looptime
 async def test_many_profiles_are_dropped_unread(network: RouterNetwork) -> None:
-    joined, service = await foretold(network)
+    joined, service = await outlook_of(network)
     voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     service.release(booking)

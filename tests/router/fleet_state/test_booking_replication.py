@@ -15,8 +15,8 @@ from fleet.facts.bookings import BookedLoad, ReservationsChanged
 from fleet.membership import SILENT_SECONDS
 from fleet.requests.routing import ReservationsDescribed
 from router.fleet_state.booking_replication import (
-    MOST_PER_MESSAGE,
-    MOST_PREFIX_BLOCKS,
+    MAX_PER_MESSAGE,
+    MAX_PREFIX_BLOCKS,
     BookingMessage,
     OwnBookings,
     RemoteBookings,
@@ -90,7 +90,7 @@ class Peer:
 def deliver(sender: Peer, receiver: Peer, now: float) -> bool:
     """Deliver the next message. Return True if the list must be requested."""
     sequence, message = sender.next_message(now)
-    return receiver.ledger.hear(sender.name, sequence, message, now).incomplete
+    return receiver.ledger.receive(sender.name, sequence, message, now).incomplete
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_held_booking_of_a_prompt_that_is_all_cached_stays_held(pair: tuple[Pe
     one, other = pair
     one.book("a", 0.0, amounts=(0, 1, 8, 40), external=True)
     for at in (0.01, 0.02):
-        one.diary.tell_all()
+        one.diary.republish_all()
         deliver(one, other, at)
     other.reservations.report(RANK, (50, 2, 10, 30), 1.0)
     assert [row[0] for row in other.load(1.0)] == [50, 3, 18, 70]
@@ -181,7 +181,7 @@ def test_a_booking_that_ends_unpublished_is_never_published(pair: tuple[Peer, Pe
     one, _ = pair
     one.book("a", 0.0)
     one.end("a")
-    assert not one.diary.has_news
+    assert not one.diary.has_changes
     assert one.diary.take(0.0) is None
 
 
@@ -253,7 +253,7 @@ def test_a_booking_that_is_not_named_again_expires_and_one_that_is_continues(pai
         other.ledger.sweep(float(second))
     assert other.ledger.open == 1
     for second in range(200, 270):
-        other.ledger.hear(1, one.sent, ReservationsChanged(router=1), float(second))
+        other.ledger.receive(1, one.sent, ReservationsChanged(router=1), float(second))
         one.sent += 1
         other.ledger.sweep(float(second))
     assert (other.ledger.open, other.ledger.expired) == (0, 1)
@@ -267,7 +267,7 @@ def test_a_booking_that_is_not_named_again_expires_and_one_that_is_continues(pai
             {"session": -1},
             {"session": 2**64},
             {"prefix": b"1234567"},
-            {"prefix": bytes(8 * MOST_PREFIX_BLOCKS + 8)},
+            {"prefix": bytes(8 * MAX_PREFIX_BLOCKS + 8)},
         ),
         *({"age_seconds": -1.0}, {"age_seconds": float("nan")}, {"id": "x" * 129}),
     ],
@@ -285,20 +285,20 @@ def test_a_booking_that_makes_no_sense_is_refused_and_counted(
         "steps": 1,
         "age_seconds": 0.0,
     }
-    other.ledger.hear(1, 0, ReservationsChanged(router=1, booked=(BookedLoad(**{**good, **load}),)), 0.0)  # type: ignore[arg-type]
+    other.ledger.receive(1, 0, ReservationsChanged(router=1, booked=(BookedLoad(**{**good, **load}),)), 0.0)  # type: ignore[arg-type]
     assert (other.ledger.open, other.ledger.refused, other.reservations.open_bookings) == (0, 1, 0)
 
 
 def test_a_large_backlog_is_published_in_parts(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
-    for number in range(2 * MOST_PER_MESSAGE + 1):
+    for number in range(2 * MAX_PER_MESSAGE + 1):
         one.book(str(number), 0.0)
     sizes = []
-    while one.diary.has_news:
+    while one.diary.has_changes:
         sequence, message = one.next_message(0.0)
         sizes.append(len(message.booked))
-        other.ledger.hear(1, sequence, message, 0.0)
-    assert sizes == [MOST_PER_MESSAGE, MOST_PER_MESSAGE, 1]
+        other.ledger.receive(1, sequence, message, 0.0)
+    assert sizes == [MAX_PER_MESSAGE, MAX_PER_MESSAGE, 1]
     assert other.load(0.0) == one.load(0.0)
 
 
@@ -309,7 +309,7 @@ def test_the_session_and_the_future_blocks_of_a_rank_are_published_once(pair: tu
     deliver(one, other, 0.0)
     one.diary.first_token(booking)
     sequence, again = one.next_message(0.1)
-    other.ledger.hear(1, sequence, again, 0.1)
+    other.ledger.receive(1, sequence, again, 0.1)
     assert other.learnt == [(RANK, BookingMessage(77, [1, 2**64 - 1]))]
     assert (again.booked[0].session, again.booked[0].prefix) == (77, b"")
 
@@ -323,18 +323,18 @@ def test_a_short_request_is_remembered_and_leaves_no_load(pair: tuple[Peer, Peer
     deliver(one, other, 0.0)
     assert other.learnt == [(RANK, BookingMessage(77, []))]
     assert other.ledger.open == 0
-    assert not one.diary.has_news
+    assert not one.diary.has_changes
 
 
 def test_a_new_router_gets_all_earlier_bookings(pair: tuple[Peer, Peer]) -> None:
     one, other = pair
     one.book("a", 0.0)
     one.book("b", 0.0)
-    one.diary.hush(0.0)
+    one.diary.discard_changes(0.0)
     one.end("b")
-    one.diary.hush(0.1)
+    one.diary.discard_changes(0.1)
     assert one.diary.take(0.1) is None
-    one.diary.tell_all()
+    one.diary.republish_all()
     deliver(one, other, 0.2)
     assert other.load(0.2) == one.load(0.2)
 
@@ -374,7 +374,7 @@ def test_nothing_that_a_stranger_says_raises_or_makes_a_sum_negative(
                 float(now),
             )
         else:
-            receiver.ledger.hear(publisher, sequence, message, float(now))
+            receiver.ledger.receive(publisher, sequence, message, float(now))
         assert np.min(receiver.reservations.load(receiver.rows, float(now))) >= 0
     receiver.ledger.sweep(len(messages) + 10.0)
     assert receiver.reservations.open_bookings == receiver.ledger.open == 0
@@ -452,7 +452,7 @@ def _deliver(
         if peer.name == sender.name:
             continue
         if isinstance(message, ReservationsChanged):
-            peer.ledger.hear(sender.name, sequence, message, now)
+            peer.ledger.receive(sender.name, sequence, message, now)
         else:
             peer.ledger.replace(message, now)
 
@@ -464,7 +464,7 @@ def _converge(peers: list[Peer], now: float) -> None:
             sequence, message = sender.next_message(now)
             for peer in peers:
                 if peer is not sender and (
-                    peer.ledger.hear(sender.name, sequence, message, now).incomplete
+                    peer.ledger.receive(sender.name, sequence, message, now).incomplete
                     or peer.ledger.incomplete(sender.name)
                 ):
                     assert peer.ledger.replace(sender.described(now), now)

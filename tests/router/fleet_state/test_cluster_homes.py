@@ -8,12 +8,12 @@ import pytest
 
 from fleet.facts.placements import HomesPublished
 from fleet.signatures import ClusterModel
-from router.fleet_state.cluster_homes import at_home, homes_of
+from router.fleet_state.cluster_homes import homes_of, is_home
 from router.fleet_state.view import FleetView
 from router.scheduling.cost import Weights
 from router.scheduling.decision_record import DecisionRecord
 from router.scheduling.policies import HomeRanks, PolicyRules, choose
-from tests.router.decision_builders import SLOW, decided, foretold, view_of
+from tests.router.decision_builders import SLOW, decided, outlook_of, view_of
 from tests.router.router_fixture import SHAPE, OpenHouse, until
 
 
@@ -65,9 +65,9 @@ def test_homes_that_contradict_themselves_or_the_engine_are_refused(wrong: dict[
 
 
 def test_a_home_gets_clearly_more_than_its_even_share_and_not_much_less_than_the_first() -> None:
-    assert at_home(np.array([4.0, 2.0, 1.9, 0.1])).tolist() == [True, True, False, False]
-    assert not at_home(np.ones(4)).any()
-    assert not at_home(np.array([1.2, 0.8])).any()
+    assert is_home(np.array([4.0, 2.0, 1.9, 0.1])).tolist() == [True, True, False, False]
+    assert not is_home(np.ones(4)).any()
+    assert not is_home(np.array([1.2, 0.8])).any()
 
 
 def test_homes_come_first_if_they_cost_at_most_what_they_save_and_then_the_least_work() -> None:
@@ -111,14 +111,14 @@ def test_homes_come_first_if_they_cost_at_most_what_they_save_and_then_the_least
 
 def settled(share: Any) -> FleetView:
     view, _ = view_of({"speed": SLOW}, {"speed": SLOW}, clusters=halves())
-    assert view.settle(1, homes_of(published(share=share), 2))
+    assert view.set_homes(1, homes_of(published(share=share), 2))
     return view
 
 
 def test_a_decision_goes_home_and_its_record_says_where_that_is() -> None:
-    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
-    outlook = foretold([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
-    decision = decided(roster, outlook=outlook)
+    target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
+    outlook = outlook_of([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    decision = decided(target_table, outlook=outlook)
     assert (decision.target.name, decision.choice.why) == ("e0/1", "home")
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
     assert (record.home_ranks, record.chosen, record.candidates[0].rank) == (["e0/1"], "e0/1", 1)
@@ -129,25 +129,25 @@ def test_a_decision_goes_home_and_its_record_says_where_that_is() -> None:
 
 
 def test_homes_apply_by_the_requests_own_confidence_regardless_of_the_earned_gain() -> None:
-    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
-    outlook = foretold([0.0] * 4, gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
+    outlook = outlook_of([0.0] * 4, gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
     assert outlook.forecast.confidence == 0.25
-    assert decided(roster, outlook=outlook).choice.why == "home"
-    unsure = decided(roster, outlook=outlook, rules=PolicyRules(home_confidence=0.26))
+    assert decided(target_table, outlook=outlook).choice.why == "home"
+    unsure = decided(target_table, outlook=outlook, rules=PolicyRules(home_confidence=0.26))
     assert (unsure.record().home_ranks, unsure.choice.why, unsure.home) == (["e0/1"], "tie", None)
     assert "0.26 is required" in (unsure.record().homes_note or "")
 
 
 def test_a_home_may_cost_more_by_its_expected_saving_scaled_by_confidence() -> None:
-    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
-    near = foretold([1.0, 0.5, 1.0, 1.0], gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
+    near = outlook_of([1.0, 0.5, 1.0, 1.0], gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
     saved = 1e3 * near.forecast.confidence * SLOW.dispatch * 0.5 * (100 + 20)
     for dearer, why in ((0.99 * saved, "home"), (1.01 * saved, "tie")):
         load = {"handover": np.array([0.0, dearer / 1e3, 0.0, 0.0])}
-        assert decided(roster, outlook=near, conditions=load).choice.why == why
+        assert decided(target_table, outlook=near, conditions=load).choice.why == why
     unpriced = near._replace(priced=np.array([True, False, True, True]))
     load = {"handover": np.array([0.0, 0.5 * saved / 1e3, 0.0, 0.0])}
-    assert decided(roster, outlook=unpriced, conditions=load).choice.why == "tie", (
+    assert decided(target_table, outlook=unpriced, conditions=load).choice.why == "tie", (
         "what is not priced saves nothing that is known"
     )
 
@@ -163,9 +163,9 @@ def test_a_home_may_cost_more_by_its_expected_saving_scaled_by_confidence() -> N
     ],
 )
 def test_rules_that_do_not_mind_where_experts_are_do_not_mind_homes(rules: PolicyRules) -> None:
-    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
+    target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
     record = decided(
-        roster, outlook=foretold([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0])), rules=rules
+        target_table, outlook=outlook_of([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0])), rules=rules
     ).record()
     assert "does not depend on expert placement" in (record.homes_note or "")
     assert record.why != "home"
@@ -174,10 +174,10 @@ def test_rules_that_do_not_mind_where_experts_are_do_not_mind_homes(rules: Polic
 def test_an_older_word_of_the_planner_and_words_about_strangers_change_nothing() -> None:
     view = settled(((1.0, 0.0), (0.0, 1.0)))
     before = view.version
-    assert not view.settle(1, homes_of(published(version=1, share=((0.0, 1.0),) * 2), 2))
-    assert not view.settle(9, homes_of(published(version=5), 2))
+    assert not view.set_homes(1, homes_of(published(version=1, share=((0.0, 1.0),) * 2), 2))
+    assert not view.set_homes(9, homes_of(published(version=5), 2))
     assert view.version == before
-    assert view.settle(1, homes_of(published(version=2, homes=b"", count=0), 2)), "homes are withdrawn"
+    assert view.set_homes(1, homes_of(published(version=2, homes=b"", count=0), 2)), "homes are withdrawn"
 
 
 def test_the_homes_of_a_signature_are_those_of_its_clusters_and_an_engine_without_homes_counts_as_any() -> (
@@ -187,7 +187,7 @@ def test_the_homes_of_a_signature_are_those_of_its_clusters_and_an_engine_withou
     lift = view.prices("demo").home(np.array([0.9, 0.1], np.float32))
     assert lift is not None
     np.testing.assert_allclose(lift, [1.8, 0.2, 1.0, 1.0], rtol=1e-6)
-    assert view.settle(1, homes_of(published(version=2, share=((1.0, 0.0),)), 2))
+    assert view.set_homes(1, homes_of(published(version=2, share=((1.0, 0.0),)), 2))
     assert view.prices("demo").home(np.array([0.9, 0.1], np.float32)) is None, (
         "they are of another number of clusters"
     )

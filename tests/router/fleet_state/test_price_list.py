@@ -79,11 +79,11 @@ class World:
             assert self.view.learn("demo", clusters(self.clusters))
         elif what == JOINED:
             self.view.join(self.joined, 0.0)
-            self.view.heard(1, 0.0)
+            self.view.sign_of_life(1, 0.0)
 
     def say(self, published: ClusterHomes) -> None:
         self.received.append(published)
-        self.view.settle(1, published)
+        self.view.set_homes(1, published)
 
     def price(self, work: Pricing) -> None:
         table = np.full((2, 1), 1.0 + work.epoch)
@@ -148,29 +148,29 @@ def test_homes_of_the_next_epoch_wait_for_its_prices_and_then_both_change_in_one
 def test_homes_that_a_newer_word_takes_back_for_an_older_epoch_are_gone_at_once_and_so_are_those_that_waited() -> (
     None
 ):
-    waiting = EngineHomes().hearing(homes(1, 0), 0).hearing(homes(2, 3), 0)
+    waiting = EngineHomes().received(homes(1, 0), 0).received(homes(2, 3), 0)
     assert waiting.now is not None
     assert waiting.coming is not None
-    taken_back = waiting.hearing(ClusterHomes(3, 0, None), 0)
+    taken_back = waiting.received(ClusterHomes(3, 0, None), 0)
     assert taken_back == EngineHomes(ClusterHomes(3, 0, None))
     assert taken_back.reaching(3) is taken_back
-    assert taken_back.hearing(homes(2, 3), 0) is taken_back, "published late"
+    assert taken_back.received(homes(2, 3), 0) is taken_back, "published late"
 
 
 def test_current_homes_may_arrive_after_waiting_ones() -> None:
-    coming = EngineHomes().hearing(homes(5, 2), 0)
-    both = coming.hearing(homes(4, 0), 0)
+    coming = EngineHomes().received(homes(5, 2), 0)
+    both = coming.received(homes(4, 0), 0)
     assert both.now is not None
     assert both.coming is not None
     assert (both.now.version, both.coming.version) == (4, 5)
-    assert both.hearing(homes(4, 0), 0) is both
+    assert both.received(homes(4, 0), 0) is both
     assert both.reaching(1) is both
     assert both.reaching(2).now is both.coming
 
 
 def test_before_anything_is_priced_homes_wait() -> None:
     published = homes(1, 0)
-    waiting = EngineHomes().hearing(published, None)
+    waiting = EngineHomes().received(published, None)
     assert waiting.now is None
     assert waiting.reaching(0).now is published
     assert EngineHomes().reaching(None) == EngineHomes()

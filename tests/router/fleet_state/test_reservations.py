@@ -123,19 +123,19 @@ def test_what_the_first_report_after_a_moment_changes_is_noted_and_no_later_one(
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     rows = np.array([reservations.add_rank("a"), reservations.add_rank("b")])
     reservations.report("a", (100, 1, 8, 10), 0.0)
-    assert reservations.surprise(rows).tolist() == [[0, 0]] * AMOUNTS
+    assert reservations.load_error(rows).tolist() == [[0, 0]] * AMOUNTS
     reservations.watch()
     reservations.book("a", (50, 1, 4, 7), 0.1)
     # The belief was 150, 2, 12 and 17. Two of the three sequences are unknown, with 20 tokens left.
     reservations.report("a", (500, 3, 9, 30), 1.0)
     reservations.report("a", (0, 0, 0, 0), 2.0)
-    assert reservations.surprise(rows).T.tolist() == [[350, 1, -3, 10], [0, 0, 0, 0]]
+    assert reservations.load_error(rows).T.tolist() == [[350, 1, -3, 10], [0, 0, 0, 0]]
     reservations.watch()
-    assert not reservations.surprise(rows).any()
+    assert not reservations.load_error(rows).any()
     reservations.report("b", (9, 0, 0, 0), 2.0)
     reservations.remove_rank("b")
     assert reservations.add_rank("c") == rows[1]
-    assert not reservations.surprise(rows).any()
+    assert not reservations.load_error(rows).any()
 
 
 def test_a_rank_that_left_takes_its_bookings_with_it() -> None:
@@ -374,7 +374,7 @@ def burst(ranks: int, **settings: Any) -> tuple[Scheduler, RoutingRequest]:
         ),
         0.0,
     )
-    view.heard(1, 0.0)
+    view.sign_of_life(1, 0.0)
     config = RouterConfig(**{"max_requests_per_rank": 10_000, "max_queue_seconds": 1e9} | settings)
     holders = BlockIndex()
     scheduler = Scheduler(view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), config)

@@ -28,8 +28,8 @@ def roster_of(*engines: int, **about: Any) -> TargetTable:
     for number, ranks in enumerate(engines, start=1):
         urls = [f"http://{number}.{rank}" for rank in range(ranks)]
         view.join(engine_joined(f"e{number}", urls, "tokens", worker_id=number, **about), 0.0)
-        view.heard(number, 0.0)
-    return view.roster("demo")
+        view.sign_of_life(number, 0.0)
+    return view.target_table("demo")
 
 
 @pytest.fixture

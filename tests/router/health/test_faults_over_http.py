@@ -183,8 +183,8 @@ async def test_two_routers_lose_nothing_while_ranks_fail(
             await house.beat(state.joined)
         await until(
             lambda: (
-                len(second.view.roster("demo").targets) == 4
-                and second.tokenizer(second.view.roster("demo").tokenizer) is not None
+                len(second.view.target_table("demo").targets) == 4
+                and second.tokenizer(second.view.target_table("demo").tokenizer) is not None
             )
         )
         await send_all(house, [house.url, url], mocks[0], 120, 16)
@@ -248,7 +248,7 @@ async def test_a_breaker_opens_is_reported_and_closes_again(
     await until(
         lambda: (
             not house.service.scheduler.health.exclusions(
-                house.service.view.roster("demo"), house.service.clock()
+                house.service.view.target_table("demo"), house.service.clock()
             ).every
         )
     )
@@ -292,7 +292,7 @@ async def test_a_clients_own_error_and_a_busy_rank_open_no_breaker(
         rank.answer_status = status
         assert (await house.post(CHAT, chat())).status in answered
     assert not house.service.scheduler.health.exclusions(
-        house.service.view.roster("demo"), house.service.clock()
+        house.service.view.target_table("demo"), house.service.clock()
     ).every
 
 
@@ -309,7 +309,7 @@ async def test_a_client_that_leaves_frees_the_probe_of_a_half_open_breaker(
     rank.asked.clear()
     probe = asyncio.ensure_future(house.post(CHAT, chat(stream=True)))
     await rank.asked.wait()
-    health, table = house.service.scheduler.health, house.service.view.roster("demo")
+    health, table = house.service.scheduler.health, house.service.view.target_table("demo")
     assert "half open" in next(iter(health.exclusions(table, house.service.clock()).every.values()))
     probe.cancel()
     await until(lambda: not health.exclusions(table, house.service.clock()).every)
@@ -329,7 +329,7 @@ async def drain(house: House, worker_id: int, rank: int | None, *, draining: boo
 
 
 def draining(service: RouterService) -> int:
-    return len(service.scheduler.health.exclusions(service.view.roster("demo"), service.clock()).hard)
+    return len(service.scheduler.health.exclusions(service.view.target_table("demo"), service.clock()).hard)
 
 
 async def test_a_draining_rank_finishes_its_streams_and_gets_no_new_ones(
@@ -390,8 +390,8 @@ async def test_a_router_that_starts_later_hears_of_drains_and_an_engine_that_sta
     await house.beat(again)
     await until(
         lambda: (
-            len(house.service.view.roster("demo").targets) == 1
-            and house.service.view.roster("demo").targets[0].key == (2, 0)
+            len(house.service.view.target_table("demo").targets) == 1
+            and house.service.view.target_table("demo").targets[0].key == (2, 0)
         )
     )
     assert draining(house.service) == 0

@@ -293,8 +293,8 @@ def test_whom_to_avoid_depends_on_how_they_failed() -> None:
     view = FleetView(Reservations(settle_seconds=1, stale_seconds=1))
     for worker in (1, 2):
         view.join(engine_joined(f"e{worker}", ["http://h:1", "http://h:2"], "f" * 64, worker_id=worker), 0.0)
-        view.heard(worker, 0.0)
-    table = view.roster("demo")
+        view.sign_of_life(worker, 0.0)
+    table = view.target_table("demo")
     assert to_avoid([], table) == [frozenset()]
     broken = to_avoid([((1, 0), AttemptFailure.BROKEN)], table)
     assert broken == [frozenset({(1, 0), (1, 1)}), frozenset({(1, 0)}), frozenset({(1, 0)})]

@@ -164,7 +164,7 @@ async def servers() -> AsyncIterator[list[Foreign]]:
 async def opened(open_house: OpenHouse, servers: list[Foreign], **settings: Any) -> House:
     settings = {"backends": tuple(server.url for server in servers)} | settings
     house = await open_house(bus=False, probe_seconds=0.05, **settings)
-    await until(lambda: len(house.service.view.roster("demo").targets) == len(servers))
+    await until(lambda: len(house.service.view.target_table("demo").targets) == len(servers))
     return house
 
 
@@ -232,10 +232,10 @@ async def test_a_server_that_dies_is_left_out_and_comes_back(
 ) -> None:
     house = await opened(open_house, servers)
     await servers[0].stop()
-    await until(lambda: len(house.service.view.roster("demo").targets) == 1)
+    await until(lambda: len(house.service.view.target_table("demo").targets) == 1)
     assert all([(await house.post(CHAT, chat())).json["id"] == "two" for _ in range(4)])
     await servers[0].start()
-    await until(lambda: len(house.service.view.roster("demo").targets) == 2)
+    await until(lambda: len(house.service.view.target_table("demo").targets) == 2)
 
 
 async def test_a_server_that_serves_stays_however_slow_its_list_of_models_is(
@@ -408,7 +408,7 @@ async def test_when_engines_with_ids_serve_the_model_those_without_are_left_out(
     await until(
         lambda: any(
             out.engine == "foreign" and "no token ids" in out.reason
-            for out in house.service.view.roster("demo").excluded
+            for out in house.service.view.target_table("demo").excluded
         )
     )
     assert (await house.post(CHAT, chat())).status == 200
@@ -525,7 +525,7 @@ async def test_a_named_server_has_a_key_of_its_own(
         policy="round_robin",
         backend_key_file=tmp_path / "general",
     )
-    await until(lambda: len(house.service.view.roster("demo").targets) == 2)
+    await until(lambda: len(house.service.view.target_table("demo").targets) == 2)
     assert {(await house.post(CHAT, chat())).json["id"] for _ in range(4)} == {"one", "two"}
     assert [{headers["authorization"] for headers in server.headers} for server in servers] == [
         {"Bearer own-secret"},
@@ -576,7 +576,7 @@ async def test_a_stated_speed_may_refuse_what_would_wait_too_long(
         name="cpu", url=servers[0].url, prompt_tokens_per_second=100.0, output_tokens_per_second=10.0
     )
     house = await open_house(bus=False, named_backends=(slow,), queue_requests=0, max_queue_seconds=5.0)
-    await until(lambda: len(house.service.view.roster("demo").targets) == 1)
+    await until(lambda: len(house.service.view.target_table("demo").targets) == 1)
     servers[0].together = 2
     first = asyncio.create_task(house.post(CHAT, chat("x " * 2000)))
     await until(lambda: len(servers[0].bodies) == 1)
@@ -610,7 +610,7 @@ async def test_streams_tell_the_speed_of_all_servers_of_their_model(
             CHAT, chat(f"{number} A long story that both of us know by heart. " * 400, stream=True)
         )
     await until(
-        lambda: house.service.scheduler.speeds.known(house.service.view.roster("demo")).measured is None
+        lambda: house.service.scheduler.speeds.known(house.service.view.target_table("demo")).measured is None
     )
     record = (await house.post("/v1/route", chat())).json
     assert record["unit"] == "1"  # of the policy round_robin
@@ -626,7 +626,7 @@ async def test_a_stated_speed_is_shown_in_milliseconds_at_once(
         name="gpu", url=servers[0].url, prompt_tokens_per_second=20_000.0, output_tokens_per_second=50.0
     )
     house = await open_house(bus=False, named_backends=(gpu,))
-    await until(lambda: len(house.service.view.roster("demo").targets) == 1)
+    await until(lambda: len(house.service.view.target_table("demo").targets) == 1)
     record = (await house.post("/v1/route", chat("x" * 40_000, max_tokens=100))).json
     (candidate,) = record["candidates"]
     assert (record["unit"], candidate["speed"]) == ("ms", "stated")
@@ -641,7 +641,7 @@ async def test_a_server_without_a_speed_is_compared_as_if_it_were_as_fast_as_its
         name="cpu", url=servers[0].url, prompt_tokens_per_second=1000.0, output_tokens_per_second=4.0
     )
     house = await open_house(bus=False, named_backends=(slow,), backends=(servers[1].url,))
-    await until(lambda: len(house.service.view.roster("demo").targets) == 2)
+    await until(lambda: len(house.service.view.target_table("demo").targets) == 2)
     record = (await house.post("/v1/route", chat("x" * 40_000))).json
     scores = [candidate["score"] for candidate in record["candidates"]]
     assert scores[0] == pytest.approx(scores[1], rel=0.1)

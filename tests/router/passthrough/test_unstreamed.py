@@ -118,7 +118,7 @@ async def test_a_server_that_dies_while_its_answer_is_awaited_is_replaced(open_h
 
 def promised(house: House) -> tuple[int, int]:
     """Return outstanding prefill tokens and requests, as the next decision would see them."""
-    table = house.service.view.roster("demo")
+    table = house.service.view.target_table("demo")
     load = house.service.scheduler.reservations.load(table.rows, house.service.clock())
     return int(load[0].sum()), int(load[1].sum())
 

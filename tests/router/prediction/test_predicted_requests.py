@@ -387,7 +387,7 @@ async def test_an_explanation_is_readable(
     ranks = await engine(house, serve_rank, byte_archive)
     blocks = blocks_of(ids_of(ranks[0]))
     show_decision((await house.post(ROUTE, chat())).body)
-    assert "foretold" not in capsys.readouterr().out
+    assert "outlook_of" not in capsys.readouterr().out
     await teach(house, blocks={blocks[0]: ((0.9, 0.1), 96.0)}, gain=0.5)
     show_decision((await house.post(ROUTE, chat())).body)
     shown = " ".join(capsys.readouterr().out.split())
@@ -433,7 +433,7 @@ def service_of(broker: MemoryBroker, **settings: Any) -> RouterService:
     service = RouterService(MemoryBus(broker), broker.subjects, RouterConfig(**settings))
     joined = engine_joined("e", ["http://h:1"], None, worker_id=7)
     service.view.join(joined, 0.0)
-    service.view.heard(7, 0.0)
+    service.view.sign_of_life(7, 0.0)
     return service
 
 
@@ -454,7 +454,9 @@ async def test_outcomes_are_published_in_batches_at_once_when_many_wait_and_drop
 ):
     broker = MemoryBroker()
     service = service_of(broker)
-    outcomes = OutcomeReporter(MemoryBus(broker), broker.subjects, service.metrics, seconds=10.0, most=100)
+    outcomes = OutcomeReporter(
+        MemoryBus(broker), broker.subjects, service.metrics, seconds=10.0, max_waiting=100
+    )
     batches: list[tuple[float, int]] = []
     loop = asyncio.get_running_loop()
 
@@ -487,7 +489,7 @@ async def test_a_router_without_a_bus_predicts_and_publishes_nothing() -> None:
     service = RouterService(None, MemoryBroker().subjects, RouterConfig())
     joined = engine_joined("e", ["http://h:1"], None, worker_id=7)
     service.view.join(joined, 0.0)
-    service.view.heard(7, 0.0)
+    service.view.sign_of_life(7, 0.0)
     decision = service.decide(RoutingRequest("demo", TokenPrompt([1, 2, 3]), 3, 10, None), "d")
     booking = service.scheduler.book(decision, TokenPrompt([1, 2, 3]), 0.0)
     service.finished(decision, booking, TokenPrompt([1, 2, 3]))

@@ -9,7 +9,7 @@ import pytest
 from fleet.signatures import ClusterModel
 from router.prediction.predictor import NAMED_EXPERTS, likely_experts
 from tests.router.decision_builders import decided, view_of
-from tests.router.scheduling.test_decision import foretold
+from tests.router.scheduling.test_decision import outlook_of
 
 
 def model(version: int = 1, clusters: int = 3, layers: int = 5, experts: int = 9) -> ClusterModel:
@@ -37,8 +37,8 @@ def test_layers_with_few_experts_name_them_all() -> None:
 def test_a_decision_keeps_no_clusters_in_memory_and_then_names_no_experts() -> None:
     view, _ = view_of({"ranks": 2})
     clusters = model()
-    table = view.roster("demo")
-    outlook = foretold([0.0] * 2)
+    table = view.target_table("demo")
+    outlook = outlook_of([0.0] * 2)
     outlook = outlook._replace(
         forecast=outlook.forecast._replace(weights=np.array([1, 0, 0], np.float32)),
         clusters=weakref.ref(clusters),

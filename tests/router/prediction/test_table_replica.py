@@ -441,11 +441,11 @@ async def test_the_snapshot_is_requested_once_and_deltas_follow_without_requests
         await until(house.equal)
         assert house.tracker.requests == 1
         assert [(model, clusters.version) for model, clusters in house.learnt] == [("demo", 1)]
-        assert value_of(house.metrics.tables_asked) == 0
+        assert value_of(house.metrics.table_requests) == 0
         await house.say(house.tracker.change(9) and house.tracker.change(10))
         await until(house.equal)
         assert house.tracker.requests == 2
-        assert value_of(house.metrics.tables_asked) == 1
+        assert value_of(house.metrics.table_requests) == 1
 
 
 async def test_an_answer_is_taken_even_where_the_tracker_began_anew_with_lower_versions(house: House) -> None:

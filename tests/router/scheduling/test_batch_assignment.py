@@ -66,7 +66,7 @@ def batch_of(
     prefill: Any,
     room: Any = 1000,
     may: Any = True,
-    most_prefill: float = np.inf,
+    max_prefill: float = np.inf,
     seeds: Any = 0,
 ) -> BatchAssignment:
     requests, targets = pricing.fixed.shape
@@ -78,9 +78,9 @@ def batch_of(
         blocks=np.ones(shape, np.int64),
         steps=np.full(requests, 10),
         seeds=np.broadcast_to(np.asarray(seeds, np.int64), requests).copy(),
-        most_requests=np.broadcast_to(np.asarray(room, np.int64), targets).copy(),
-        most_prefill=np.full(targets, most_prefill),
-        most_blocks=np.full(targets, np.inf),
+        max_requests=np.broadcast_to(np.asarray(room, np.int64), targets).copy(),
+        max_prefill=np.full(targets, max_prefill),
+        max_blocks=np.full(targets, np.inf),
     )
 
 
@@ -95,8 +95,8 @@ def in_turn(
             target
             for target in range(load.shape[1])
             if batch.may[request, target]
-            and load[SEQUENCES, target] < batch.most_requests[target]
-            and load[PREFILL, target] <= batch.most_prefill[target]
+            and load[SEQUENCES, target] < batch.max_requests[target]
+            and load[PREFILL, target] <= batch.max_prefill[target]
         ]
         if open_to:
             costs = {
@@ -124,8 +124,8 @@ def optimum(batch: BatchAssignment, pricing: Table) -> tuple[int, float]:
             for target in range(targets):
                 if (
                     not batch.may[request, target]
-                    or held[target] >= batch.most_requests[target]
-                    or queued[target] > batch.most_prefill[target]
+                    or held[target] >= batch.max_requests[target]
+                    or queued[target] > batch.max_prefill[target]
                 ):
                     continue
                 price = float(pricing.fixed[request, target] + pricing.token[target] * queued[target])
@@ -173,7 +173,7 @@ def cases(draw: st.DrawFn, *, bound: bool) -> tuple[BatchAssignment, Table]:
             prefill=prefill,
             room=[draw(st.integers(0, 3)) for _ in range(targets)] if bound else 1000,
             may=may,
-            most_prefill=draw(st.sampled_from([15.0, 30.0])) if bound else np.inf,
+            max_prefill=draw(st.sampled_from([15.0, 30.0])) if bound else np.inf,
             seeds=[draw(st.integers(0, 100)) for _ in range(requests)],
         ),
         pricing,
@@ -189,8 +189,8 @@ def test_no_request_is_lost_or_duplicated_and_capacities_hold(case: tuple[BatchA
     load = batch.load.copy()
     for place in places:
         assert batch.may[place.request, place.target]
-        assert load[SEQUENCES, place.target] < batch.most_requests[place.target]
-        assert load[PREFILL, place.target] <= batch.most_prefill[place.target]
+        assert load[SEQUENCES, place.target] < batch.max_requests[place.target]
+        assert load[PREFILL, place.target] <= batch.max_prefill[place.target]
         assert (
             place.price
             == pricing.fixed[place.request, place.target]
@@ -198,7 +198,7 @@ def test_no_request_is_lost_or_duplicated_and_capacities_hold(case: tuple[BatchA
         )
         load[PREFILL, place.target] += batch.prefill[place.request, place.target]
         load[SEQUENCES, place.target] += 1
-    still_open = (load[SEQUENCES] < batch.most_requests) & (load[PREFILL] <= batch.most_prefill)
+    still_open = (load[SEQUENCES] < batch.max_requests) & (load[PREFILL] <= batch.max_prefill)
     waiting = [
         request for request in range(len(batch.steps)) if request not in {place.request for place in places}
     ]
@@ -307,8 +307,8 @@ def fleet(*ranks: int) -> TargetTable:
             ),
             0.0,
         )
-        view.heard(number + 1, 0.0)
-    return view.roster("demo")
+        view.sign_of_life(number + 1, 0.0)
+    return view.target_table("demo")
 
 
 def some_load(chance: np.random.Generator, targets: int) -> IntArray:
@@ -327,8 +327,8 @@ def some_load(chance: np.random.Generator, targets: int) -> IntArray:
 @given(st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
 def test_a_load_is_priced_as_a_decision_would_price_it(seed: int, measured: bool, lone: bool) -> None:
     chance = np.random.default_rng(seed)
-    roster = fleet(1, 1, 1) if lone else fleet(3, 1, 4)
-    targets = len(roster.targets)
+    target_table = fleet(1, 1, 1) if lone else fleet(3, 1, 4)
+    targets = len(target_table.targets)
     before, after = some_load(chance, targets), some_load(chance, targets)
     prompts, outputs = chance.integers(10, 900, 6), chance.integers(1, 200, 6)
     uncached = np.minimum(chance.integers(1, 900, (6, targets)), prompts[:, None])
@@ -338,13 +338,21 @@ def test_a_load_is_priced_as_a_decision_would_price_it(seed: int, measured: bool
     def scores(load: IntArray) -> NDArray[np.float64]:
         rows = [
             score(
-                roster, load, uncached[at], int(prompts[at]), int(outputs[at]), weights, None, None, factors
+                target_table,
+                load,
+                uncached[at],
+                int(prompts[at]),
+                int(outputs[at]),
+                weights,
+                None,
+                None,
+                factors,
             ).total
             for at in range(6)
         ]
         return np.stack(rows)
 
-    pricing = LoadPrices(roster, weights, before, scores(before), uncached, prompts, outputs, factors)
+    pricing = LoadPrices(target_table, weights, before, scores(before), uncached, prompts, outputs, factors)
     everybody, everywhere = slice(0, 6), slice(0, targets)
     assert np.allclose(pricing.prices(everybody, everywhere, after).T, scores(after), rtol=1e-9, atol=1e-9)
     if not lone:
@@ -366,11 +374,11 @@ def test_deciding_one_after_another_in_the_order_found_gives_the_same_ranks_at_t
         urls = [f"http://h:{100 * number + rank}" for rank in range(ranks)]
         about = {"speed": SPEEDS[number], "shape": None, "placement": None, "capabilities": Capabilities()}
         view.join(engine_joined(f"e{number}", urls, "f" * 64, worker_id=number + 1, **about), 0.0)
-        view.heard(number + 1, 0.0)
+        view.sign_of_life(number + 1, 0.0)
     holders = BlockIndex()
     scheduler = Scheduler(view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), config)
-    roster = view.roster("demo")
-    for target in roster.targets:
+    target_table = view.target_table("demo")
+    for target in target_table.targets:
         running = int(chance.integers(8, 13))
         reservations.report(
             target.key,
@@ -391,12 +399,14 @@ def test_deciding_one_after_another_in_the_order_found_gives_the_same_ranks_at_t
         alone = [scheduler.decide(need, "d", at, 0.0) for at, need in enumerate(needs)]
     except Saturated:
         return
-    load = reservations.load(roster.rows, 0.0)
+    load = reservations.load(target_table.rows, 0.0)
     places = route_batch(*gathered(alone, load, SaturationLimits(12, 3.0, 0.9)))
     for place in places:
         decision = scheduler.decide(needs[place.request], "d", place.request, 0.0)
         assert np.isclose(decision.scores.total[decision.chosen], place.price, rtol=1e-9)
-        if roster.index[decision.target.key] != place.target:  # a tie: a decision looks at the load as well
+        if (
+            target_table.index[decision.target.key] != place.target
+        ):  # a tie: a decision looks at the load as well
             tied = decision.scores.total[decision.at.tolist().index(place.target)]
             assert np.isclose(tied, place.price, rtol=1e-9)
             return

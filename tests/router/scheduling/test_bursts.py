@@ -61,7 +61,7 @@ def burst(engines: Any, rules: PolicyRules, requests: int = 1000) -> Burst:
             ),
             0.0,
         )
-        view.heard(number + 1, 0.0)
+        view.sign_of_life(number + 1, 0.0)
         for rank in range(ranks):
             running = int(chance.integers(0, 12))
             load = (
@@ -71,25 +71,25 @@ def burst(engines: Any, rules: PolicyRules, requests: int = 1000) -> Burst:
                 running * 64,
             )
             reservations.report((number + 1, rank), load, 0.0)
-    roster = view.roster("demo")
-    targets = len(roster.targets)
-    load = reservations.load(roster.rows, 0.0)
+    target_table = view.target_table("demo")
+    targets = len(target_table.targets)
+    load = reservations.load(target_table.rows, 0.0)
     runs = running_seconds(
-        roster.decode_sequence_s,
-        roster.decode_block_s,
+        target_table.decode_sequence_s,
+        target_table.decode_block_s,
         load[SEQUENCES],
         load[BLOCKS],
         load[STEPS],
         STEPS_AHEAD,
     )
-    before = queue_seconds(roster.prefill_token_s, load[PREFILL]) + runs
+    before = queue_seconds(target_table.prefill_token_s, load[PREFILL]) + runs
     given, counts, nothing = np.zeros(targets), np.zeros(targets, np.int64), np.zeros(targets, np.int64)
     for number in range(requests):
         prompt = int(
             chance.choice([200, 1000, 4000, 16_000], p=[0.4, 0.3, 0.2, 0.1]) * chance.uniform(0.7, 1.3)
         )
         output = int(chance.choice([32, 128]))
-        load = reservations.load(roster.rows, 0.0)
+        load = reservations.load(target_table.rows, 0.0)
         ask = Ask(
             decision_id="d",
             seed=int(chance.integers(2**32)),
@@ -98,15 +98,22 @@ def burst(engines: Any, rules: PolicyRules, requests: int = 1000) -> Burst:
             output_tokens=output,
         )
         decision = decide(
-            ask, roster, candidates(roster, load, 0, LARGE), nothing, Conditions(load, turn=number), rules, 1
+            ask,
+            target_table,
+            candidates(target_table, load, 0, LARGE),
+            nothing,
+            Conditions(load, turn=number),
+            rules,
+            1,
         )
         at, blocks = decision.chosen, -(-(prompt + output) // BLOCK)
         reservations.book(decision.target.key, (prompt, 1, blocks, output), 0.0)
         work = prefill_seconds(
-            roster.prefill_token_s, roster.prefill_pair_s, np.full(targets, prompt), prompt
+            target_table.prefill_token_s, target_table.prefill_pair_s, np.full(targets, prompt), prompt
         )
         given[at] += float(
-            work[at] + output * (roster.decode_sequence_s[at] + roster.decode_block_s[at] * blocks)
+            work[at]
+            + output * (target_table.decode_sequence_s[at] + target_table.decode_block_s[at] * blocks)
         )
         counts[at] += 1
     return Burst(before, given, counts)

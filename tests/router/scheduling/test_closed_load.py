@@ -40,9 +40,9 @@ def test_under_a_placement_that_follows_homes_requests_come_home_and_nothing_get
         live(aligned, gain, given=given)
         for gain, given in ((0.0, False), (0.0, True), (0.8, False), (0.8, True))
     )
-    assert blind.at_home < 0.35
-    assert homed.at_home > blind.at_home + 0.1, "homes pull before prediction has earned anything"
-    assert both.at_home > max(priced.at_home, homed.at_home, 0.5)
+    assert blind.is_home < 0.35
+    assert homed.is_home > blind.is_home + 0.1, "homes pull before prediction has earned anything"
+    assert both.is_home > max(priced.is_home, homed.is_home, 0.5)
     assert both.remote_ranks < 0.9 * blind.remote_ranks
     assert both.tokens_per_second > blind.tokens_per_second
     assert both.balance > blind.balance - 0.1

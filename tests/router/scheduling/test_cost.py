@@ -25,7 +25,7 @@ from router.fleet_state.view import FleetView
 from router.scheduling.cost import TERMS, ExpectedLoad, Scores, Weights, score
 from router.scheduling.decision_record import Terms
 from router.scheduling.policies import PolicyRules
-from tests.router.decision_builders import decided, foretold, view_of
+from tests.router.decision_builders import decided, outlook_of, view_of
 from tests.router.learnt_tables import clusters, halves
 from tests.router.router_fixture import SHAPE, engine_joined
 
@@ -56,7 +56,7 @@ def expected(
 
 
 def priced(
-    roster: TargetTable,
+    target_table: TargetTable,
     load: Any = None,
     uncached: Any = 100,
     prompt: int = 100,
@@ -64,10 +64,10 @@ def priced(
     **more: Any,
 ) -> dict[str, list[float]]:
     """Return milliseconds by term, one per target."""
-    targets = len(roster.targets)
+    targets = len(target_table.targets)
     load = np.zeros((AMOUNTS, targets), np.int64) if load is None else load
     found = score(
-        roster,
+        target_table,
         load,
         np.broadcast_to(np.asarray(uncached, np.int64), targets),
         prompt,
@@ -80,7 +80,7 @@ def priced(
 
 def pair(**about: Any) -> TargetTable:
     """One engine of two ranks."""
-    return view_of({"speed": SPEED, **about})[0].roster("demo")
+    return view_of({"speed": SPEED, **about})[0].target_table("demo")
 
 
 # Values by hand; milliseconds. A prompt of 100 tokens, 20 tokens of output, blocks of 4 tokens.
@@ -125,7 +125,7 @@ def test_a_slower_engine_is_dearer_even_when_both_are_idle() -> None:
         {"speed": SPEED, "ranks": 1},
         {"speed": EngineSpeed(step=8e-3, decode_sequence=1e-3, decode_block=1e-5), "ranks": 1},
     )
-    fast, slow = priced(view.roster("demo"))["decode"]
+    fast, slow = priced(view.target_table("demo"))["decode"]
     assert slow - fast == pytest.approx(20 * 4.0)
 
 
@@ -138,7 +138,7 @@ def test_distinct_experts_are_read_by_all_ranks_of_an_engine_at_once() -> None:
     assert priced(pair(), expected=expected(added=[6.0, 6.0], gain=0.5))["distinct"] == pytest.approx(
         [0.5 * 20 * 0.1 * 6 / 2] * 2
     )
-    four = view_of({"speed": SPEED, "ranks": 4})[0].roster("demo")
+    four = view_of({"speed": SPEED, "ranks": 4})[0].target_table("demo")
     assert priced(four, expected=expected(added=6.0, targets=4))["distinct"] == pytest.approx(
         [20 * 0.1 * 6 / 4] * 4
     )
@@ -146,8 +146,8 @@ def test_distinct_experts_are_read_by_all_ranks_of_an_engine_at_once() -> None:
 
 def test_lockstep_is_waiting_for_the_slowest_rank_and_making_the_longest_prefill_longer() -> None:
     speed = EngineSpeed(prefill_token=1e-3, decode_sequence=1e-3, decode_block=0.0)
-    roster = view_of({"speed": speed, "ranks": 3})[0].roster("demo")
-    found = priced(roster, load_of((0, 5, 0, 1000), (0, 2, 0, 1000), (150, 0, 0, 0)))["lockstep"]
+    target_table = view_of({"speed": speed, "ranks": 3})[0].target_table("demo")
+    found = priced(target_table, load_of((0, 5, 0, 1000), (0, 2, 0, 1000), (150, 0, 0, 0)))["lockstep"]
     wait = [0.0, 20 * (5 - 2 - 1) * 1.0, 20 * (5 - 0 - 1) * 1.0]
     longer = [0.0, 0.0, 100.0]  # 100 tokens beside 150 outstanding ones are hidden; behind them they are not
     assert found == pytest.approx([one + other for one, other in zip(wait, longer, strict=True)])
@@ -165,9 +165,9 @@ def test_where_nothing_runs_a_prefill_delays_no_request() -> None:
     assert priced(pair(), load_of((0, 0, 0, 0), (500, 0, 0, 0)))["lockstep"] == [0.0, 0.0]
     view, _ = view_of({"speed": SPEED}, {"speed": SPEED})
     load = load_of((0, 0, 0, 0), (500, 1, 90, 2000), (0, 0, 0, 0), (0, 0, 0, 0))
-    assert {decided(view.roster("demo"), load, seed=seed).target.engine.engine for seed in range(4)} == {
-        "e1"
-    }, "not beside the busy one"
+    assert {
+        decided(view.target_table("demo"), load, seed=seed).target.engine.engine for seed in range(4)
+    } == {"e1"}, "not beside the busy one"
 
 
 def test_decode_and_lockstep_together_are_the_time_of_the_engines_steps() -> None:
@@ -226,8 +226,10 @@ def test_an_engine_of_one_target_has_neither_expert_nor_lockstep_terms(about: di
     view, _ = view_of({"speed": SPEED, **about}, clusters=halves())
     view.set_distinct(1, np.array([4.0, 4.0]))
     remote, nodes, _, added = view.prices("demo").of(np.array([0.5, 0.5], np.float32))
-    found = priced(view.roster("demo"), np.full((AMOUNTS, 1), 9), expected=ExpectedLoad(remote, nodes, added))
-    assert len(view.roster("demo").targets) == 1
+    found = priced(
+        view.target_table("demo"), np.full((AMOUNTS, 1), 9), expected=ExpectedLoad(remote, nodes, added)
+    )
+    assert len(view.target_table("demo").targets) == 1
     assert found["experts"] == found["lockstep"] == [0.0]
     if about.get("layout") == TP:
         assert found["distinct"] == [0.0], "each rank reads its share of every expert, for any routing"
@@ -238,11 +240,12 @@ def test_an_engine_behind_one_url_is_one_target_whose_experts_are_not_priced() -
     view.learn("demo", halves())
     joined = engine_joined("e", ["http://h:1", "http://h:1"], "f" * 64, worker_id=5)
     view.join(joined, 0.0)
-    view.heard(5, 0.0)
+    view.sign_of_life(5, 0.0)
     view.price(5, 0, locality((0, 0), SHAPE, None, linear(layers=2, experts=4, ranks=2), halves()))
     assert not view.prices("demo").priced.any()
     assert (
-        view.roster("demo").targets[0].note == "the engine is one target: the rank of a request is not known"
+        view.target_table("demo").targets[0].note
+        == "the engine is one target: the rank of a request is not known"
     )
 
 
@@ -261,11 +264,11 @@ states = st.fixed_dictionaries(
         "factors": st.lists(st.floats(0.25, 4.0), min_size=8, max_size=8),
     }
 )
-HOUSE = view_of({"speed": SPEED}, {"ranks": 1}, {"ranks": 1, "speed": EngineSpeed(step=1e-2)})[0].roster(
-    "demo"
-)
+HOUSE = view_of({"speed": SPEED}, {"ranks": 1}, {"ranks": 1, "speed": EngineSpeed(step=1e-2)})[
+    0
+].target_table("demo")
 
-ALONE = view_of({"ranks": 1, "speed": SPEED})[0].roster("demo")
+ALONE = view_of({"ranks": 1, "speed": SPEED})[0].target_table("demo")
 
 
 def scores_of(state: dict[str, Any], weights: Weights = Weights()) -> Scores:  # noqa: B008 immutable
@@ -381,7 +384,7 @@ def test_the_expert_term_does_not_change_with_the_number_of_experts_where_the_ra
     found = view.prices("demo")
     remote, nodes, local, added = found.of(np.array([0.3, 0.7], np.float32))
     assert remote == pytest.approx(np.full(4, 2 * 3 * (1 - 0.75**4)), rel=1e-5)
-    terms = priced(view.roster("demo"), expected=ExpectedLoad(remote, nodes, added))
+    terms = priced(view.target_table("demo"), expected=ExpectedLoad(remote, nodes, added))
     assert terms["experts"] == pytest.approx([120 * 0.01 * 2 * 3 * (1 - 0.75**4)] * 4, rel=1e-5)
     assert local == pytest.approx(np.full(4, 0.25), rel=1e-5)
 
@@ -409,19 +412,19 @@ def test_an_engine_that_names_nodes_for_other_ranks_than_its_own_is_refused() ->
 
 def distinct_of(view: FleetView) -> list[float]:
     decision = decided(
-        view.roster("demo"),
-        outlook=foretold([0.0] * 4, added=view.prices("demo").of(np.array([0.8, 0.2], np.float32))[3]),
+        view.target_table("demo"),
+        outlook=outlook_of([0.0] * 4, added=view.prices("demo").of(np.array([0.8, 0.2], np.float32))[3]),
     )
     return decision.scores.terms[TERMS.index("distinct")].tolist()  # type: ignore[no-any-return]
 
 
 def test_what_a_request_adds_to_an_engines_steps_is_taken_without_building_anything_anew() -> None:
     view, _ = view_of({"speed": SPEED}, {"speed": SPEED}, clusters=halves())
-    roster, prices, version = view.roster("demo"), view.prices("demo"), view.version
+    target_table, prices, version = view.target_table("demo"), view.prices("demo"), view.version
     view.set_distinct(2, np.array([10.0, 0.0]))
-    assert (view.roster("demo"), view.prices("demo"), view.version) == (roster, prices, version)
+    assert (view.target_table("demo"), view.prices("demo"), view.version) == (target_table, prices, version)
     assert distinct_of(view) == pytest.approx([0.0, 0.0, 20 * 0.1 * 8 / 2, 20 * 0.1 * 8 / 2])
-    view.heard(1, 1.0)
+    view.sign_of_life(1, 1.0)
     view.leave(1)
     assert view.prices("demo").distinct.tolist() == [[10.0, 0.0]], "and survives what is built anew"
     view.set_distinct(2, np.array([1.0, 2.0, 3.0]))
@@ -440,16 +443,16 @@ def test_numbers_of_experts_and_seconds_that_cannot_be_are_refused(bad: float) -
 
 def test_an_announced_handover_counts_until_it_is_over_and_rebuilds_nothing() -> None:
     view, _ = view_of({}, {})
-    roster = view.roster("demo")
-    assert view.handovers(roster) is None
+    target_table = view.target_table("demo")
+    assert view.handovers(target_table) is None
     view.handing_over(2, 0.5)
-    handovers = view.handovers(roster)
+    handovers = view.handovers(target_table)
     assert handovers is not None
     assert handovers.tolist() == [0, 0, 0.5, 0.5]
-    assert view.handovers(roster) is handovers
-    assert view.roster("demo") is roster
+    assert view.handovers(target_table) is handovers
+    assert view.target_table("demo") is target_table
     view.handing_over(2, 0.0)
-    assert view.handovers(roster) is None
+    assert view.handovers(target_table) is None
     view.handing_over(77, 1.0)
 
 
@@ -471,5 +474,5 @@ def test_what_has_no_price_is_not_computed_and_would_have_been_nothing(state: di
     assert (short.terms == whole.terms).all()
 
 
-PLAIN = view_of({}, {})[0].roster("demo")
+PLAIN = view_of({}, {})[0].target_table("demo")
 """Prices only of tokens, steps, blocks and ranks."""

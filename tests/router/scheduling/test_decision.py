@@ -21,7 +21,7 @@ from router.scheduling.decision import Conditions, Outlook, decide
 from router.scheduling.decision_record import DecisionRecord
 from router.scheduling.filters import candidates
 from router.scheduling.policies import PolicyRules
-from tests.router.decision_builders import LIMITS, SLOW, ask, decided, foretold, view_of
+from tests.router.decision_builders import LIMITS, SLOW, ask, decided, outlook_of, view_of
 from tests.router.learnt_tables import clusters, halves
 from tests.router.router_fixture import SHAPE, engine_joined
 
@@ -43,14 +43,14 @@ weights = st.builds(Weights, st.fixed_dictionaries(dict.fromkeys(TERMS, st.float
     output=st.integers(1, 100),
     seed=st.integers(0, 2**32),
     outlook=st.none()
-    | st.builds(foretold, st.lists(st.floats(0, 60), min_size=4, max_size=4), st.floats(0, 1)),
+    | st.builds(outlook_of, st.lists(st.floats(0, 60), min_size=4, max_size=4), st.floats(0, 1)),
 )
 def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(
     load: Any, overlap: Any, weight: Weights, prompt: int, output: int, seed: int, outlook: Outlook | None
 ) -> None:
     view, _ = view_of({}, {"speed": SLOW})
     decision = decided(
-        view.roster("demo"),
+        view.target_table("demo"),
         np.array(load).T,
         overlap,
         weight,
@@ -89,12 +89,17 @@ def test_more_overlap_never_raises_a_score(
     load: Any, overlap: list[int], more: int, which: int, prompt: int
 ) -> None:
     view, _ = view_of({}, {"speed": SLOW})
-    roster = view.roster("demo")
+    target_table = view.target_table("demo")
     grown = [blocks + more if one == which else blocks for one, blocks in enumerate(overlap)]
     table = np.array(load).T
     before, after = (
         score(
-            roster, table, uncached_tokens(prompt, np.array(blocks), roster.block_size), prompt, 10, Weights()
+            target_table,
+            table,
+            uncached_tokens(prompt, np.array(blocks), target_table.block_size),
+            prompt,
+            10,
+            Weights(),
         ).total
         for blocks in (overlap, grown)
     )
@@ -107,13 +112,13 @@ def test_more_overlap_never_raises_a_score(
 def test_more_load_never_lowers_a_score(load: Any, row: int | None, which: int) -> None:
     """Row None: one more request, as large as those there."""
     view, _ = view_of({}, {"speed": SLOW})
-    roster, table = view.roster("demo"), np.array(load).T
+    target_table, table = view.target_table("demo"), np.array(load).T
     heavier = table.copy()
     if row is None:
         heavier[:, which] += [100, 1, heavier[BLOCKS, which], heavier[STEPS, which]]
     else:
         heavier[row, which] += 100
-    scores = [score(roster, one, np.full(4, 50), 50, 10, Weights()).total for one in (table, heavier)]
+    scores = [score(target_table, one, np.full(4, 50), 50, 10, Weights()).total for one in (table, heavier)]
     assert scores[1][which] >= scores[0][which] * (1 - 1e-12)
 
 
@@ -121,11 +126,11 @@ def test_a_weight_of_zero_switches_a_term_off_and_two_doubles_it() -> None:
     view, _ = view_of({"speed": SLOW})
     load = np.array([[5, 9]] * AMOUNTS)
     for at, term in enumerate(TERMS):
-        plain = decided(view.roster("demo"), load, outlook=foretold([1.0, 0.5])).scores.terms
+        plain = decided(view.target_table("demo"), load, outlook=outlook_of([1.0, 0.5])).scores.terms
         for factor in (0.0, 2.0):
             only = Weights.of(**{term: factor})
             weighted = decided(
-                view.roster("demo"), load, weights=only, outlook=foretold([1.0, 0.5])
+                view.target_table("demo"), load, weights=only, outlook=outlook_of([1.0, 0.5])
             ).scores.terms
             assert (weighted[at] == factor * plain[at]).all()
 
@@ -135,7 +140,12 @@ def test_terms_are_milliseconds_of_the_time_model() -> None:
     load = np.array([[200, 0], [3, 0], [40, 0], [1000, 0]])
     remote = 2 * (1 - 0.5**2)  # two layers, half of the mass away, two draws
     decision = decided(
-        view.roster("demo"), load, [5, 0], outlook=foretold([remote, remote], gain=0.6), prompt=100, output=20
+        view.target_table("demo"),
+        load,
+        [5, 0],
+        outlook=outlook_of([remote, remote], gain=0.6),
+        prompt=100,
+        output=20,
     )
     own, running = 20 * (3.0 + 1.0 + 0.01 * (100 + 20) / 4), 20 * (3 * 1.0 + 40 * 0.01)
     assert decision.scores.terms[:, 0] == pytest.approx(
@@ -145,24 +155,24 @@ def test_terms_are_milliseconds_of_the_time_model() -> None:
 
 def test_ties_between_candidates_are_broken_only_by_the_seed() -> None:
     view, _ = view_of({}, {})
-    picks = [decided(view.roster("demo"), seed=seed).target.name for seed in range(400)]
-    assert picks == [decided(view.roster("demo"), seed=seed).target.name for seed in range(400)]
+    picks = [decided(view.target_table("demo"), seed=seed).target.name for seed in range(400)]
+    assert picks == [decided(view.target_table("demo"), seed=seed).target.name for seed in range(400)]
     assert {name: picks.count(name) for name in set(picks)} == {
         "e0/0": 100,
         "e0/1": 100,
         "e1/0": 100,
         "e1/1": 100,
     }
-    assert decided(view.roster("demo")).choice.tied == 4
-    assert decided(view.roster("demo")).margin == 0.0
+    assert decided(view.target_table("demo")).choice.tied == 4
+    assert decided(view.target_table("demo")).margin == 0.0
 
 
 def test_the_router_prefers_the_rank_that_holds_the_prefix_until_it_is_too_busy() -> None:
     view, _ = view_of({"speed": SLOW})
     load = np.zeros((AMOUNTS, 2), np.int64)
-    assert decided(view.roster("demo"), load, [0, 20]).target.rank == 1
+    assert decided(view.target_table("demo"), load, [0, 20]).target.rank == 1
     load[PREFILL, 1] = 100
-    assert decided(view.roster("demo"), load, [0, 20]).target.rank == 0
+    assert decided(view.target_table("demo"), load, [0, 20]).target.rank == 0
 
 
 def test_saturated_and_too_small_ranks_are_left_out_with_reasons() -> None:
@@ -170,7 +180,7 @@ def test_saturated_and_too_small_ranks_are_left_out_with_reasons() -> None:
     load = np.zeros((AMOUNTS, 4), np.int64)
     load[SEQUENCES, 2] = 10
     load[PREFILL, 3] = 6000
-    found = candidates(view.roster("demo"), load, 500, LIMITS)
+    found = candidates(view.target_table("demo"), load, 500, LIMITS)
     assert not len(found.at)
     assert [out.reason for out in found.excluded] == [
         "its context of 100 tokens is too small for 500",
@@ -184,7 +194,9 @@ def test_saturated_and_too_small_ranks_are_left_out_with_reasons() -> None:
 
 def test_ranks_to_avoid_are_left_out_and_are_not_called_busy() -> None:
     view, _ = view_of({})
-    found = candidates(view.roster("demo"), np.zeros((AMOUNTS, 2), np.int64), 1, LIMITS, frozenset({(1, 0)}))
+    found = candidates(
+        view.target_table("demo"), np.zeros((AMOUNTS, 2), np.int64), 1, LIMITS, frozenset({(1, 0)})
+    )
     assert found.at.tolist() == [1]
     assert [(out.rank, out.reason) for out in found.excluded] == [(0, "this request failed there before")]
     assert not found.busy
@@ -192,12 +204,12 @@ def test_ranks_to_avoid_are_left_out_and_are_not_called_busy() -> None:
 
 def test_a_decision_without_candidates_is_an_error_of_the_caller() -> None:
     view, _ = view_of({})
-    roster = view.roster("demo")
-    none = candidates(roster, np.zeros((AMOUNTS, 2), np.int64), 10**6, LIMITS)
+    target_table = view.target_table("demo")
+    none = candidates(target_table, np.zeros((AMOUNTS, 2), np.int64), 10**6, LIMITS)
     with pytest.raises(ValueError, match="no candidate"):
         decide(
             ask(),
-            roster,
+            target_table,
             none,
             np.zeros(2, np.int64),
             Conditions(np.zeros((AMOUNTS, 2), np.int64)),
@@ -217,8 +229,8 @@ def test_engines_that_cannot_serve_are_named_with_their_reason() -> None:
     )
     view.leave(3)
     view.unreachable(4)
-    excluded = {out.engine: out.reason for out in view.roster("demo").excluded}
-    assert [target.name for target in view.roster("demo").targets] == ["e0/0", "e0/1"]
+    excluded = {out.engine: out.reason for out in view.target_table("demo").excluded}
+    assert [target.name for target in view.target_table("demo").targets] == ["e0/0", "e0/1"]
     assert excluded["e1"] == "serves another model: other"
     assert excluded["e2"].startswith("left")
     assert excluded["e3"].startswith("unreachable")
@@ -228,10 +240,10 @@ def test_engines_that_cannot_serve_are_named_with_their_reason() -> None:
 
 def test_text_only_engines_serve_a_model_that_no_engine_serves_by_ids() -> None:
     view, _ = view_of({}, {"tokenizer": None, "ranks": 1, "capabilities": Capabilities(token_ids=False)})
-    assert view.roster("demo").dialect == "ids"
+    assert view.target_table("demo").dialect == "ids"
     view.leave(1)
-    assert view.roster("demo").dialect == "text"
-    assert [target.name for target in view.roster("demo").targets] == ["e1/0"]
+    assert view.target_table("demo").dialect == "text"
+    assert [target.name for target in view.target_table("demo").targets] == ["e1/0"]
 
 
 # Cost of experts
@@ -336,33 +348,36 @@ def aligned(gain: float = 1.0) -> tuple[TargetTable, Outlook]:
     """Return two ranks of one engine, and a request whose experts are on the second."""
     view, _ = view_of({"speed": SLOW}, clusters=halves())
     near, far = 2 * (1 - 0.9**2), 2 * (1 - 0.1**2)
-    return view.roster("demo"), foretold([far, near], gain, [0.1, 0.9])
+    return view.target_table("demo"), outlook_of([far, near], gain, [0.1, 0.9])
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_rank_whose_experts_a_request_wants_wins_as_far_as_the_gain_believes_it(seed: int) -> None:
-    roster, outlook = aligned()
-    decision = decided(roster, outlook=outlook, seed=seed)
+    target_table, outlook = aligned()
+    decision = decided(target_table, outlook=outlook, seed=seed)
     assert decision.target.rank == 1
     assert decision.choice.tied == 1
     assert decision.margin == pytest.approx((100 + 20) * 0.01 * 2 * (0.9**2 - 0.1**2))
-    roster, outlook = aligned(gain=0.0)
-    unbelieved, unpredicted = decided(roster, outlook=outlook, seed=seed), decided(roster, seed=seed)
+    target_table, outlook = aligned(gain=0.0)
+    unbelieved, unpredicted = (
+        decided(target_table, outlook=outlook, seed=seed),
+        decided(target_table, seed=seed),
+    )
     assert (unbelieved.scores.terms == unpredicted.scores.terms).all()
     assert unbelieved.target is unpredicted.target
     assert unbelieved.choice.tied == 2
 
 
 def test_a_cached_prefix_outweighs_experts_and_experts_outweigh_a_little_less() -> None:
-    roster, outlook = aligned()
-    assert decided(roster, None, [25, 0], outlook=outlook).target.rank == 0
-    assert decided(roster, None, [0, 25], outlook=outlook).target.rank == 1
+    target_table, outlook = aligned()
+    assert decided(target_table, None, [25, 0], outlook=outlook).target.rank == 0
+    assert decided(target_table, None, [0, 25], outlook=outlook).target.rank == 1
 
 
 def test_a_candidates_record_says_what_was_expected_there_and_why_not() -> None:
-    roster, outlook = aligned(gain=0.5)
+    target_table, outlook = aligned(gain=0.5)
     record = msgspec.json.decode(
-        msgspec.json.encode(decided(roster, outlook=outlook).record()), type=DecisionRecord
+        msgspec.json.encode(decided(target_table, outlook=outlook).record()), type=DecisionRecord
     )
     assert [(one.rank, one.local_share, one.experts_note) for one in record.candidates] == [
         (1, 0.9, None),
@@ -384,16 +399,18 @@ def test_a_candidates_record_says_what_was_expected_there_and_why_not() -> None:
 
 def test_an_expert_term_of_zero_says_why() -> None:
     def notes(outlook: Outlook | None) -> set[str | None]:
-        return {candidate.experts_note for candidate in decided(roster, outlook=outlook).record().candidates}
+        return {
+            candidate.experts_note for candidate in decided(target_table, outlook=outlook).record().candidates
+        }
 
-    roster, _ = aligned()
+    target_table, _ = aligned()
     assert notes(None) == {UNKNOWN_MODEL}
-    assert notes(foretold([1, 1], gain=0.0)) == {NO_GAIN}
-    assert notes(foretold([0, 0], priced=[False, False])) == {"not priced yet with the present clusters"}
-    assert decided(roster).record().prediction is None
+    assert notes(outlook_of([1, 1], gain=0.0)) == {NO_GAIN}
+    assert notes(outlook_of([0, 0], priced=[False, False])) == {"not priced yet with the present clusters"}
+    assert decided(target_table).record().prediction is None
     view, _ = view_of({"layout": Layout(attention="tp", boundary=2)}, clusters=halves())
-    roster = view.roster("demo")
-    assert "sharded" in str(notes(foretold([0], priced=[False])))
+    target_table = view.target_table("demo")
+    assert "sharded" in str(notes(outlook_of([0], priced=[False])))
 
 
 # The view
@@ -401,17 +418,17 @@ def test_an_expert_term_of_zero_says_why() -> None:
 
 def test_silence_means_death_and_a_heartbeat_life_again() -> None:
     view, _ = view_of({}, {})
-    view.heard(1, 10.0)
+    view.sign_of_life(1, 10.0)
     assert view.sweep(12.0, 3.0, 600.0) == []
-    assert [target.engine.engine for target in view.roster("demo").targets] == ["e0", "e0"]
-    assert {out.engine: out.reason for out in view.roster("demo").excluded}["e1"].startswith("dead")
-    view.heard(2, 13.0)
-    assert len(view.roster("demo").targets) == 4
+    assert [target.engine.engine for target in view.target_table("demo").targets] == ["e0", "e0"]
+    assert {out.engine: out.reason for out in view.target_table("demo").excluded}["e1"].startswith("dead")
+    view.sign_of_life(2, 13.0)
+    assert len(view.target_table("demo").targets) == 4
 
 
 def test_engines_that_stay_silent_for_long_are_forgotten() -> None:
     view, reservations = view_of({}, {})
-    view.heard(1, 700.0)
+    view.sign_of_life(1, 700.0)
     assert view.sweep(700.0, 3.0, 600.0) == [2]
     assert view.engine(2) is None
     assert reservations.add_rank((9, 0)) in (2, 3)  # the columns are reused
@@ -421,22 +438,22 @@ def test_a_new_incarnation_supersedes_the_one_before() -> None:
     view, _ = view_of({})
     again = engine_joined("e0", ["http://h:1"], "f" * 64, worker_id=77)
     assert view.join(again, 5.0) == [1]
-    view.heard(77, 5.0)
-    assert [target.key for target in view.roster("demo").targets] == [(77, 0)]
-    assert not view.heard(1, 6.0)
+    view.sign_of_life(77, 5.0)
+    assert [target.key for target in view.target_table("demo").targets] == [(77, 0)]
+    assert not view.sign_of_life(1, 6.0)
 
 
 def test_an_engine_that_left_is_not_revived_by_a_late_heartbeat() -> None:
     view, _ = view_of({})
     view.leave(1)
-    view.heard(1, 1.0)
-    assert not view.roster("demo").targets
+    view.sign_of_life(1, 1.0)
+    assert not view.target_table("demo").targets
 
 
 def test_under_tensor_parallel_attention_an_engine_is_one_target() -> None:
     view, _ = view_of({"ranks": 4, "layout": Layout(attention="tp", boundary=2)})
-    assert [target.name for target in view.roster("demo").targets] == ["e0/0"]
-    assert "sharded" in str(view.roster("demo").targets[0].note)
+    assert [target.name for target in view.target_table("demo").targets] == ["e0/0"]
+    assert "sharded" in str(view.target_table("demo").targets[0].note)
 
 
 def test_an_older_placement_never_replaces_a_newer_one() -> None:
@@ -444,11 +461,11 @@ def test_an_older_placement_never_replaces_a_newer_one() -> None:
     newer = linear(layers=2, experts=4, ranks=2, slots_per_rank=3)
     newer.epoch = 5
     assert view.place(1, newer, Layout(attention="dp", boundary=0))
-    assert view.roster("demo").targets[0].epoch == 5
-    assert view.roster("demo").targets[0].note == "not priced yet"
+    assert view.target_table("demo").targets[0].epoch == 5
+    assert view.target_table("demo").targets[0].note == "not priced yet"
     assert not view.place(1, linear(layers=2, experts=4, ranks=2), Layout(attention="dp", boundary=0))
     view.price(1, 4, locality((0, 0), None, None, None, None))  # for an outdated epoch
-    assert view.roster("demo").targets[0].note == "not priced yet"
+    assert view.target_table("demo").targets[0].note == "not priced yet"
 
 
 def test_the_last_epochs_prices_stand_until_those_of_the_new_one_are_known() -> None:
@@ -460,10 +477,10 @@ def test_the_last_epochs_prices_stand_until_those_of_the_new_one_are_known() -> 
     )
     view.place(1, mirrored, Layout(attention="dp", boundary=0))
     assert (view.prices("demo").flat == before.flat).all()
-    assert view.roster("demo").targets[0].note == "not priced yet: the term is that of epoch 0"
+    assert view.target_table("demo").targets[0].note == "not priced yet: the term is that of epoch 0"
     view.price(1, 1, locality((0, 0), SHAPE, None, mirrored, halves()))
     assert view.prices("demo").flat == pytest.approx(before.flat[[1, 0, 2, 3, 5, 4, 6]])
-    assert view.roster("demo").targets[0].note is None
+    assert view.target_table("demo").targets[0].note is None
     tp = Placement(mirrored.expert_of_slot, experts=4, ranks=2, epoch=2)
     view.place(1, tp, Layout(attention="dp", boundary=2))
     assert not view.prices("demo").priced.any(), "another layout has other prices"
@@ -494,8 +511,8 @@ def test_clusters_are_learnt_once_per_version_and_forgotten_with_their_last_engi
 def test_rosters_of_unknown_models_are_not_kept() -> None:
     view, _ = view_of({})
     for number in range(50):
-        assert not view.roster(f"model{number}").targets
-    assert len(view._tables) == 0
+        assert not view.target_table(f"model{number}").targets
+    assert view.target_table("model1") is not view.target_table("model1")
 
 
 @settings(max_examples=30, deadline=None)
@@ -504,6 +521,6 @@ def test_worker_ids_of_64_bits_come_through_whole(worker_id: int) -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     view = FleetView(reservations)
     view.join(engine_joined("e", ["http://h:1"], "f" * 64, worker_id=worker_id or 1), 0.0)
-    view.heard(worker_id or 1, 0.0)
-    record = decided(view.roster("demo")).record()
+    view.sign_of_life(worker_id or 1, 0.0)
+    record = decided(view.target_table("demo")).record()
     assert record.candidates[0].worker_id == str(worker_id or 1)

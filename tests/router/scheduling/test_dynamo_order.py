@@ -55,8 +55,8 @@ def roster_of(scale: float, per_request: float) -> TargetTable:
         view.join(
             engine_joined(f"e{worker}", urls, "f" * 64, worker_id=worker, block_size=BLOCK, speed=speed), 0.0
         )
-        view.heard(worker, 0.0)
-    return view.roster("demo")
+        view.sign_of_life(worker, 0.0)
+    return view.target_table("demo")
 
 
 @pytest.mark.parametrize(("scale", "per_request"), [(1.0, 0.0), (2.0, 0.0), (4.0, 1.5), (1.0, 8.0)])
@@ -66,7 +66,7 @@ def test_the_order_of_ranks_is_dynamos_on_ten_thousand_random_states(
     """2,500 states of eight ranks for each of four settings. Loads, prompts and their cached parts are
     random.
     """
-    roster = roster_of(scale, per_request)
+    target_table = roster_of(scale, per_request)
     chance = np.random.default_rng(int(10 * scale + per_request))
     for _ in range(2500):
         prompt = int(chance.integers(1, 20_000))
@@ -75,7 +75,12 @@ def test_the_order_of_ranks_is_dynamos_on_ten_thousand_random_states(
         prefill_blocks = np.maximum((load[PREFILL] + prompt) / BLOCK - cached, 0.0)
         theirs = scale * prefill_blocks + load[BLOCKS] + -(-prompt // BLOCK) + per_request * load[SEQUENCES]
         ours = score(
-            roster, load, uncached_tokens(prompt, cached, roster.block_size), prompt, OUTPUT, COMMON
+            target_table,
+            load,
+            uncached_tokens(prompt, cached, target_table.block_size),
+            prompt,
+            OUTPUT,
+            COMMON,
         ).total / (1000.0 * BLOCK_SECONDS)
         assert np.abs((ours - ours.min()) - (theirs - theirs.min())).max() < 1e-6
         for before, after in pairwise(np.argsort(theirs, kind="stable")):
@@ -94,12 +99,12 @@ def loads(chance: np.random.Generator) -> IntArray:
 
 
 def test_a_prompt_that_is_cached_whole_still_costs_one_token_here() -> None:
-    roster = roster_of(1.0, 0.0)
+    target_table = roster_of(1.0, 0.0)
     cached = np.array([4, 3] * 4)
     ours = score(
-        roster,
+        target_table,
         np.zeros((AMOUNTS, RANKS), np.int64),
-        uncached_tokens(64, cached, roster.block_size),
+        uncached_tokens(64, cached, target_table.block_size),
         64,
         OUTPUT,
         COMMON,
@@ -108,9 +113,9 @@ def test_a_prompt_that_is_cached_whole_still_costs_one_token_here() -> None:
 
 
 def test_running_requests_that_are_nearly_done_count_less_here() -> None:
-    roster = roster_of(1.0, 0.0)
+    target_table = roster_of(1.0, 0.0)
     load = np.zeros((AMOUNTS, RANKS), np.int64)
     load[SEQUENCES], load[BLOCKS] = 4, 100
     load[STEPS] = [4 * OUTPUT, 4 * OUTPUT // 2] * 4
-    ours = score(roster, load, np.full(RANKS, 10), 10, OUTPUT, COMMON).total
+    ours = score(target_table, load, np.full(RANKS, 10), 10, OUTPUT, COMMON).total
     assert (ours[0] - ours[1]) / (1000.0 * BLOCK_SECONDS) == pytest.approx(50.0), "there both count 100"

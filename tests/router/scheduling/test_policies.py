@@ -26,7 +26,7 @@ from router.scheduling.decision_record import DecisionRecord
 from router.scheduling.policies import PolicyRules, choose
 from router.scheduling.scheduler import RoutingRequest, Scheduler
 from router.scheduling.session_affinity import SessionAffinity
-from tests.router.decision_builders import decided, foretold, view_of
+from tests.router.decision_builders import decided, outlook_of, view_of
 from tests.router.router_fixture import engine_joined
 
 FLAT = EngineSpeed(prefill_token=1e-3, step=1e-3, decode_sequence=0.0, decode_block=0.0)
@@ -42,7 +42,7 @@ def four(policy: str, queued: Four = (0, 0, 0, 0), **more: Any) -> Decision:
     load[PREFILL] = queued
     rules = more.pop("rules", {})
     return decided(
-        view_of(*[dict(ALONE) for _ in range(4)])[0].roster("demo"),
+        view_of(*[dict(ALONE) for _ in range(4)])[0].target_table("demo"),
         load,
         rules=PolicyRules(policy=policy, **rules),
         **more,
@@ -70,7 +70,7 @@ def test_least_loaded_counts_what_runs_by_the_time_it_adds() -> None:
     load = np.zeros((AMOUNTS, 2), np.int64)
     load[SEQUENCES], load[STEPS] = (1, 2), (1000, 10)
     decision = decided(
-        view_of({"speed": speed})[0].roster("demo"), load, rules=PolicyRules(policy="least_loaded")
+        view_of({"speed": speed})[0].target_table("demo"), load, rules=PolicyRules(policy="least_loaded")
     )
     assert decision.chosen == 1, "two that are nearly done are less than one that has just begun"
 
@@ -85,7 +85,7 @@ def test_classic_weighs_shares_that_have_no_unit() -> None:
     """alpha * uncached share + beta * calibrated remote share of expert traffic + gamma * load relative to
     the most loaded.
     """
-    outlook = foretold([1.0] * 4, gain=0.5, local=[0.25, 0.5, 0.0, 1.0], priced=[True, True, True, False])
+    outlook = outlook_of([1.0] * 4, gain=0.5, local=[0.25, 0.5, 0.0, 1.0], priced=[True, True, True, False])
     decision = four(
         "classic",
         (50, 0, 100, 0),
@@ -111,7 +111,7 @@ def test_every_policy_is_explained_by_the_same_record(policy: str) -> None:
         policy,
         (5, 6, 7, 8),
         overlap=[0, 3, 2, 1],
-        outlook=foretold([4.0, 3.0, 2.0, 1.0]),
+        outlook=outlook_of([4.0, 3.0, 2.0, 1.0]),
         conditions={"turn": 1},
     )
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
@@ -146,13 +146,13 @@ def test_beside_an_engines_slowest_rank_all_cost_the_same_and_the_least_promised
     load = np.zeros((AMOUNTS, 4), np.int64)
     load[SEQUENCES], load[STEPS] = (9, 3, 2, 3), 10**6
     for seed in range(4):
-        decision = decided(view.roster("demo"), load, seed=seed)
+        decision = decided(view.target_table("demo"), load, seed=seed)
         assert (decision.chosen, decision.choice.why, decision.choice.tied) == (2, "tie", 3)
         assert decision.record().candidates[0].rank == 2
 
 
 def test_one_candidate_alone_is_only_that() -> None:
-    record = decided(view_of(dict(ALONE))[0].roster("demo")).record()
+    record = decided(view_of(dict(ALONE))[0].target_table("demo")).record()
     assert (record.why, record.runner_up, record.margin, record.if_gone) == ("only", None, None, None)
 
 
@@ -232,9 +232,9 @@ def test_the_conversations_rank_gone_or_a_term_uncounted_is_weighed_with_the_ses
 
 
 def test_sessions_are_remembered_for_their_time_and_the_longest_silent_makes_room() -> None:
-    affinity = SessionAffinity(10.0, most=2)
+    affinity = SessionAffinity(10.0, max_sessions=2)
     for session, now in ((1, 0.0), (2, 1.0), (1, 5.0), (3, 6.0)):
-        affinity.went(session, (session, 0), now)
+        affinity.record_route(session, (session, 0), now)
     assert [affinity.rank(session, 7.0) for session in (1, 2, 3, 4)] == [(1, 0), None, (3, 0), None]
     assert affinity.rank(1, 15.5) is None, "silent for too long"
     assert affinity.rank(3, 15.5) == (3, 0)
@@ -244,12 +244,12 @@ def test_sessions_are_remembered_for_their_time_and_the_longest_silent_makes_roo
 
 def test_requests_without_a_session_are_not_remembered_and_without_a_time_none_is() -> None:
     affinity = SessionAffinity(10.0)
-    affinity.went(0, (1, 0), 0.0)
+    affinity.record_route(0, (1, 0), 0.0)
     assert affinity.rank(0, 0.0) is None
-    affinity.went(5, (1, 0), 0.0)
+    affinity.record_route(5, (1, 0), 0.0)
     affinity.set_seconds(0.0)
     assert len(affinity) == 0
-    affinity.went(5, (1, 0), 0.0)
+    affinity.record_route(5, (1, 0), 0.0)
     assert affinity.rank(5, 0.0) is None
 
 
@@ -266,7 +266,7 @@ def picker_of(ranks: int, **config: Any) -> tuple[Scheduler, RoutingRequest]:
         ),
         0.0,
     )
-    view.heard(1, 0.0)
+    view.sign_of_life(1, 0.0)
     holders = BlockIndex()
     scheduler = Scheduler(
         view, reservations, KvEventIndex(holders), ApproximateIndex(100, holders), RouterConfig(**config)

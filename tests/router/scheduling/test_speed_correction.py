@@ -11,7 +11,7 @@ from router.scheduling.speed_correction import (
     DECODE_SPEED,
     ENOUGH,
     HALF_LIFE_SECONDS,
-    LEAST,
+    MIN_OBSERVATIONS,
     PREFILL_SPEED,
     SpeedCorrection,
 )
@@ -96,7 +96,7 @@ def test_one_wild_value_changes_nothing_much(times: int, ratio: float, wild: flo
 
 def test_a_few_observations_change_nothing() -> None:
     speeds = SpeedCorrection(4.0)
-    feed(speeds, 3.0, int(LEAST))
+    feed(speeds, 3.0, int(MIN_OBSERVATIONS))
     assert factors(speeds, ROW) == [[1.0], [1.0]]
 
 

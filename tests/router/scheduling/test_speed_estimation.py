@@ -11,7 +11,7 @@ from router.scheduling.speed_estimation import (
     DECODE_SPEED,
     ENOUGH,
     HALF_LIFE_SECONDS,
-    LEAST,
+    MIN_OBSERVATIONS,
     PREFILL_SPEED,
     SpeedEstimation,
 )
@@ -38,7 +38,7 @@ def feed(
 def test_nothing_is_measured_before_a_few_observations() -> None:
     speeds = SpeedEstimation()
     assert speeds.of("llama", ONE) == ((1.0, False), (1.0, False))
-    feed(speeds, 3.0, int(LEAST) - 1)
+    feed(speeds, 3.0, int(MIN_OBSERVATIONS) - 1)
     assert [known for _, known in speeds.of("llama", ONE)] == [False, False]
     feed(speeds, 3.0, 1)
     assert [known for _, known in speeds.of("llama", ONE)] == [True, True]

@@ -15,7 +15,7 @@ from fleet.completions import ApiError
 from fleet.requests.routing import RouteRequested
 from fleet.timing import EngineSpeed
 from router.scheduling.decision_record import DecisionRecord, Supposed
-from router.scheduling.what_if import asked, supposed
+from router.scheduling.what_if import parsed_query, supposed
 from tests.router.router_fixture import House, OpenHouse, chat
 
 SLOW_PREFILL = EngineSpeed(prefill_token=1e-2)
@@ -113,12 +113,14 @@ async def test_only_the_cost_has_terms_to_leave_out_and_reservations_suppose_not
 
 
 def test_names_count_once_and_too_many_are_refused() -> None:
-    assert asked(b"") == Supposed()
-    assert asked(b"without=queue&gone=a%2F0&without=queue") == Supposed(without=("queue",), gone=("a/0",))
+    assert parsed_query(b"") == Supposed()
+    assert parsed_query(b"without=queue&gone=a%2F0&without=queue") == Supposed(
+        without=("queue",), gone=("a/0",)
+    )
     with pytest.raises(ApiError, match="2000 ranks are assumed to be gone"):
         supposed((), [f"e/{rank}" for rank in range(2000)])
     with pytest.raises(ApiError, match="cannot be read"):
-        asked(b"&".join([b"gone=x"] * 2000))
+        parsed_query(b"&".join([b"gone=x"] * 2000))
 
 
 def test_the_buss_question_may_suppose_as_well() -> None:

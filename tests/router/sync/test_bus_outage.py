@@ -92,7 +92,8 @@ async def test_ten_seconds_without_nats_lose_no_request_and_double_none(
         http = await stack.enter_async_context(aiohttp.ClientSession())
         for service, _ in routers:
             await until(
-                lambda service=service: service.ready and len(service.view.roster("demo").targets) == 3, 10.0
+                lambda service=service: service.ready and len(service.view.target_table("demo").targets) == 3,
+                10.0,
             )
 
         async def ask(url: str, over: asyncio.Event) -> None:
@@ -113,7 +114,7 @@ async def test_ten_seconds_without_nats_lose_no_request_and_double_none(
             while not over.is_set():
                 for service, _ in routers:
                     excluded.update(
-                        f"{out.engine}: {out.reason}" for out in service.view.roster("demo").excluded
+                        f"{out.engine}: {out.reason}" for out in service.view.target_table("demo").excluded
                     )
                 await asyncio.sleep(0.05)
 

@@ -26,7 +26,7 @@ from router.scheduling.scheduler import RoutingRequest
 from router.service import RouterService
 from tests.name_claims import claim_name
 from tests.router.learnt_tables import clusters, halves, published_clusters, tables
-from tests.router.router_fixture import engine_joined, running, stored, until
+from tests.router.router_fixture import engine_joined, metric, running, stored, until
 
 
 class Clock:
@@ -59,13 +59,13 @@ class Fleet:
         )
 
     def excluded(self) -> dict[str, str]:
-        return {out.engine: out.reason for out in self.service.view.roster("demo").excluded}
+        return {out.engine: out.reason for out in self.service.view.target_table("demo").excluded}
 
     def names(self) -> list[str]:
-        return [target.name for target in self.service.view.roster("demo").targets]
+        return [target.name for target in self.service.view.target_table("demo").targets]
 
     def target(self) -> Any:
-        return self.service.view.roster("demo").targets[0]
+        return self.service.view.target_table("demo").targets[0]
 
 
 @pytest.fixture
@@ -180,11 +180,12 @@ async def test_load_reports_enter_the_next_decision(fleet: Fleet) -> None:
         waiting=1,
     )
     await fleet.bus.publisher(fleet.subjects.kv_metrics).publish(report)
-    roster = fleet.service.view.roster("demo")
+    target_table = fleet.service.view.target_table("demo")
     reservations = fleet.service.scheduler.reservations
     await until(
         lambda: (
-            reservations.load(roster.rows, fleet.clock()).tolist() == [[0, 200], [0, 3], [0, 30], [0, 3 * 64]]
+            reservations.load(target_table.rows, fleet.clock()).tolist()
+            == [[0, 200], [0, 3], [0, 30], [0, 3 * 64]]
         )
     )
 
@@ -195,7 +196,7 @@ async def test_a_handover_in_progress_costs_what_heartbeats_say_until_they_say_i
     joined = await fleet.join(text_engine("a"))
     await fleet.beat(joined)
     await until(lambda: fleet.names() and "no clusters" in str(fleet.target().note))  # its prices are made
-    view, roster = fleet.service.view, fleet.service.view.roster("demo")
+    view, target_table = fleet.service.view, fleet.service.view.target_table("demo")
     heartbeats = fleet.bus.publisher(fleet.subjects.heartbeats("a"))
     for seconds, expected in ((0.75, [0.75, 0.75]), (float("nan"), [0.75, 0.75]), (0.0, None)):
         await heartbeats.publish(
@@ -203,13 +204,13 @@ async def test_a_handover_in_progress_costs_what_heartbeats_say_until_they_say_i
         )
         await until(
             lambda expected=expected: (
-                (None if (found := view.handovers(roster)) is None else found.tolist()) == expected
+                (None if (found := view.handovers(target_table)) is None else found.tolist()) == expected
             )
         )
     await until(
         lambda: "roost_router_bus_messages_refused_total 1.0" in fleet.service.metrics.exposition().decode()
     )
-    assert view.roster("demo") is roster, "nothing is built anew every second"
+    assert view.target_table("demo") is target_table, "nothing is built anew every second"
 
 
 async def test_a_committed_placement_changes_the_expert_prices(fleet: Fleet) -> None:
@@ -344,7 +345,7 @@ async def test_garbage_and_contradictions_stop_nothing(fleet: Fleet) -> None:
     absurd = KvMetrics(worker_id=1, active_prefill_tokens=2**63)
     await fleet.bus.publisher(subjects.kv_metrics).publish(absurd)
     await fleet.bus.publisher(subjects.heartbeats("e")).publish(DescribeProfile(model="demo"))
-    await until(lambda: fleet.service.metrics.bus_refused._value.get() == 4)
+    await until(lambda: metric(fleet.service.metrics, "bus_messages_refused_total") == 4)
     await fleet.beat(await fleet.join(text_engine("good")))
     await until(lambda: fleet.names() == ["good/0", "good/1"])
 

@@ -21,7 +21,7 @@ from router.prefix_index.prompt import BYTES_PER_TOKEN, TextPrompt, TokenPrompt
 from router.sync.kv_event_subscriber import KvEventSubscriber
 from router.telemetry.metrics import RouterMetrics
 from tests.router.block_builders import overlap, removed
-from tests.router.router_fixture import WORKER, stored, until
+from tests.router.router_fixture import WORKER, metric, stored, until
 
 TOKENS = list(range(1000, 1040))
 LOCAL = local_hashes(TOKENS, 4)
@@ -80,7 +80,7 @@ class World:
         return self.feeds.in_step((WORKER, 0))
 
     def requested(self, reason: str) -> float:
-        return self.metrics.kv_snapshots.labels(reason)._value.get()
+        return metric(self.metrics, "kv_snapshots_total", reason=reason)
 
     async def live(self, started: asyncio.Event) -> None:
         """Run the rank's server and the router's subscriber until cancelled."""
@@ -93,7 +93,7 @@ class World:
                 tasks.create_task(self.feeds.run(), name="repairs")
                 started.set()
                 async for received in inbox:
-                    self.feeds.hear(received)
+                    self.feeds.receive(received)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ async def test_messages_that_a_snapshot_contains_already_are_not_applied_twice(w
         0.0,
         (removed(LOCAL, [0, 1, 2]),),
     )
-    world.feeds.hear(late)
+    world.feeds.receive(late)
     assert (world.overlap, world.in_step) == (3, True)
 
 
@@ -228,10 +228,10 @@ async def test_messages_held_back_for_a_snapshot_are_bounded_and_the_snapshot_is
     await until(lambda: world.rank.snapshots == 1)
     for at in range(9):
         await world.rank.say(stored(LOCAL[at : at + 1], LOCAL[:at]))
-    await until(lambda: world.feeds._late_blocks == 2 * 1)  # only the ninth: its event and its block
+    await until(lambda: world.feeds.late_blocks == 2 * 1)  # only the ninth: its event and its block
     world.rank.answering.set()
     await until(lambda: world.in_step and world.overlap == 9)
-    assert (world.rank.snapshots, world.requested("gap"), world.feeds._late_blocks) == (2, 1, 0)
+    assert (world.rank.snapshots, world.requested("gap"), world.feeds.late_blocks) == (2, 1, 0)
 
 
 async def test_snapshots_larger_than_a_slice_are_applied_completely(world: World) -> None:
@@ -251,11 +251,11 @@ async def test_nonsense_from_ranks_is_counted_and_changes_nothing(world: World) 
     await until(lambda: world.in_step)
     await world.rank.say(stored(LOCAL[:2]))
     subject, publisher = world.broker.subjects.kv_events, world.rank.publisher.publisher_id
-    world.feeds.hear(Received(subject, 99, 0, 0.0, ()))
-    world.feeds.hear(Received(subject, publisher, 0, 0.0, (stored(LOCAL), stored(LOCAL, rank=1))))
-    world.feeds.hear(Received(subject, 99, 5, 0.0, (stored(LOCAL, worker=4711),)))
+    world.feeds.receive(Received(subject, 99, 0, 0.0, ()))
+    world.feeds.receive(Received(subject, publisher, 0, 0.0, (stored(LOCAL), stored(LOCAL, rank=1))))
+    world.feeds.receive(Received(subject, 99, 5, 0.0, (stored(LOCAL, worker=4711),)))
     await until(lambda: world.overlap == 2)
-    assert world.metrics.bus_refused._value.get() == 1
+    assert metric(world.metrics, "bus_messages_refused_total") == 1
     assert overlap(world.index.block_index, CHAINED) == {(WORKER, 0): 2}
 
 

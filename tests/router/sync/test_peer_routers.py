@@ -122,9 +122,9 @@ def book(service: RouterService, routing: RoutingRequest) -> tuple[Decision, Boo
 
 
 def load(service: RouterService, joined: EngineJoined) -> list[int]:
-    roster = service.view.roster("demo")
-    at = roster.index[joined.worker_id, 0]
-    return service.scheduler.reservations.load(roster.rows, service.clock())[:, at].tolist()  # type: ignore[no-any-return]
+    target_table = service.view.target_table("demo")
+    at = target_table.index[joined.worker_id, 0]
+    return service.scheduler.reservations.load(target_table.rows, service.clock())[:, at].tolist()  # type: ignore[no-any-return]
 
 
 async def burst(*, replicas: bool) -> float:
@@ -364,7 +364,9 @@ async def test_an_engine_that_joined_and_never_beats_is_not_waited_for(network: 
 
 
 def standings(service: RouterService, names: Sequence[str] = ("a",)) -> list[str]:
-    return sorted(f"{out.engine}: {out.reason.split(':')[0]}" for out in service.view.roster("demo").excluded)
+    return sorted(
+        f"{out.engine}: {out.reason.split(':')[0]}" for out in service.view.target_table("demo").excluded
+    )
 
 
 @pytest.mark.looptime

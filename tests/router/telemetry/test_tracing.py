@@ -76,7 +76,7 @@ async def test_decisions_requested_by_programs_and_over_nats_are_traced_like_htt
     await house.bus.request(house.subjects.route, request)
     task.cancel()
     spans = traces.named("route demo")
-    assert [(about(span)["roost.asked_over"], about(span)["roost.outcome"]) for span in spans] == [
+    assert [(about(span)["roost.interface"], about(span)["roost.outcome"]) for span in spans] == [
         ("library", "answered"),
         ("nats", "answered"),
     ]

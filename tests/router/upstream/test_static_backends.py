@@ -71,7 +71,7 @@ class Rig:
     @property
     def standing(self) -> EngineStatus:
         (state,) = self.view.engines()
-        return state.standing
+        return state.status
 
 
 @pytest.fixture
@@ -87,26 +87,26 @@ async def rig() -> AsyncIterator[Rig]:
 async def test_a_server_is_taken_away_after_three_misses_in_a_row(rig: Rig) -> None:
     for answer in [TimeoutError(), OSError("HTTP 500"), LIST] * 2 + [TimeoutError(), b"<html>"]:
         await rig.upstream.play(answer)
-        assert rig.standing is EngineStatus.LIVE
+        assert rig.status is EngineStatus.LIVE
     await rig.upstream.play(TimeoutError())
     assert MISSES == 3
-    assert rig.standing is EngineStatus.UNREACHABLE
+    assert rig.status is EngineStatus.UNREACHABLE
     await rig.upstream.play(LIST)
-    assert rig.standing is EngineStatus.LIVE
+    assert rig.status is EngineStatus.LIVE
 
 
 async def test_served_tokens_outweigh_any_number_of_misses(rig: Rig) -> None:
     for _ in range(10):
         await rig.upstream.play(TimeoutError(), TimeoutError())
         rig.backends.served(rig.worker)
-        assert rig.standing is EngineStatus.LIVE
+        assert rig.status is EngineStatus.LIVE
 
 
 async def test_a_token_brings_back_a_server_whose_probes_were_missed(rig: Rig) -> None:
     await rig.upstream.play(*[TimeoutError()] * 5)
-    assert rig.standing is EngineStatus.UNREACHABLE
+    assert rig.status is EngineStatus.UNREACHABLE
     rig.backends.served(rig.worker)
-    assert rig.standing is EngineStatus.LIVE
+    assert rig.status is EngineStatus.LIVE
 
 
 @pytest.mark.parametrize("refusal", [REFUSED, REFUSED_TWICE])
@@ -114,17 +114,17 @@ async def test_a_refused_connection_takes_a_server_away_at_once_whatever_it_stil
     rig: Rig, refusal: OSError
 ) -> None:
     await rig.upstream.play(refusal)
-    assert rig.standing is EngineStatus.UNREACHABLE
+    assert rig.status is EngineStatus.UNREACHABLE
     rig.backends.served(rig.worker)
-    assert rig.standing is EngineStatus.UNREACHABLE
+    assert rig.status is EngineStatus.UNREACHABLE
     await rig.upstream.play(LIST)
-    assert rig.standing is EngineStatus.LIVE
+    assert rig.status is EngineStatus.LIVE
 
 
 async def test_the_silence_of_a_slow_probe_is_not_that_of_heartbeats(rig: Rig) -> None:
     rig.now = 500.0
     assert rig.view.sweep(rig.now, 3.0, 100.0) == []
-    assert rig.standing is EngineStatus.LIVE
+    assert rig.status is EngineStatus.LIVE
 
 
 async def test_a_server_that_stays_away_is_forgotten_and_joins_again(rig: Rig) -> None:
@@ -135,4 +135,4 @@ async def test_a_server_that_stays_away_is_forgotten_and_joins_again(rig: Rig) -
     assert list(rig.view.engines()) == []
     await rig.upstream.play(LIST)
     assert rig.worker == worker
-    assert rig.standing is EngineStatus.LIVE
+    assert rig.status is EngineStatus.LIVE
