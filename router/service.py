@@ -78,6 +78,15 @@ class RouterService:
     `async`. bus: None serves static backends only.
     """
 
+    draining = False
+    """shutdown was requested: /ready reports 503"""
+    refusing = False
+    """new requests are refused as well"""
+    fleet_subscriber: FleetSubscriber | None = None
+    """this, the next and the reporters: None without a bus"""
+    peers: PeerRouters | None = None
+    _reporters: _Reporters | None = None
+
     def __init__(
         self,
         bus: Bus | None,
@@ -100,10 +109,6 @@ class RouterService:
         """prefix of this router's decision ids"""
         self._chance = random.Random() if chance is None else chance
         self._secrets = SecureRandom()
-        self.draining = False
-        """shutdown was requested: /ready reports 503"""
-        self.refusing = False
-        """new requests are refused as well"""
         self._known_to_share: set[int] = set()
         """workers of engines without tenant isolation for which the warning was already logged"""
         self.metrics = RouterMetrics()
@@ -123,9 +128,6 @@ class RouterService:
         context = RouterContext(subjects, self.scheduler, self.metrics, self.threads, clock)
         self.feedback = DecisionFeedback(bus, context, self.backends.served)
         self.wait_queue = WaitQueue(self)
-        self.fleet_subscriber: FleetSubscriber | None = None
-        self.peers: PeerRouters | None = None
-        self._reporters: _Reporters | None = None
         if bus is not None:
             self._connect(bus, context)
         self.readiness = Readiness(self.view, self.fleet_subscriber, self.peers)

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.experts import RankId
 from fleet.facts.engines import EngineJoined
 from fleet.timing import EngineSpeed
 
@@ -56,10 +55,6 @@ class Target(NamedTuple):
     def speed(self) -> EngineSpeed:
         """The stated speed, or the reference."""
         return self.engine.speed or REFERENCE
-
-    @property
-    def rank_id(self) -> RankId:
-        return RankId(self.engine.engine, self.rank)
 
 
 def columns(table: NDArray[_Kind], at: NDArray[np.intp]) -> NDArray[_Kind]:

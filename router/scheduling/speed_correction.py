@@ -33,6 +33,16 @@ NO_ENGINE = 0
 """Engine of rows without observations. It never has evidence."""
 
 
+def prefill_evidence(predicted_s: float, beside_s: float, observed_s: float) -> tuple[float, float]:
+    """Return the logarithm of observed over predicted prefill of a first token that came after observed_s,
+    and its weight. predicted_s: the uncorrected model's time of this prefill and of the prefill ahead of it;
+    beside_s: everything else that passes until a first token comes. Its error is one of the ratio times
+    beside_s / predicted_s, so an observation weighs as the square of the prefill's share (inverse variance).
+    """
+    ratio = log(max(observed_s - beside_s, _MIN_SHARE * observed_s) / predicted_s)
+    return ratio, (predicted_s / (predicted_s + beside_s)) ** 2
+
+
 class _Evidence:
     """Running means of log ratios and the evidence behind them, each [2][n]. Lists, since entries are written
     one by one.
@@ -118,14 +128,9 @@ class SpeedCorrection:
     def prefilled(
         self, key: RankKey, row: int, predicted_s: float, beside_s: float, observed_s: float
     ) -> None:
-        """Record a first token that came after observed_s. predicted_s: the uncorrected model's time of this
-        prefill and of the prefill ahead of it; beside_s: everything else that passes until a first token
-        comes. Its error is one of the ratio times beside_s / predicted_s, so an observation weighs as the
-        square of the prefill's share (inverse variance).
-        """
+        """Record a first token (`prefill_evidence`)."""
         if predicted_s > 0 and observed_s > 0:
-            ratio = log(max(observed_s - beside_s, _MIN_SHARE * observed_s) / predicted_s)
-            self._add(PREFILL_SPEED, key, row, ratio, (predicted_s / (predicted_s + beside_s)) ** 2)
+            self._add(PREFILL_SPEED, key, row, *prefill_evidence(predicted_s, beside_s, observed_s))
 
     def stepped(
         self, key: RankKey, row: int, predicted_s: float, observed_s: float, weight: float = 1.0

@@ -15,7 +15,7 @@ does not change silently.
 from math import exp, log
 
 from router.fleet_state.target_table import RankKey
-from router.scheduling.speed_correction import DECODE_SPEED, PREFILL_SPEED
+from router.scheduling.speed_correction import DECODE_SPEED, PREFILL_SPEED, prefill_evidence
 
 MIN_OBSERVATIONS, ENOUGH, MAX_OBSERVATIONS = 4.0, 16.0, 32.0
 """MIN_OBSERVATIONS make a measurement; the median is taken of the first ENOUGH; at most MAX_OBSERVATIONS are
@@ -31,8 +31,6 @@ distance.
 MAX_LOG_RATIO = log(1e4)
 """Ratios are clipped to this."""
 HALF_LIFE_SECONDS = 60.0
-_MIN_SHARE = 0.1
-"""Smallest share of the prefill in the time of a first token."""
 
 
 class _Estimate:
@@ -82,13 +80,9 @@ class SpeedEstimation:
     def first_token(
         self, pool: str, server: RankKey, predicted_s: float, beside_s: float, observed_s: float
     ) -> None:
-        """Record a first token that came after observed_s. predicted_s: this prefill and the prefill ahead of
-        it; beside_s: everything else that passes until a first token comes. The observation weighs as the
-        square of the prefill's share (inverse variance).
-        """
+        """Record a first token (`speed_correction.prefill_evidence`)."""
         if predicted_s > 0 and observed_s > 0:
-            ratio = log(max(observed_s - beside_s, _MIN_SHARE * observed_s) / predicted_s)
-            self._add(PREFILL_SPEED, pool, server, ratio, (predicted_s / (predicted_s + beside_s)) ** 2)
+            self._add(PREFILL_SPEED, pool, server, *prefill_evidence(predicted_s, beside_s, observed_s))
 
     def step(
         self, pool: str, server: RankKey, predicted_s: float, observed_s: float, weight: float = 1.0
