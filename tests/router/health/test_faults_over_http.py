@@ -237,8 +237,8 @@ async def test_a_breaker_opens_is_reported_and_closes_again(
             "reason": "its breaker is open: too many failures in a row; excluded for 0.8 s",
         }
     ]
-    await until(lambda: 'dp_rank="0"' in exposed(house, "rank_left_alone"))
-    assert 'cause="breaker"' in exposed(house, "rank_left_alone")
+    await until(lambda: 'dp_rank="0"' in exposed(house, "rank_excluded"))
+    assert 'cause="breaker"' in exposed(house, "rank_excluded")
     assert "roost_router_breakers_opened_total 1.0" in exposed(house, "breakers_opened_total")
     asked_before = len(bad.requests)
     for _ in range(4):
@@ -447,5 +447,5 @@ async def test_a_rank_that_delays_all_requests_is_ejected_for_a_while(
             )
     assert [out["rank"] for out in excluded] == [2]
     assert "an outlier of its model" in excluded[0]["reason"]
-    assert 'dp_rank="2"' in exposed(house, "rank_left_alone")
-    assert 'cause="outlier"' in exposed(house, "rank_left_alone")
+    assert 'dp_rank="2"' in exposed(house, "rank_excluded")
+    assert 'cause="outlier"' in exposed(house, "rank_excluded")

@@ -69,7 +69,7 @@ class Rig:
         return state.joined.worker_id
 
     @property
-    def standing(self) -> EngineStatus:
+    def status(self) -> EngineStatus:
         (state,) = self.view.engines()
         return state.status
 
