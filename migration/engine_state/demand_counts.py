@@ -19,38 +19,38 @@ class DemandByRank:
 
     rates: NDArray[np.float32]
     """[layers, experts], pairs per second: the last report; read-only"""
-    before: NDArray[np.float32] | None = None
+    counts: NDArray[np.float32] | None = None
     """[layers, experts], pairs: from the previous reports of this window; read-only"""
     lasted: float = 0.0
     """seconds of this window for which the last report has been in effect"""
-    known: float = 0.0
+    exposure: float = 0.0
     """seconds of this window with known demand"""
     version: int = -1
     reported_at: float = -np.inf
-    wants: bool = False
-    pairs: float = 0.0
+    active: bool = False
+    stated_pairs: float = 0.0
     counted_at: float = 0.0
     load: KvMetrics | None = None
     load_at: float = -np.inf
 
     def report(self, rates: NDArray[np.float32]) -> None:
         """Take over the rates of a new report."""
-        if self.lasted and self.wants:
+        if self.lasted and self.active:
             added = self.rates * np.float32(self.lasted)
-            self.before = added if self.before is None else self.before + added
-        self.rates, self.lasted, self.wants = rates, 0.0, bool(rates.any())
+            self.counts = added if self.counts is None else self.counts + added
+        self.rates, self.lasted, self.active = rates, 0.0, bool(rates.any())
 
     def begin(self) -> None:
         """Start a new window."""
-        self.before, self.lasted, self.known = None, 0.0, 0.0
+        self.counts, self.lasted, self.exposure = None, 0.0, 0.0
 
     @property
     def counted_pairs(self) -> float:
         """Pairs of the last layer in this window."""
-        before = 0.0 if self.before is None else float(self.before[-1].sum())
-        return before + float(self.rates[-1].sum()) * self.lasted
+        counted = 0.0 if self.counts is None else float(self.counts[-1].sum())
+        return counted + float(self.rates[-1].sum()) * self.lasted
 
     @property
-    def counted(self) -> DemandCounts:
+    def window(self) -> DemandCounts:
         """Counts of the current window so far."""
-        return DemandCounts(self.before, self.rates, self.lasted, self.known)
+        return DemandCounts(self.counts, self.rates, self.lasted, self.exposure)

@@ -75,8 +75,8 @@ class _Engine:
     def demand(self, now: float) -> Demand:
         """Return the current window so far."""
         return Demand(
-            tuple(rank.counted for rank in self.ranks),
-            np.array([rank.pairs for rank in self.ranks]),
+            tuple(rank.window for rank in self.ranks),
+            np.array([rank.stated_pairs for rank in self.ranks]),
             now - self.began,
             self.began,
         )
@@ -189,7 +189,7 @@ class DemandWindows:
         """Return the last reported demand, float32 [ranks, layers, experts] in pairs per second; None: no
         demand is known."""
         engine = self._engines.get(worker_id)
-        if engine is None or not any(rank.wants for rank in engine.ranks):
+        if engine is None or not any(rank.active for rank in engine.ranks):
             return None
         return np.stack([rank.rates for rank in engine.ranks])
 
@@ -263,7 +263,7 @@ class DemandWindows:
             )
         self._count(engine, report.rank, now)
         rank.report(rates)
-        rank.version, rank.reported_at, rank.pairs = report.version, now, report.pairs
+        rank.version, rank.reported_at, rank.stated_pairs = report.version, now, report.pairs
 
     def load(self, report: KvMetrics, now: float) -> None:
         """Apply the load report of a rank. Reports of engines that are not tracked are ignored."""
@@ -410,7 +410,7 @@ class DemandWindows:
             and not _idle(rank.load)
         )
         return now - rank.reported_at <= self._config.stale_seconds or (
-            rank.version >= 0 and not rank.wants and not busy
+            rank.version >= 0 and not rank.active and not busy
         )
 
     def _is_idle(self, rank: DemandByRank, now: float) -> bool:
@@ -421,14 +421,14 @@ class DemandWindows:
         rank = engine.ranks[number]
         began = max(rank.counted_at, engine.began)
         rank.counted_at = now
-        until = min(now, rank.reported_at + self._config.stale_seconds) if rank.wants else now
-        if rank.version >= 0 and until > began and (rank.wants or self._holds(rank, now)):
-            rank.known += until - began
+        until = min(now, rank.reported_at + self._config.stale_seconds) if rank.active else now
+        if rank.version >= 0 and until > began and (rank.active or self._holds(rank, now)):
+            rank.exposure += until - began
             rank.lasted += until - began
         elif now > began and self._is_idle(rank, now):
             rank.report(np.zeros_like(rank.rates))
-            rank.pairs = 0.0
-            rank.known += now - began
+            rank.stated_pairs = 0.0
+            rank.exposure += now - began
 
     def _count_all(self, engine: _Engine, now: float) -> None:
         for number in range(len(engine.ranks)):

@@ -16,7 +16,7 @@ from migration.model.move_history import MoveHistory
 
 
 class DemandCounts(NamedTuple):
-    """Demand of one rank's requests in a window. The arrays never change."""
+    """Demand of one rank's requests in a window: counts with their exposure. The arrays never change."""
 
     pairs: NDArray[np.float32] | None
     """[layers, experts]: (token, k) pairs counted under all reports before the last; None: there were none"""
@@ -24,19 +24,22 @@ class DemandCounts(NamedTuple):
     """[layers, experts]: pairs per second of the last report"""
     lasted: float
     """seconds for which the last report has been in effect"""
-    known: float
+    exposure: float
     """seconds of the window with known demand; 0: use the rates of the last report"""
 
-    def wanted(self, out: NDArray[np.float32]) -> None:
-        """Write the pairs into `out` [layers, experts]; for a rank with 0 known seconds, pairs per second."""
-        np.multiply(self.rates, np.float32(self.lasted if self.known > 0 else 1.0), out=out)
+    def add_up(self, out: NDArray[np.float32]) -> None:
+        """Write the pairs into `out` [layers, experts]; for a rank without exposure, pairs per second."""
+        np.multiply(self.rates, np.float32(self.lasted if self.exposure > 0 else 1.0), out=out)
         if self.pairs is not None:
             out += self.pairs
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """Demand of the requests of each rank in a window. The sums are computed on first use, in any thread."""
+    """Demand of the requests of each rank in a window: counts, their exposure, and the evidence behind them.
+
+    The sums are computed on first use, in any thread.
+    """
 
     ranks: tuple[DemandCounts, ...]
     stated_pairs: NDArray[np.float64]
@@ -61,24 +64,25 @@ class Demand:
         )
 
     @cached_property
-    def known(self) -> NDArray[np.float64]:
-        """[ranks]: seconds of the window with known demand; 0: the rates are instantaneous."""
-        return np.array([rank.known for rank in self.ranks])
+    def exposure(self) -> NDArray[np.float64]:
+        """[ranks]: seconds of the window with known demand; 0: the demand is instantaneous."""
+        return np.array([rank.exposure for rank in self.ranks])
 
     @property
-    def wanted(self) -> NDArray[np.float32]:
-        """float32 [ranks, layers, experts]: (token, k) pairs; for ranks with 0 known seconds, pairs per
-        second."""
+    def window_counts(self) -> NDArray[np.float32]:
+        """float32 [ranks, layers, experts]: (token, k) pairs of the window; for ranks without exposure, pairs
+        per second."""
         found = np.empty((len(self.ranks), *self.ranks[0].rates.shape), np.float32)
         for rank, out in zip(self.ranks, found, strict=True):
-            rank.wanted(out)
+            rank.add_up(out)
         return found
 
     @cached_property
     def rates(self) -> NDArray[np.float32]:
-        """float32 [ranks, layers, experts]: pairs per second."""
-        found = self.wanted
-        found /= np.where(self.known > 0, self.known, 1.0).astype(np.float32)[:, None, None]
+        """float32 [ranks, layers, experts]: pairs per second, comparable between ranks of unequal
+        exposure."""
+        found = self.window_counts
+        found /= np.where(self.exposure > 0, self.exposure, 1.0).astype(np.float32)[:, None, None]
         return found
 
     @cached_property
@@ -88,8 +92,18 @@ class Demand:
         In long windows the pairs counted here exceed the decaying window of the publisher. The larger of the
         two is used.
         """
-        counted = self.rates.sum(axis=(1, 2), dtype=np.float64) * self.known / self.rates.shape[1]
-        return np.where(self.known > 0, np.maximum(counted, self.stated_pairs), self.stated_pairs)
+        counts = self.window_counts
+        counted = counts.sum(axis=(1, 2), dtype=np.float64) / counts.shape[1]
+        return np.where(self.exposure > 0, np.maximum(counted, self.stated_pairs), self.stated_pairs)
+
+    @property
+    def evidence(self) -> NDArray[np.float32]:
+        """float32 [ranks, layers, experts]: the counts behind the demand, `pairs` in every layer: samples for
+        tests of significance."""
+        counts = self.window_counts
+        total = counts.sum(axis=2, dtype=np.float64, keepdims=True)
+        scale = np.where(total > 0, self.pairs[:, None, None] / np.where(total > 0, total, 1.0), 0.0)
+        return np.asarray(counts * scale, np.float32)
 
     def tokens_per_second(self, top_k: int) -> float:
         """Return the tokens per second of all ranks together."""
@@ -166,7 +180,7 @@ class EngineView:
         return (
             self.history
             if self.history is None or self.since is None
-            else self.history.seen(self.since.wanted)
+            else self.history.seen(self.since.window_counts)
         )
 
     @property

@@ -28,7 +28,11 @@ constant predicts .64.
 _DOUBT = 0.3
 """Standard deviation of that."""
 DESIGN_EFFECT = 8.0
-"""Pairs of one text count as this many times fewer independent pairs (the design effect, Kish 1965)."""
+"""Pairs of one text count as this many times fewer independent pairs (the design effect, Kish 1965).
+
+A lower bound: the planner measures the overdispersion between its two windows and takes the larger value
+(`PlanningProblem.scatter`), so this decides only until two windows are there, and for very even traffic.
+"""
 _ROUNDS = 30
 _STIR = 0.1
 """Part of the initial mix that is spread evenly, so that a cluster with hardly any share can grow."""
@@ -36,7 +40,7 @@ CROWDED = 1.1
 """Requests of a rank, in even shares, beyond which its load sends them elsewhere, whatever their home."""
 MIN_PREDICTABILITY = 0.02
 """Least predictability, on the way from the traffic's mix to the true clusters, for which requests are
-steered."""
+steered. The part of demand that reaches its home grows with its square root (`expected_part`): 13 % here."""
 MIN_LEAK = 0.1
 """Part of the requests that goes anywhere, however good predictions are: homes decide only among ranks of
 similar cost."""

@@ -42,13 +42,18 @@ MATERIAL = 0.09
 followed.
 
 Measured on the demo model's routings (4 ranks, 10 slots): .08 to .21 for mixes of two domains and more, .03
-to .085 within one domain, where clusters are real but worth next to nothing.
+to .085 within one domain, where clusters are real but worth next to nothing. Range: that engine; engines with
+fewer slots for their experts are scaled by `_HELD`, larger ones are not measured.
 """
 _HELD = 10 / 32
 """Part of a layer's experts on each rank in that measurement. Where ranks hold less, any placement and any
 homes save less in proportion."""
 _CLEARLY = 0.01
-"""Part of that cost that other homes must save beyond the present ones."""
+"""Part of that cost that other homes must save beyond the present ones. An assumption; not measured."""
+_REPLACED = 0.25
+"""Part of `MATERIAL` that other homes must save beyond the present ones, where that exceeds `_CLEARLY`."""
+_EXTENDED = 0.5
+"""Part of `MATERIAL` that a plan must save where homes hold already: introducing homes is the larger step."""
 _STILL = 0.005
 """Part of that cost that present homes must save to stay."""
 
@@ -88,7 +93,7 @@ def effective_homes(found: PlanningProblem) -> EffectiveHomes:
         young = (
             found.view.homes is not None and found.view.now - found.view.homes.at < found.config.homes_seconds
         )
-        if young or way.saved < way.kept + max(_CLEARLY, bar / 4):
+        if young or way.saved < way.kept + max(_CLEARLY, _REPLACED * bar):
             return EffectiveHomes(
                 _completed(known.known, way.homes, traffic),
                 Finding.of(FindingCode.PRESENT_HOMES_SAVE, kept=way.kept, without=way.none),
@@ -105,8 +110,7 @@ def joint(found: PlanningProblem) -> PlanCandidate:
     if isinstance(known, Finding):
         raise Infeasible(known.of_subject("homes"))
     room, traffic, stay = locality_problem(found), known.fit, effective_homes(found)
-    # Homes that hold already must save only half as much: introducing homes is the larger step.
-    bar = _material(found, traffic) / (1.0 if known.known is None else 2.0)
+    bar = _material(found, traffic) * (1.0 if known.known is None else _EXTENDED)
     before = None if stay.share is None else _within_capacity(stay.share, traffic)
     way = homes(traffic, room, before=before, present=found.table, least=bar, better=_CLEARLY)
     if way.homes is None or way.placed is None:

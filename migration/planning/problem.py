@@ -13,7 +13,6 @@ from migration.config import MigrationConfig, Policy
 from migration.model.constraints import Constraints
 from migration.model.cost_model import CostTerms, LinkSpeeds, PricedPlacement, StepSeconds, balance, priced
 from migration.model.engine_view import EngineView
-from migration.model.move_history import counted
 from migration.model.placement_changes import PlacementChanges
 from migration.model.sampling_noise import LoadNoise, deviation, scatter
 from migration.planning.demand_forecast import DESIGN_EFFECT, RoutingForecast, routing_forecast
@@ -26,7 +25,11 @@ from migration.solvers.rank_relabelling import relabelled
 from migration.solvers.specialisation_test import SpecialisationTest, gate
 from migration.solvers.split_copies import split_copies
 
-_MOST_SCATTER = 4 * DESIGN_EFFECT
+_MAX_SCATTER = 4 * DESIGN_EFFECT
+"""Largest overdispersion between two windows that counts as noise; more is a change of demand. On the usual
+value of texts (`DESIGN_EFFECT`); below this, the measured value is used."""
+_MAX_BUSY = 0.9
+"""Largest part of the time that decoding takes in the estimate of a step's tokens: towards 1 it diverges."""
 
 
 class PlanningQuestion(NamedTuple):
@@ -101,10 +104,10 @@ class PlanningProblem:
         if later is None:
             return 1.0
         first, last = (
-            counted(window.rates[:, self.first :], window.pairs).sum(axis=0, dtype=np.float64)
+            window.evidence[:, self.first :].sum(axis=0, dtype=np.float64)
             for window in (self.view.demand, later)
         )
-        return min(scatter(first, last), _MOST_SCATTER)
+        return min(scatter(first, last), _MAX_SCATTER)
 
     @cached_property
     def noise_seconds(self) -> float:
@@ -327,5 +330,5 @@ def tokens_of_a_step(view: EngineView) -> float:
     if running >= 1.0:
         return running
     come, ranks = view.evaluation.tokens_per_second(view.shape.top_k), len(view.node)
-    busy = min(come * view.speed.decode_sequence / ranks, 0.9)
+    busy = min(come * view.speed.decode_sequence / ranks, _MAX_BUSY)
     return max(1.0, come * view.speed.step / (1.0 - busy))

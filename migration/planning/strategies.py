@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from fleet.arrays import SlotTable
 from fleet.placement import FULL, Placement, Split, even_split
 from migration.model.cost_model import PricedPlacement
-from migration.model.move_history import counted
 from migration.model.placement_changes import NONE, PlacementChanges, joined, made, within
 from migration.model.sampling_noise import LoadNoise
 from migration.planning.findings import Finding, FindingCode, Infeasible
@@ -30,9 +29,13 @@ NOTICEABLE = 0.02
 """Least saving by locality, as a part of the seconds that sending tokens takes now.
 
 Texts that happen to come in one window and not in the next change the best placement by a percent or so.
+An assumption for windows of about a minute; longer windows vary less.
 """
 NEARER = 0.05
-"""Slack of shares that prefer serving tokens where they originate to evening out the ranks."""
+"""Slack of shares that prefer serving tokens where they originate to evening out the ranks.
+
+In mean rank loads, so for engines of any size: the cost model chooses between this and `SLACK` for each plan.
+"""
 
 
 class PredictedEffect(NamedTuple):
@@ -239,7 +242,7 @@ def without_reversals(found: PlanningProblem, changes: PlacementChanges) -> Plac
     if view.past is None:
         return changes
     whole = changes._replace(layer=changes.layer + first)
-    kept = view.past.without_reversals(whole, counted(view.demand.rates, view.demand.pairs))
+    kept = view.past.without_reversals(whole, view.demand.evidence)
     return kept._replace(layer=kept.layer - first)
 
 

@@ -20,6 +20,7 @@ shortfall of a slot against its promise is remembered. Where all trials have fai
 with another expert, and the best is taken.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -204,73 +205,111 @@ class _Attempt(NamedTuple):
         return both.taken(np.argsort(both.row, kind="stable"))
 
 
+@dataclass(slots=True)
+class _Claims:
+    """Claims of the copies of a round's attempts: copies of one attempt must not interfere."""
+
+    shut: BoolArray
+    """[a, ranks + 1]: dead ranks, and ranks that receive already."""
+    parted: BoolArray
+    """[a, experts + 1]: experts that got or lost a replica, and so lose no further one."""
+    gained: NDArray[np.int64]
+    """[a, experts + 1]: replicas after the copies so far."""
+    spent: FloatArray
+    """[a]: load that the copies so far move."""
+
+    @classmethod
+    def none(cls, state: OverflowRanks) -> "_Claims":
+        a = len(state.layer)
+        return cls(
+            np.broadcast_to(state.dead, (a, len(state.dead))).copy(),
+            np.zeros(state.load.shape, bool),
+            state.replicas.copy(),
+            np.zeros(a),
+        )
+
+    def add(
+        self,
+        state: OverflowRanks,
+        leads: _Leads,
+        row: IndexArray,
+        element: IndexArray,
+        pick: IndexArray,
+        moved: FloatArray,
+    ) -> None:
+        """Claim the rank and the experts of a copy in each row, and lower the flows of the leads."""
+        expert = leads.expert[row, pick]
+        self.shut[row, state.rank[row, element]] = True
+        self.parted[row, state.expert[row, element]] = True
+        self.gained[row, expert] += 1
+        # Load that this copy moves is no longer available to experts of the same rank, or to the same expert
+        # elsewhere.
+        same = leads.expert[row] == expert[:, None]
+        touched = (leads.rank[row] == leads.rank[row, pick][:, None]) | same
+        full = (self.gained[row, expert] >= state.most[row, expert])[:, None] & same
+        leads.flow[row] = np.where(
+            full, 0.0, leads.flow[row] - np.where(touched, np.minimum(moved[:, None], leads.flow[row]), 0.0)
+        )
+
+
 def _attempts(state: OverflowRanks, view: OverflowView, leads: _Leads, before: FloatArray) -> _Attempt:
     """Return the attempts of a round.
 
     After a success: one attempt of several copies, which together stay well below the excess. Else: several
     attempts of one copy.
     """
-    a = len(state.layer)
-    rows = np.arange(a)
-    # Without a large excess only the fullest rank's experts are candidates.
     many = before > LARGE
+    # Without a large excess only the fullest rank's experts are candidates.
     leads.flow[~many[:, None] & (leads.rank != leads.rank[:, :1])] = 0.0
     _pass_over(leads.flow, state.fails)
-    # Copies of one attempt must not interfere: a rank receives once, and an expert that got or lost a replica
-    # loses no further one.
-    shut = np.broadcast_to(state.dead, (a, len(state.dead))).copy()
-    parted = np.zeros(state.load.shape, bool)
-    found, row, lead = None, rows, np.full(a, -1)
-    spent, gained = np.zeros(a), state.replicas.copy()
+    claims = _Claims.none(state)
+    found, row, lead = None, np.arange(len(before)), np.full(len(before), -1)
     for lane in range(LANES):
         pick = leads.flow[row].argmax(axis=1)
-        expert, flow = leads.expert[row, pick], leads.flow[row, pick]
-        admit(state, row, expert)
-        parted[row, expert] = True
-        # Promise of a slot: load it takes, less the load it displaces, less its learnt shortfall.
-        worth = np.minimum(flow[:, None], view.space[row]) - view.stranded[row] - state.harm[row]
-        worth[(view.space[row] <= LEAST) | (flow <= 0)[:, None]] = -np.inf
-        promise = _promises(state, row, expert, worth, shut, parted)
+        flow = leads.flow[row, pick]
+        promise = _lane_promises(state, view, row, leads.expert[row, pick], flow, claims)
         # The first lane opens the attempts, several per row after failures; later lanes extend the best
         # attempt of a row.
         if found is None:
             nth, element = _best(promise, np.array(TRIALS)[state.fails])
-            found = _Attempt.of(row[nth])
-            lead[row[nth][::-1]] = np.arange(len(nth))[::-1]
-            at = np.arange(len(nth))
+            found, at = _Attempt.of(row[nth]), np.arange(len(nth))
+            lead[row[nth][::-1]] = at[::-1]
         else:
             element = promise.argmax(axis=1)
             nth = np.flatnonzero(promise[np.arange(len(row)), element] > 0)
             element, at = element[nth], lead[row[nth]]
         worth = promise[nth, element]
-        row, expert, flow, pick = row[nth], expert[nth], flow[nth], pick[nth]
+        row, flow, pick = row[nth], flow[nth], pick[nth]
         moved = np.minimum(flow, view.space[row, element])
-        found.element[at, lane], found.expert[at, lane], found.moved[at, lane], found.promise[at, lane] = (
-            element,
-            expert,
-            moved,
-            worth,
-        )
-        spent[row] += moved
+        found.element[at, lane], found.expert[at, lane] = element, leads.expert[row, pick]
+        found.moved[at, lane], found.promise[at, lane] = moved, worth
+        claims.spent[row] += moved
         # Further copies only where the excess is large and the last round succeeded.
-        on = many[row] & (state.fails[row] == 0) & (spent[row] < WIDE * before[row])
-        row, element, expert, moved, pick = row[on], element[on], expert[on], moved[on], pick[on]
+        on = many[row] & (state.fails[row] == 0) & (claims.spent[row] < WIDE * before[row])
+        row, element, moved, pick = row[on], element[on], moved[on], pick[on]
         if not len(row):
             break
-        shut[row, state.rank[row, element]] = True
-        parted[row, state.expert[row, element]] = True
-        # Load that this copy moves is no longer available to experts of the same rank, or to the same expert
-        # elsewhere.
-        touched = (leads.rank[row] == leads.rank[row, pick][:, None]) | (leads.expert[row] == expert[:, None])
-        gained[row, expert] += 1
-        full = (gained[row, expert] >= state.most[row, expert])[:, None] & (
-            leads.expert[row] == expert[:, None]
-        )
-        leads.flow[row] = np.where(
-            full, 0.0, leads.flow[row] - np.where(touched, np.minimum(moved[:, None], leads.flow[row]), 0.0)
-        )
+        claims.add(state, leads, row, element, pick, moved)
     assert found is not None
     return found
+
+
+def _lane_promises(
+    state: OverflowRanks,
+    view: OverflowView,
+    row: IndexArray,
+    expert: IndexArray,
+    flow: FloatArray,
+    claims: _Claims,
+) -> FloatArray:
+    """[t, m]: promise of each element for one more copy of the layer's expert [t], through which `flow` [t]
+    could leave."""
+    admit(state, row, expert)
+    claims.parted[row, expert] = True
+    # Promise of a slot: load it takes, less the load it displaces, less its learnt shortfall.
+    worth = np.minimum(flow[:, None], view.space[row]) - view.stranded[row] - state.harm[row]
+    worth[(view.space[row] <= LEAST) | (flow <= 0)[:, None]] = -np.inf
+    return _promises(state, row, expert, worth, claims.shut, claims.parted)
 
 
 def _exchanges(state: OverflowRanks, view: OverflowView, leads: _Leads, before: FloatArray) -> _Attempt:

@@ -6,10 +6,12 @@ replica of an expert to another rank, which gives up a spare one for it; the fir
 what is worth more there.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.arrays import BoolArray
+from fleet.arrays import BoolArray, FloatArray, IndexArray
 from migration.solvers.holder_value import HolderValue
 
 _TINY = 1e-7
@@ -73,23 +75,73 @@ def _swapped(worth: HolderValue, held: BoolArray, home: BoolArray | None) -> NDA
     return np.asarray(mutual.any(axis=1))
 
 
+class _HandOvers(NamedTuple):
+    """Possible hand-overs: a rank takes up an expert, and hands its replica of another to a taker."""
+
+    gain: FloatArray
+    """[layers, ranks]: of each giver's best hand-over."""
+    handed: IndexArray
+    """[layers, ranks]: the replica that the rank hands over."""
+    taken_up: IndexArray
+    """[layers, ranks]: the expert that it takes up instead."""
+    taker: IndexArray
+    """[layers, experts]: the rank that values a further replica most."""
+    spare: IndexArray
+    """[layers, ranks]: the spare replica that a rank gives up to receive another."""
+    free: BoolArray
+    """[layers, ranks]: the rank has an empty slot and gives up nothing."""
+
+    def exclude(self, rows: IndexArray, giver: IndexArray, most: int) -> None:
+        """Exclude all that the best hand-over of each layer touches, until the gains are computed again."""
+        out, up = self.handed[rows, giver], self.taken_up[rows, giver]
+        to = self.taker[rows, out]
+        down = self.spare[rows, to][:, None]
+        takers = self.taker[rows[:, None], self.handed]
+        touched = (self.handed == up[:, None]) | (self.handed == down)
+        touched |= (takers == to[:, None]) | (takers == giver[:, None])
+        touched |= (self.taken_up == down) | ((self.taken_up == up[:, None]) & (most < self.gain.shape[1]))
+        touched |= self.spare[rows[:, None], takers] == down
+        self.gain[rows, giver] = self.gain[rows, to] = -np.inf
+        self.gain[touched] = -np.inf
+
+
 def _handed_over(
     worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None
 ) -> NDArray[np.bool_]:
-    """Make hand-overs in place. bool [layers]: layers changed.
+    """Make hand-overs in place. bool [layers]: layers changed."""
+    found = _hand_overs(worth, held, slots, most, home)
+    changed, rows = np.zeros(len(held), bool), np.arange(len(held))
+    # Several hand-overs per computation of the gains, as long as they do not touch each other.
+    for _ in range(_PICKS):
+        giver = found.gain.argmax(axis=1)
+        out, up = found.handed[rows, giver], found.taken_up[rows, giver]
+        to = found.taker[rows, out]
+        down = found.spare[rows, to]
+        # A chain that would return to its own expert is no gain.
+        good = np.flatnonzero((found.gain[rows, giver] > _TINY) & (up != out) & (down != up))
+        drops = good[~found.free[good, to[good]]]
+        held[drops, to[drops], down[drops]] = False
+        held[good, to[good], out[good]] = True
+        held[good, giver[good], out[good]] = False
+        held[good, giver[good], up[good]] = True
+        changed[good] = True
+        found.exclude(rows, giver, most)
+    return changed
 
-    A rank takes up an expert and hands its replica of another to a second rank, which gives up a spare one.
-    """
+
+def _hand_overs(
+    worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None
+) -> _HandOvers:
+    """Return the best hand-over of every rank, regardless of the others."""
     win, lose = worth.marginal(held)
     count = held.sum(axis=1, keepdims=True)
     based = count if home is None else (held & home).sum(axis=1, keepdims=True)
     fixed = held & (based == 1) & (True if home is None else home)
+    free = held.sum(axis=2) < slots
     # Each rank's cheapest spare replica: what it would give up to receive another.
     spares = np.where(held & ~fixed, lose, np.inf)
     spare = spares.argmin(axis=2)
-    given_up = np.where(
-        held.sum(axis=2) < slots, 0.0, np.take_along_axis(spares, spare[:, :, None], 2)[:, :, 0]
-    )
+    given_up = np.where(free, 0.0, np.take_along_axis(spares, spare[:, :, None], 2)[:, :, 0])
     barred = held if home is None else held | (fixed.any(axis=1, keepdims=True) & ~home)
     # For each expert the rank that values a further replica most, net of what it gives up.
     offers = np.where(barred, -np.inf, win - given_up[:, :, None])
@@ -97,40 +149,10 @@ def _handed_over(
     # For each rank the replica that costs least to hand over, and the expert that it values most.
     release = np.where(held, lose - np.take_along_axis(offers, taker[:, None], 1), np.inf)
     handed = release.argmin(axis=2)
-    wants = np.where(held | (count >= most), -np.inf, win)
-    takes_up = wants.argmax(axis=2)
+    values = np.where(held | (count >= most), -np.inf, win)
+    taken_up = values.argmax(axis=2)
     gain = (
-        np.take_along_axis(wants, takes_up[:, :, None], 2)[:, :, 0]
+        np.take_along_axis(values, taken_up[:, :, None], 2)[:, :, 0]
         - np.take_along_axis(release, handed[:, :, None], 2)[:, :, 0]
     )
-    free = held.sum(axis=2) < slots
-    changed, ranks = np.zeros(len(held), bool), held.shape[1]
-    rows = np.arange(len(held))
-    # Several hand-overs per computation of the gains, as long as they do not touch each other.
-    for _ in range(_PICKS):
-        giver = gain.argmax(axis=1)
-        out, up = handed[rows, giver], takes_up[rows, giver]
-        to = taker[rows, out]
-        down = spare[rows, to]
-        # A chain that would return to its own expert is no gain.
-        good = np.flatnonzero((gain[rows, giver] > _TINY) & (up != out) & (down != up))
-        drops = good[~free[good, to[good]]]
-        held[drops, to[drops], down[drops]] = False
-        held[good, to[good], out[good]] = True
-        held[good, giver[good], out[good]] = False
-        held[good, giver[good], up[good]] = True
-        changed[good] = True
-        # Exclude everything that these changes touched until the gains are computed again.
-        gain[rows, giver] = gain[rows, to] = -np.inf
-        gain[
-            ((takes_up == up[:, None]) & (most < ranks))
-            | (takes_up == down[:, None])
-            | (taker[rows[:, None], handed] == to[:, None])
-        ] = -np.inf
-        gain[
-            (taker[rows[:, None], handed] == giver[:, None])
-            | (handed == up[:, None])
-            | (handed == down[:, None])
-        ] = -np.inf
-        gain[spare[rows[:, None], taker[rows[:, None], handed]] == down[:, None]] = -np.inf
-    return changed
+    return _HandOvers(gain, handed, taken_up, taker, spare, free)

@@ -5,7 +5,8 @@ import pytest
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement, linear
-from migration.model.move_history import NEVER, SIGNIFICANT, MoveHistory, counted, differs
+from migration.model.engine_view import Demand
+from migration.model.move_history import NEVER, SIGNIFICANT, MoveHistory, differs
 from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges, joined
 
 WORKER = 5
@@ -127,9 +128,9 @@ def test_two_samples_of_one_demand_hardly_ever_differ() -> None:
     assert differs(one, dice.poisson(truth[:, ::-1] * 100), SIGNIFICANT).mean() > 0.4
 
 
-def test_rates_become_counts_of_the_pairs_behind_them() -> None:
-    rates = np.array([[[1.0, 3.0]], [[0.0, 0.0]]])
-    assert counted(rates, np.array([8.0, 0.0])).tolist() == [[[2.0, 6.0]], [[0.0, 0.0]]]
+def test_the_evidence_of_a_demand_is_counts_of_the_pairs_behind_it() -> None:
+    demand = Demand.of(np.array([[[1.0, 3.0]], [[0.0, 0.0]]]), np.array([8.0, 0.0]))
+    assert demand.evidence.tolist() == [[[2.0, 6.0]], [[0.0, 0.0]]]
 
 
 def test_experts_that_did_harm_rest_until_their_time_also_while_others_are_moved() -> None:

@@ -17,7 +17,7 @@ from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
 from migration.model.engine_view import CacheUse, Demand, EngineView, PlannedHomes
-from migration.model.move_history import MoveHistory, counted
+from migration.model.move_history import MoveHistory
 from migration.model.plan import Plan, replay
 from migration.model.plan_record import PlanRecord
 from migration.planning.planner import PlannerDecision, ReasonCode, decide
@@ -435,9 +435,7 @@ def test_demand_that_swings_to_and_fro_moves_bounded_bytes() -> None:
         copied.append(found.record.copies)
         if found.plan is not None:
             placement = replay(placement, found.plan)[-1]
-            history = history.committed(
-                placement, found.plan.id, now, counted(seen.demand.rates, seen.demand.pairs)
-            )
+            history = history.committed(placement, found.plan.id, now, seen.demand.evidence)
     assert sum(copied) <= 2 * LAYERS * RANKS * SLOTS * 0.2, copied
     assert sum(copied[4:]) <= sum(copied[:4]), copied
 
