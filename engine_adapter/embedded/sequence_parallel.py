@@ -19,7 +19,7 @@ GIL."""
 
 def share(tokens: Sequence[int], threads: int, min_tokens: int = MIN_TOKENS) -> list[slice]:
     """Split sequences with these `tokens` into runs of about equal sums, one per thread. Use fewer runs, down
-    to one, where a run would have under `least` tokens."""
+    to one, where a run would have under `min_tokens`."""
     ends = np.cumsum(tokens, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     for parts in range(min(threads, total // min_tokens), 1, -1):

@@ -269,7 +269,7 @@ class InboundCopies:
 
     def take(self, report: Report, now: float) -> None:
         """Process a report about a batch. CannotStage when no retry is left; the caller then calls
-        `let_go`."""
+        `abort`."""
         batch = self._batches.get(report.batch)
         if batch is None:
             return

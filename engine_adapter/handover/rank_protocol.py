@@ -85,7 +85,7 @@ class _Open:
 
 
 class RankProtocol:
-    """Protocol state of one rank. residency: its cell table. tensors: number of tensors of an expert."""
+    """Protocol state of one rank. tensors: number of tensors of an expert."""
 
     def __init__(
         self,

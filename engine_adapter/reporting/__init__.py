@@ -1,1 +1,2 @@
-"""Reports of ranks: dispatch statistics, and the experts that requests activated."""
+"""Reports of ranks: KV changes, load, activated experts, dispatch statistics, and profiles of finished
+requests."""

@@ -15,7 +15,7 @@ from fleet.routings import UNKNOWN
 
 
 class RowTrace:
-    """Rows of one request's tokens by position: a `routed_experts.Routed` with two bytes per position."""
+    """Rows of one request's tokens by position: a `RoutedExperts` with two bytes per position."""
 
     def __init__(self, routing: RoutingModel) -> None:
         self._routing = routing

@@ -153,7 +153,7 @@ def aligned(routing: RoutingModel, ranks: int) -> Placement:
 
 
 def _balanced(demand: NDArray[np.float64], load: NDArray[np.float64], slots: int) -> list[list[int]]:
-    """Assign experts to ranks and return the experts of each rank. wish: [ranks, experts] demand. load:
+    """Assign experts to ranks and return the experts of each rank. demand: [ranks, experts]. load:
     [experts]."""
     ranks, max_load = len(demand), _BALANCE * load.sum() / len(demand)
     held: list[list[int]] = [[] for _ in range(ranks)]
