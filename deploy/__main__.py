@@ -3,6 +3,7 @@ People use `roost`."""
 
 import logging
 import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +30,9 @@ from tracker.config import TrackerConfig
 def main(arguments: list[str]) -> int:
     """Run the part that the launch spec names. Returns the exit status."""
     try:
-        order = msgspec.json.decode(arguments[0], type=LaunchSpec)
-        settings = read_settings(Path(order.config), {}, Path.cwd())
-        return run_part(order.part, settings, os.environ, *_arguments(order, settings))
+        launch = msgspec.json.decode(arguments[0], type=LaunchSpec)
+        settings = read_settings(Path(launch.config), {}, Path.cwd())
+        return run_part(launch.part, settings, os.environ, *_arguments(launch, settings))
     except (IndexError, msgspec.DecodeError):
         print_error("this is for supervisors; the command for people is `roost`")
     except (ConfigError, CannotListen) as error:
@@ -39,53 +40,36 @@ def main(arguments: list[str]) -> int:
     return FINAL
 
 
-def _arguments(order: LaunchSpec, settings: Configuration) -> tuple[Any, ...]:
+def _arguments(launch: LaunchSpec, settings: Configuration) -> tuple[Any, ...]:
     """Return the arguments of the part's `serve` function."""
-    bus, ready = settings.part(BusConfig), Path(order.ready)
-    if order.credentials is not None:
-        bus = replace(bus, credentials_file=FilePath(order.credentials))
+    bus, ready = settings.part(BusConfig), Path(launch.ready)
+    if launch.credentials is not None:
+        bus = replace(bus, credentials_file=FilePath(launch.credentials))
 
-    def again() -> Configuration:
-        return read_settings(Path(order.config), {}, Path.cwd())
+    def read() -> Configuration:
+        return read_settings(Path(launch.config), {}, Path.cwd())
 
-    if order.part == "tracker":
-        return bus, settings.part(TrackerConfig), ready
-    if order.part == "planner":
-        return bus, settings.part(MigrationConfig), ready, planner_settings(settings, again)
-    if order.part == "simulated":
-        doors = [adopt(descriptor) for descriptor in order.descriptors]
-        return (
-            doors,
-            order.rank,
-            bus,
-            settings.part(SimulatedConfig),
-            settings.part(AgentConfig),
-            settings.part(TransferConfig),
-            settings.part(WorkerConfig),
-            ready,
-        )
-    if order.descriptor is None:
-        raise CannotListen(f"the order of a {order.part} names no listening socket")
-    if order.part == "router":
-        private = None if order.private is None else adopt(order.private)
-        return (
-            adopt(order.descriptor),
-            bus if order.bus else None,
-            settings.part(RouterConfig),
-            ready,
-            private,
-            router_settings(settings, again),
-        )
-    return (
-        adopt(order.descriptor),
-        order.rank,
-        bus,
-        named_engine(settings),
-        settings.part(AgentConfig),
-        settings.part(TransferConfig),
-        settings.part(WorkerConfig),
-        ready,
-    )
+    match launch.part:
+        case "tracker":
+            return bus, settings.part(TrackerConfig), ready
+        case "planner":
+            return bus, settings.part(MigrationConfig), ready, planner_settings(settings, read)
+        case "router":
+            listener = _listener(launch)
+            private = None if launch.private is None else adopt(launch.private)
+            part, reread = settings.part(RouterConfig), router_settings(settings, read)
+            return listener, bus if launch.bus else None, part, ready, private, reread
+    of_rank = [settings.part(kind) for kind in (AgentConfig, TransferConfig, WorkerConfig)]
+    if launch.part == "simulated":
+        listeners = [adopt(descriptor) for descriptor in launch.descriptors]
+        return listeners, launch.rank, bus, settings.part(SimulatedConfig), *of_rank, ready
+    return _listener(launch), launch.rank, bus, named_engine(settings), *of_rank, ready
+
+
+def _listener(launch: LaunchSpec) -> socket.socket:
+    if launch.descriptor is None:
+        raise CannotListen(f"the launch spec of a {launch.part} names no listening socket")
+    return adopt(launch.descriptor)
 
 
 if __name__ == "__main__":

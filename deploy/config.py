@@ -100,13 +100,14 @@ class Configuration:
         return iter(self._settings.items())
 
     def with_flags(self, flags: Mapping[Key, tuple[str, Any]]) -> "Configuration":
-        """Return a copy with command-line values: {(section, key): (flag, value)}; the value None means not
-        given."""
+        """Return a copy with command-line values: {(section, key): (flag, value)}. None and False mean not
+        given; a path is relative to the working directory."""
         settings = dict(self._settings)
         hints = {name: typing.get_type_hints(kind) for name, kind in self._sections.items()}
         for (section, key), (flag, value) in flags.items():
-            if value is not None:
-                settings[section, key] = Setting(_converted(value, hints[section][key], f"{flag}: "), flag)
+            if value is not None and value is not False:
+                given = value.absolute() if isinstance(value, Path) else value
+                settings[section, key] = Setting(_converted(given, hints[section][key], f"{flag}: "), flag)
         return Configuration(self._sections, settings, self._checks)
 
     def as_toml(self, *, sources: bool = True, secrets: bool = False) -> str:

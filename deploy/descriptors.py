@@ -6,7 +6,7 @@ import logging
 import os
 import resource
 
-MOST_SOFT = 1 << 20
+MAX_SOFT_LIMIT = 1 << 20
 """Upper bound of the soft limit: some programs iterate over all allowed descriptors."""
 RESERVED = 32
 """Descriptors kept for files, pipes, listening sockets, NATS and libraries."""
@@ -17,19 +17,19 @@ def raise_limit() -> int:
     """Raise the soft limit of this process and its children to the hard limit. Returns the limit; logs a
     change."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_SOFT if hard == resource.RLIM_INFINITY else min(hard, MOST_SOFT)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        log.info("the limit of open file descriptors was raised from %d to %d", soft, most)
-        return most
-    return MOST_SOFT if soft == resource.RLIM_INFINITY else soft
+    new_limit = MAX_SOFT_LIMIT if hard == resource.RLIM_INFINITY else min(hard, MAX_SOFT_LIMIT)
+    if soft != resource.RLIM_INFINITY and soft < new_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
+        log.info("the limit of open file descriptors was raised from %d to %d", soft, new_limit)
+        return new_limit
+    return MAX_SOFT_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """Return the limit of client connections: half of the remaining descriptors, as each may need a second
     one to a rank."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    limit = MOST_SOFT if soft == resource.RLIM_INFINITY else soft
+    limit = MAX_SOFT_LIMIT if soft == resource.RLIM_INFINITY else soft
     return max(8, (limit - RESERVED) // 2)
 
 

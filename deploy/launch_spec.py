@@ -46,13 +46,13 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """file with this process's NATS login; None: as configured"""
 
 
-def tell(ready: Path | None) -> None:
+def mark_ready(ready: Path | None) -> None:
     """Create the ready file, if any, for which a supervisor waits."""
     if ready is not None:
         ready.touch()
 
 
-def take_back(ready: Path | None) -> None:
+def clear_ready(ready: Path | None) -> None:
     """Remove the ready file: this process finishes its open requests and no longer answers health probes."""
     if ready is not None:
         ready.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,23 @@ def on_hangup(act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
+
+
+@asynccontextmanager
+async def at_hangup(act: Callable[[], Awaitable[object]], name: str) -> AsyncIterator[asyncio.Task[None]]:
+    """Run `act` at every SIGHUP while the context lasts, in a task of this name. Signals that come while it
+    runs are merged into one."""
+    hangup = asyncio.Event()
+
+    async def attend() -> None:
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            await act()
+
+    with on_hangup(hangup.set):
+        async with alongside(attend(), name) as task:
+            yield task
 
 
 def _has_terminal() -> bool:

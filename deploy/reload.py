@@ -46,12 +46,12 @@ def check(old: Configuration, new: Configuration) -> None:
     restart."""
     new.check()
     _check_elsewhere(old, new)
-    for said in (
+    for report in (
         router.reload.reloaded(old.part(RouterConfig), new.part(RouterConfig), 0),
         migration.reload.reloaded(old.part(MigrationConfig), new.part(MigrationConfig), 0),
     ):
-        if said.refused is not None:
-            raise ConfigError(said.refused)
+        if report.refused is not None:
+            raise ConfigError(report.refused)
 
 
 def _check_elsewhere(old: Configuration, new: Configuration) -> None:

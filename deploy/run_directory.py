@@ -74,7 +74,7 @@ class RunDirectory:
         """Remove a folder."""
         _remove(self.path / name)
 
-    def tell(self, running: Running) -> None:
+    def write_record(self, running: Running) -> None:
         """Write the record of what runs, atomically."""
         draft = self.path / "running.json.new"
         private_text(draft, msgspec.json.encode(running).decode())

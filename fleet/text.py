@@ -1,6 +1,23 @@
-"""Lists in sentences for people. Pure."""
+"""Quantities and lists in sentences for people. Pure."""
 
 from collections.abc import Iterable
+
+_BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def byte_size(count: float) -> str:
+    """Format bytes; kB, MB and GB are powers of 1000."""
+    return next((f"{count / unit:.3g} {name}" for unit, name in _BYTES if count >= unit), f"{count:.0f} B")
+
+
+def duration(seconds: float) -> str:
+    """Format a time of the order of a model step, in milliseconds or microseconds."""
+    return f"{1e3 * seconds:.3g} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.3g} us"
+
+
+def counted(count: int, one: str, several: str | None = None) -> str:
+    """Return a number with its noun. several: the plural, if it is not `one` with an s."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def listed(items: Iterable[object], limit: int = 8) -> str:

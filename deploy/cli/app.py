@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli import bus, keys, loop, migrate, operate, parts, plan, up, views
+from deploy.cli import bus, events, keys, loop, migrate, operate, parts, plan, up, views
 from deploy.run_directory import home, settings_file
 from deploy.settings import SECTIONS
-from deploy.terminal.options import CONFIG, JSON, ConfigOption, JsonOption, fail, running, settings_from, show
+from deploy.terminal.command_settings import running, settings_from
+from deploy.terminal.options import ConfigOption, JsonOption
+from deploy.terminal.output import fail, show
 
 app = typer.Typer(
     name="roost",
@@ -19,19 +21,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-up.add_to(app)
-parts.add_to(app)
-views.add_to(app)
-plan.add_to(app)
-migrate.add_to(app)
-loop.add_to(app)
-operate.add_to(app)
-keys.add_to(app)
-bus.add_to(app)
+for group in (up, parts, views, events, plan, migrate, loop, operate, keys, bus):
+    group.add_to(app)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(given: bool) -> None:
+    if given:
         try:
             show(version("roost"))
         except PackageNotFoundError:
@@ -41,7 +36,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    wanted: Annotated[
+    print_version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
@@ -57,8 +52,8 @@ def config(
             help="Print the settings of the running fleet instead of those a new fleet would get.",
         ),
     ] = False,
-    file: ConfigOption = CONFIG,
-    as_json: JsonOption = JSON,
+    file: ConfigOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Print the effective roost.toml and the source of every key."""
     if in_force:

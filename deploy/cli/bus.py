@@ -13,7 +13,9 @@ from bus.protocol.roles import ROLES
 from bus.protocol.subjects import Subjects
 from deploy.run_directory import private_text
 from deploy.security.credentials import ServerCredentials
-from deploy.terminal.options import CONFIG, JSON, USAGE, ConfigOption, JsonOption, fail, settings_from, show
+from deploy.terminal.command_settings import settings_from
+from deploy.terminal.options import ConfigOption, JsonOption
+from deploy.terminal.output import USAGE, fail, show
 
 AUTHORIZATION = "authorization.conf"
 EngineOption = Annotated[
@@ -52,8 +54,8 @@ def permissions(
             "--engine", metavar="NAME", help="Engine that the role `engine` may publish for; *: any."
         ),
     ] = "*",
-    as_json: JsonOption = JSON,
-    config: ConfigOption = CONFIG,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
 ) -> None:
     r"""Print the subjects that each role may publish and subscribe to, in the namespace of \[bus]."""
     subjects = Subjects(settings_from(config, {}, BusConfig).part(BusConfig).namespace)
@@ -66,11 +68,11 @@ def permissions(
     except ValueError as error:
         fail(str(error), USAGE)
     if as_json:
-        said = {
+        content = {
             name: {"publish": may.publish, "subscribe": may.subscribe, "allow_responses": may.answers}
             for name, may in found.items()
         }
-        return show(json.dumps(said))
+        return show(json.dumps(content))
     for name, may in found.items():
         show(f"{name}{': answers requests that reach it' if may.answers else ''}")
         for what, allowed in (("publish", may.publish), ("subscribe", may.subscribe)):
@@ -95,7 +97,7 @@ def credentials(
             help="URL of the server, written to the files for use by your own programs.",
         ),
     ] = None,
-    config: ConfigOption = CONFIG,
+    config: ConfigOption = None,
 ) -> None:
     r"""Generate random logins for every role and every --engine.
 
@@ -108,7 +110,7 @@ def credentials(
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         drawn = ServerCredentials(folder, Subjects(namespace), engine or ())
-        drawn.tell(url)
+        drawn.write_files(url)
         private_text(folder / AUTHORIZATION, drawn.authorization())
     except (OSError, ValueError) as error:
         fail(str(error), USAGE)

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from deploy.terminal.options import CONFIG, USAGE, ConfigOption, fail, note, settings_from, show
+from deploy.terminal.command_settings import settings_from
+from deploy.terminal.options import ConfigOption
+from deploy.terminal.output import USAGE, fail, note, show
 from router.access.api_keys import (
     ALL,
     DEFAULT_RIGHTS,
@@ -56,7 +58,7 @@ def new(
             "--file", metavar="FILE", help="Keys file to append to.  [default: \\[router] api_key_file]"
         ),
     ] = None,
-    config: ConfigOption = CONFIG,
+    config: ConfigOption = None,
 ) -> None:
     """Create a key. Print the secret once, and append its hashed line to the keys file.
 

@@ -7,18 +7,8 @@ from typing import Annotated
 
 import typer
 
-from deploy.terminal.options import (
-    CONFIG,
-    JSON,
-    NATS,
-    ConfigOption,
-    JsonOption,
-    KeyFileOption,
-    NatsOption,
-    UrlOption,
-    bus_from,
-    key_from,
-)
+from deploy.terminal.command_settings import bus_from, key_from
+from deploy.terminal.options import ConfigOption, JsonOption, KeyFileOption, NatsOption, UrlOption
 
 migration = typer.Typer(
     name="migration",
@@ -43,9 +33,9 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one update and exit.")] = False,
     url: UrlOption = None,
     api_key_file: KeyFileOption = None,
-    nats: NatsOption = NATS,
-    as_json: JsonOption = JSON,
-    config: ConfigOption = CONFIG,
+    nats: NatsOption = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
 ) -> None:
     """Show the output of roost status live, with recent events below it, until q or Ctrl-C. With --url: show
     the servers given by --backend.
@@ -68,33 +58,33 @@ def pause(
     reason: Annotated[
         str, typer.Option("--reason", help="Reason, shown to anyone who asks why nothing moves.")
     ] = "",
-    nats: NatsOption = NATS,
-    as_json: JsonOption = JSON,
-    config: ConfigOption = CONFIG,
+    nats: NatsOption = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
 ) -> None:
     """Pause automatic planning until it is resumed. The pause survives a restart of the planner. Commands of
     operators are still executed.
 
     Pausing moves no experts back; use roost rollback for that.
     """
-    from deploy.views.loop import show_steering
+    from deploy.views.loop import show_loop_state
 
-    show_steering(bus_from(config, nats), True, reason, as_json=as_json)
+    show_loop_state(bus_from(config, nats), True, reason, as_json=as_json)
 
 
 @migration.command()
-def resume(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOption = CONFIG) -> None:
+def resume(nats: NatsOption = None, as_json: JsonOption = False, config: ConfigOption = None) -> None:
     """Resume automatic planning and carry out plans that pay off."""
-    from deploy.views.loop import show_steering
+    from deploy.views.loop import show_loop_state
 
-    show_steering(bus_from(config, nats), False, "", as_json=as_json)
+    show_loop_state(bus_from(config, nats), False, "", as_json=as_json)
 
 
 @migration.command("status")
 def migration_status(
-    nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOption = CONFIG
+    nats: NatsOption = None, as_json: JsonOption = False, config: ConfigOption = None
 ) -> None:
     """Show if automatic planning is on, or since when it is paused. roost status shows everything else."""
-    from deploy.views.loop import show_steering
+    from deploy.views.loop import show_loop_state
 
-    show_steering(bus_from(config, nats), None, "", as_json=as_json)
+    show_loop_state(bus_from(config, nats), None, "", as_json=as_json)

@@ -8,17 +8,9 @@ from typing import Annotated
 
 import typer
 
-from deploy.terminal.options import (
-    CONFIG,
-    JSON,
-    NATS,
-    USAGE,
-    ConfigOption,
-    JsonOption,
-    NatsOption,
-    bus_from,
-    fail,
-)
+from deploy.terminal.command_settings import bus_from, refuse
+from deploy.terminal.options import ConfigOption, EngineArgument, JsonOption, NatsOption
+from deploy.terminal.output import USAGE, fail
 from fleet.experts import ExpertId
 
 NoWaitOption = Annotated[
@@ -28,7 +20,50 @@ NoWaitOption = Annotated[
         help="Return once the planner has accepted the migration; it continues in the background.",
     ),
 ]
-NO_WAIT = False
+ExpertOption = Annotated[
+    str | None, typer.Option("--expert", metavar="LAYER/EXPERT", help="Expert to migrate, e.g. 3/17.")
+]
+ToOption = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="ENGINE/RANK",
+        help="Destination rank, e.g. engine-0/1, or e0/1 for short. With --plan: the ENGINE.",
+    ),
+]
+FromOption = Annotated[
+    int | None,
+    typer.Option(
+        "--from",
+        metavar="RANK",
+        min=0,
+        help="Rank to read the expert from.  \\[default: the nearest replica]",
+    ),
+]
+MoveOption = Annotated[
+    bool, typer.Option("--move", help="Remove the expert from the source rank instead of copying it.")
+]
+SwapOption = Annotated[
+    int | None,
+    typer.Option(
+        "--swap",
+        metavar="EXPERT",
+        min=0,
+        help="Expert of the same layer to send in the opposite direction.",
+    ),
+]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option("--plan", metavar="FILE", help="Carry out a plan written by `roost plan --out FILE`."),
+]
+BeforeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--to-before",
+        metavar="PLAN",
+        help="Undo this plan and every later one.  \\[default: the last plan]",
+    ),
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -38,48 +73,16 @@ def add_to(app: typer.Typer) -> None:
 
 
 def migrate(
-    expert: Annotated[
-        str | None, typer.Option("--expert", metavar="LAYER/EXPERT", help="Expert to migrate, e.g. 3/17.")
-    ] = None,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            "--to",
-            metavar="ENGINE/RANK",
-            help="Destination rank, e.g. engine-0/1, or e0/1 for short. With --plan: the ENGINE.",
-            show_default=False,
-        ),
-    ] = None,
-    source: Annotated[
-        int | None,
-        typer.Option(
-            "--from",
-            metavar="RANK",
-            min=0,
-            help="Rank to read the expert from.  \\[default: the nearest replica]",
-            show_default=False,
-        ),
-    ] = None,
-    move: Annotated[
-        bool, typer.Option("--move", help="Remove the expert from the source rank instead of copying it.")
-    ] = False,
-    swap: Annotated[
-        int | None,
-        typer.Option(
-            "--swap",
-            metavar="EXPERT",
-            min=0,
-            help="Expert of the same layer to send in the opposite direction.",
-        ),
-    ] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="FILE", help="Carry out a plan written by `roost plan --out FILE`."),
-    ] = None,
-    no_wait: NoWaitOption = NO_WAIT,
-    nats: NatsOption = NATS,
-    as_json: JsonOption = JSON,
-    config: ConfigOption = CONFIG,
+    expert: ExpertOption = None,
+    to: ToOption = None,
+    source: FromOption = None,
+    move: MoveOption = False,
+    swap: SwapOption = None,
+    plan: PlanOption = None,
+    no_wait: NoWaitOption = False,
+    nats: NatsOption = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
 ) -> None:
     """Copy an expert to another rank, or carry out a plan, while the engine serves. Generated tokens do not
     change.
@@ -91,17 +94,13 @@ def migrate(
     """
     from deploy.views.migration import OutputForm, show_migration, show_plan_file
 
-    manner, bus = OutputForm(wait=not no_wait, as_json=as_json), bus_from(config, nats)
+    form, bus = OutputForm(wait=not no_wait, as_json=as_json), bus_from(config, nats)
     if plan is not None:
-        for name, value in (
-            ("--expert", expert),
-            ("--from", source),
-            ("--move", move or None),
-            ("--swap", swap),
-        ):
-            if value is not None:
-                fail(f"{name} moves one expert; --plan FILE already contains its moves", USAGE)
-        show_plan_file(bus, plan, to, manner)
+        refuse(
+            {"--expert": expert, "--from": source, "--move": move, "--swap": swap},
+            "moves one expert; --plan FILE already contains its moves",
+        )
+        show_plan_file(bus, plan, to, form)
         return
     if expert is None or to is None:
         fail(
@@ -112,26 +111,16 @@ def migrate(
     if move and swap is not None:
         fail("--swap already moves both experts; use one of --move and --swap", USAGE)
     engine, rank = _place(to)
-    show_migration(bus, _expert(expert), engine, rank, manner, source=source, move=move, swap=swap)
+    show_migration(bus, _expert(expert), engine, rank, form, source=source, move=move, swap=swap)
 
 
 def rollback(
-    engine: Annotated[
-        str | None, typer.Argument(help="Engine.  \\[default: the only one with experts]", show_default=False)
-    ] = None,
-    before: Annotated[
-        str | None,
-        typer.Option(
-            "--to-before",
-            metavar="PLAN",
-            help="Undo this plan and every later one.  \\[default: the last plan]",
-            show_default=False,
-        ),
-    ] = None,
-    no_wait: NoWaitOption = NO_WAIT,
-    nats: NatsOption = NATS,
-    as_json: JsonOption = JSON,
-    config: ConfigOption = CONFIG,
+    engine: EngineArgument = None,
+    before: BeforeOption = None,
+    no_wait: NoWaitOption = False,
+    nats: NatsOption = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
 ) -> None:
     """Return an engine to the placement before a plan, by ordinary handovers, while it serves.
 

@@ -9,24 +9,29 @@ from typing import Annotated
 import typer
 
 from deploy.run_directory import home, live_runs
-from deploy.terminal.options import (
-    CONFIG,
-    JSON,
-    NATS,
-    USAGE,
-    ConfigOption,
-    JsonOption,
-    KeyFileOption,
-    NatsOption,
-    UrlOption,
-    bus_from,
-    fail,
-    key_from,
-)
-from fleet.redaction import without_secrets
+from deploy.terminal.command_settings import bus_from, key_from, one_server
+from deploy.terminal.options import ConfigOption, JsonOption, KeyFileOption, NatsOption, UrlOption
+from deploy.terminal.output import USAGE, fail
 
 RELOAD_SECONDS = 15.0
 """Time limit for every router process and the planner to report the result of a reload."""
+
+
+TargetArgument = Annotated[
+    str,
+    typer.Argument(metavar="ENGINE[/RANK]", help="Engine or rank, e.g. engine-0/1 (see roost status)."),
+]
+UndoOption = Annotated[bool, typer.Option("--undo", help="Resume routing to a drained rank or engine.")]
+WaitOption = Annotated[
+    float | None,
+    typer.Option(
+        "--wait",
+        metavar="SECONDS",
+        min=0,
+        help="Wait until the target is idle; exit with status 1 if that takes longer.",
+    ),
+]
+ReasonOption = Annotated[str, typer.Option("--reason", help="Reason, shown wherever the drain is reported.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -36,28 +41,15 @@ def add_to(app: typer.Typer) -> None:
 
 
 def drain(
-    place: Annotated[
-        str,
-        typer.Argument(metavar="ENGINE[/RANK]", help="Engine or rank, e.g. engine-0/1 (see roost status)."),
-    ],
-    undo: Annotated[bool, typer.Option("--undo", help="Resume routing to a drained rank or engine.")] = False,
-    wait: Annotated[
-        float | None,
-        typer.Option(
-            "--wait",
-            metavar="SECONDS",
-            min=0,
-            help="Wait until the target is idle; exit with status 1 if that takes longer.",
-        ),
-    ] = None,
-    reason: Annotated[
-        str, typer.Option("--reason", help="Reason, shown wherever the drain is reported.")
-    ] = "",
+    place: TargetArgument,
+    undo: UndoOption = False,
+    wait: WaitOption = None,
+    reason: ReasonOption = "",
     url: UrlOption = None,
     api_key_file: KeyFileOption = None,
-    nats: NatsOption = NATS,
-    as_json: JsonOption = JSON,
-    config: ConfigOption = CONFIG,
+    nats: NatsOption = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
 ) -> None:
     r"""Stop routing new requests to a rank or an engine. Running requests continue. The drain applies to all
     routers until it is undone or the engine restarts.
@@ -84,7 +76,7 @@ def drain(
     show_drain(bus_from(config, nats), place, undo=undo, wait=wait, reason=reason, as_json=as_json)
 
 
-def reload(nats: NatsOption = NATS, as_json: JsonOption = JSON) -> None:
+def reload(nats: NatsOption = None, as_json: JsonOption = False) -> None:
     """Make the running `roost up` read its file and environment again. Its routers and planner apply the
     settings that may change at run time. Exit status 1: a process refused the new settings.
 
@@ -102,10 +94,5 @@ def reload(nats: NatsOption = NATS, as_json: JsonOption = JSON) -> None:
             "no fleet of this user with a router runs here; a `roost router` of one process reads its"
             " settings again on SIGHUP: kill -HUP PID"
         )
-    servers = sorted({str(run.nats) for run in runs})
-    if len(servers) > 1:
-        fail(
-            f"several fleets are running; name one with --nats: {', '.join(map(without_secrets, servers))}",
-            USAGE,
-        )
+    one_server(sorted({str(run.nats) for run in runs}))
     show_reload(runs, RELOAD_SECONDS, as_json=as_json)

@@ -34,32 +34,32 @@ async def described(bus: Bus, subjects: Subjects) -> LoopDescribed:
     return await _request(bus, subjects, DescribeLoop())
 
 
-async def steered(
+async def set_paused(
     bus: Bus, subjects: Subjects, paused: bool, reason: str, say: Callable[[str], None]
 ) -> LoopDescribed:
     """Pause or resume automatic planning. Without a planner, wait for one to take over.
 
     Raises NoAnswer, whose text says if a planner may still apply the request.
     """
-    perhaps = False
+    may_apply = False
     for look in range(LOOKS):
         try:
             return await _request(bus, subjects, SetLoopState(paused=paused, reason=reason))
         except NoAnswer as error:
             if not isinstance(error.__cause__, BusTimeout):
-                if perhaps:
+                if may_apply:
                     raise NoAnswer(f"{error}; {UNKNOWN}") from error
                 raise
-            hangs = not isinstance(error.__cause__, NobodyThere)
-            if not look or hangs > perhaps:
+            hung = not isinstance(error.__cause__, NobodyThere)
+            if not look or hung > may_apply:
                 say(
                     "the planner does not answer; asking again"
-                    if hangs
+                    if hung
                     else "no planner is running; waiting for one to take over"
                 )
-            perhaps = perhaps or hangs
+            may_apply = may_apply or hung
             await asyncio.sleep(TAKEOVER_SECONDS / LOOKS)
-    raise NoAnswer(UNKNOWN if perhaps else f"{SILENCE}; nothing was changed")
+    raise NoAnswer(UNKNOWN if may_apply else f"{SILENCE}; nothing was changed")
 
 
 async def _request(bus: Bus, subjects: Subjects, question: DescribeLoop | SetLoopState) -> LoopDescribed:

@@ -21,7 +21,7 @@ LOOK_SECONDS = 0.5
 """Poll interval for remaining work."""
 SETTLE_SECONDS = 1.0
 """Time after a drain by which a router that chose the rank just before has announced its booking, and every
-router has been heard."""
+router has reported."""
 QUIET_REPORTS = 2
 """Consecutive load reports without work after which a rank counts as idle."""
 
@@ -58,11 +58,11 @@ async def find(bus: Bus, subjects: Subjects, text: str) -> DrainTarget:
         or "none"
     )
     if name not in engines:
-        said = (
+        problem = (
             f"no engine {name!r} is a member of the fleet; engines: {there}. Servers given by --backend are"
             " no members: name their router with --url"
         )
-        raise NoSuchTarget(said)
+        raise NoSuchTarget(problem)
     if not slash:
         return DrainTarget(engines[name], None)
     targets = _targets(engines[name])
@@ -125,19 +125,19 @@ async def until_idle(
 
     say: called with the progress as text, whenever it changes.
     """
-    heard, told, clock = _RemainingWork(), "", asyncio.get_running_loop().time
+    work, reported, clock = _RemainingWork(), "", asyncio.get_running_loop().time
     until = clock() + seconds
     async with (
-        bus.subscribe(subjects.kv_metrics, subjects.reservations) as said,
-        alongside(_listen(said, heard, place), "collect load reports of the drained ranks"),
+        bus.subscribe(subjects.kv_metrics, subjects.reservations) as reports,
+        alongside(_collect(reports, work, place), "collect load reports of the drained ranks"),
     ):
         await asyncio.sleep(min(SETTLE_SECONDS, seconds))
         while True:
-            booked = await _booked(bus, subjects, heard, place)
-            idle, words = _state(heard, booked, place)
-            if words != told:
-                say(f"{place.name}: {words}")
-                told = words
+            booked = await _booked(bus, subjects, work, place)
+            idle, state = _state(work, booked, place)
+            if state != reported:
+                say(f"{place.name}: {state}")
+                reported = state
             if idle:
                 return True
             left = until - clock()
@@ -146,38 +146,38 @@ async def until_idle(
             await asyncio.sleep(min(LOOK_SECONDS, left))
 
 
-async def _listen(said: Subscription, heard: _RemainingWork, place: DrainTarget) -> None:
-    async for received in said:
-        heard.note(received.message, place.engine.joined.worker_id)
+async def _collect(reports: Subscription, work: _RemainingWork, place: DrainTarget) -> None:
+    async for received in reports:
+        work.note(received.message, place.engine.joined.worker_id)
 
 
-async def _booked(bus: Bus, subjects: Subjects, heard: _RemainingWork, place: DrainTarget) -> int:
+async def _booked(bus: Bus, subjects: Subjects, work: _RemainingWork, place: DrainTarget) -> int:
     """Count requests that routers have booked there. A router that does not answer counts as gone."""
-    wanted = {(place.engine.joined.worker_id, rank) for rank in place.ranks}
+    targets = {(place.engine.joined.worker_id, rank) for rank in place.ranks}
     count = 0
-    for router in sorted(heard.routers):
+    for router in sorted(work.routers):
         try:
             answer = await bus.request(
                 subjects.describe_reservations(router), DescribeReservations(router=0), LOOK_SECONDS
             )
         except BusError:
-            heard.routers.discard(router)
+            work.routers.discard(router)
             continue
         if isinstance(answer, ReservationsDescribed):
-            count += sum((booking.worker_id, booking.rank) in wanted for booking in answer.booked)
+            count += sum((booking.worker_id, booking.rank) in targets for booking in answer.booked)
     return count
 
 
-def _state(heard: _RemainingWork, booked: int, place: DrainTarget) -> tuple[bool, str]:
+def _state(work: _RemainingWork, booked: int, place: DrainTarget) -> tuple[bool, str]:
     """Return whether the target is idle, and its state as text."""
     loads = place.engine.joined.capabilities.load
-    silent = [rank for rank in place.ranks if rank not in heard.running] if loads else []
+    silent = [rank for rank in place.ranks if rank not in work.running] if loads else []
     if silent:
         return False, f"no load report of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} yet"
-    if not loads and not heard.routers:
-        return False, "it reports no load, and no router is heard: nobody knows what runs there"
-    running = sum(heard.running.get(rank, 0) for rank in place.ranks)
-    quiet = not loads or all(heard.quiet.get(rank, 0) >= QUIET_REPORTS for rank in place.ranks)
+    if not loads and not work.routers:
+        return False, "it reports no load, and no router reports bookings: what runs there is unknown"
+    running = sum(work.running.get(rank, 0) for rank in place.ranks)
+    quiet = not loads or all(work.quiet.get(rank, 0) >= QUIET_REPORTS for rank in place.ranks)
     return (
         quiet and not booked,
         (
@@ -191,14 +191,14 @@ def _state(heard: _RemainingWork, booked: int, place: DrainTarget) -> tuple[bool
 async def _store(
     bus: Bus, subjects: Subjects, engine: EngineNow, rank: int | None, *, draining: bool, reason: str
 ) -> None:
-    said = RankDrained(
+    event = RankDrained(
         engine=engine.joined.engine,
         worker_id=engine.joined.worker_id,
         rank=rank,
         draining=draining,
         reason=reason,
     )
-    await bus.record(subjects.drains(engine.joined.engine, rank), said)
+    await bus.record(subjects.drains(engine.joined.engine, rank), event)
 
 
 def _targets(engine: EngineNow) -> int:

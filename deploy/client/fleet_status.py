@@ -47,14 +47,14 @@ class EngineNow:
 async def engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], dict[str, int]]:
     """Return the engines by name. Waits for a message from each, for at most LISTEN_SECONDS."""
     async with AsyncExitStack() as stack:
-        heard = await stack.enter_async_context(bus.subscribe(subjects.heartbeats(), subjects.kv_metrics))
+        reports = await stack.enter_async_context(bus.subscribe(subjects.heartbeats(), subjects.kv_metrics))
         engines = await members(bus, subjects)
         await note_plans(bus, subjects, engines)
         by_worker = {engine.joined.worker_id: engine for engine in engines}
         try:
             async with asyncio.timeout(LISTEN_SECONDS):
-                async for received in heard:
-                    heard_of(by_worker, received)
+                async for received in reports:
+                    note_load(by_worker, received)
                     if all(engine.complete for engine in engines):
                         break
         except TimeoutError:
@@ -76,14 +76,14 @@ async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
         if isinstance(joined, EngineJoined)
     }
     async for received in bus.replay(subjects.drains(), latest=True, follow=False):
-        said = received.message
+        message = received.message
         if (
-            isinstance(said, RankDrained)
-            and said.draining
-            and said.engine in found
-            and found[said.engine].joined.worker_id == said.worker_id
+            isinstance(message, RankDrained)
+            and message.draining
+            and message.engine in found
+            and found[message.engine].joined.worker_id == message.worker_id
         ):
-            found[said.engine].drains[said.rank] = said.reason
+            found[message.engine].drains[message.rank] = message.reason
     return list(found.values())
 
 
@@ -93,15 +93,15 @@ async def note_plans(bus: Bus, subjects: Subjects, engines: Sequence[EngineNow])
     by_worker = {engine.joined.worker_id: engine for engine in engines}
     stored = [received async for received in bus.replay(subjects.migrations(), latest=True, follow=False)]
     here = (received for received in stored if getattr(received.message, "worker_id", None) in by_worker)
-    for said in await asyncio.gather(*(before_verdicts(bus, newest) for newest in here)):
-        match said:
+    for message in await asyncio.gather(*(before_verdicts(bus, newest) for newest in here)):
+        match message:
             case MigrationPlanned() | MigrationStaged() | MigrationCommitted(last=False) if (
-                said.worker_id in by_worker
+                message.worker_id in by_worker
             ):
-                by_worker[said.worker_id].migrating = said.plan
+                by_worker[message.worker_id].migrating = message.plan
 
 
-def heard_of(by_worker: dict[int, EngineNow], received: Received) -> None:
+def note_load(by_worker: dict[int, EngineNow], received: Received) -> None:
     """Apply a heartbeat or a load report."""
     message = received.message
     if isinstance(message, EngineHeartbeat) and message.worker_id in by_worker:

@@ -28,8 +28,8 @@ class ConnectionGate:
     """Connection limit of one server. `most` is compared with the number of open connections; the gate keeps
     no count."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._silent: deque[Sheddable] = deque()
         """candidates for shedding, as of the last scan"""
         self._look_at = 0.0

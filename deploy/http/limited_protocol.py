@@ -30,9 +30,9 @@ from fleet.completions import ApiError
 SLICE_BYTES = 16 * 1024
 """Bytes parsed in one turn of the event loop. Bodies of a stated length are exempt, since they cost almost
 nothing; tiny chunks and heads cost a microsecond for every few bytes."""
-MOST_PIPELINED = 16
+MAX_PIPELINED = 16
 """Pipelined requests that may wait behind the running one of a connection."""
-MOST_DROPPED_BYTES = 16 * 1024 * 1024
+MAX_DROPPED_BYTES = 16 * 1024 * 1024
 """Input dropped on a closing connection, so that a client that just finishes its upload can read the error.
 """
 READ_AHEAD_BYTES = 64 * 1024
@@ -106,14 +106,14 @@ class LimitedProtocol(HttpToolsProtocol):
             real, self.loop, linger_seconds=self._limits.write_seconds, has_input=self._has_input
         )
         super().connection_made(self._wire)
-        if len(self.connections) > self._gate.most:
-            self._squeeze_in(len(self.connections) - self._gate.most)
+        if len(self.connections) > self._gate.limit:
+            self._make_room_or_refuse(len(self.connections) - self._gate.limit)
 
-    def _squeeze_in(self, excess: int) -> None:
+    def _make_room_or_refuse(self, excess: int) -> None:
         """Shed a connection to make room for this one, or refuse this one."""
         if self._gate.make_room(self.connections, self, self.loop.time()):  # type: ignore[arg-type]
             return
-        if excess > self._gate.most // 4:  # refused connections stay open for a moment
+        if excess > self._gate.limit // 4:  # refused connections stay open for a moment
             self._count("too_many_connections")
             self._wire.abort()
         else:
@@ -165,7 +165,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._phase is _REFUSED:
             self._dropped += len(data)
-            if self._dropped > MOST_DROPPED_BYTES:
+            if self._dropped > MAX_DROPPED_BYTES:
                 self._wire.abort()
             return
         self._silent = False
@@ -272,11 +272,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._overhead > self._limits.head_bytes and self._head_bytes() > self._limits.head_bytes:
             raise self._head_too_large()
-        if len(self.pipeline) >= MOST_PIPELINED:
+        if len(self.pipeline) >= MAX_PIPELINED:
             raise _Refused(
                 429,
                 "pipelined",
-                f"more than {MOST_PIPELINED} requests wait on this connection; wait for answers",
+                f"more than {MAX_PIPELINED} requests wait on this connection; wait for answers",
             )
         self._overhead = 0
         self._phase = _BODY

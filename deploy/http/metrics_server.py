@@ -90,5 +90,5 @@ async def offer_metrics(
             address,
         )
     app = MetricsApp(exposition, key)
-    face = await stack.enter_async_context(HttpServer(app, listen(host, int(port)), drain_seconds=1.0))
-    await stack.enter_async_context(alongside(face.failed(), "serves metrics"))
+    server = await stack.enter_async_context(HttpServer(app, listen(host, int(port)), drain_seconds=1.0))
+    await stack.enter_async_context(alongside(server.failed(), "serves metrics"))

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import uvicorn
 
-from deploy.descriptors import are_exhausted, most_connections
+from deploy.descriptors import are_exhausted, max_connections
 from deploy.http.connection_gate import ConnectionGate
 from deploy.http.limited_protocol import LimitedProtocol, sweep
 from deploy.http.limits import LIMITS, Count, CutConnections, HttpLimits
@@ -65,8 +65,8 @@ class _Server(uvicorn.Server):
             else {"ssl": self._tls.context, "ssl_handshake_timeout": self._handshake_seconds}
         )
         self.servers = [
-            await loop.create_server(protocol, sock=door, backlog=config.backlog, **tls)
-            for door in sockets or []
+            await loop.create_server(protocol, sock=listener, backlog=config.backlog, **tls)
+            for listener in sockets or []
         ]
         self.started = True
 
@@ -90,8 +90,8 @@ class _Server(uvicorn.Server):
         an error; then cut."""
         for server in self.servers:
             server.close()
-        for door in sockets or []:
-            door.close()
+        for listener in sockets or []:
+            listener.close()
         state = self.server_state
         for connection in list(state.connections):
             connection.shutdown()
@@ -139,16 +139,16 @@ class HttpServer:
     def __init__(
         self,
         app: Any,
-        *doors: socket.socket,
+        *listeners: socket.socket,
         drain_seconds: float,
         limits: HttpLimits = LIMITS,
         count: Count | None = None,
         tls: ServerTls | None = None,
     ) -> None:
-        self._doors = doors
+        self._listeners = listeners
         self._drain_seconds = drain_seconds
         self._cut = CutConnections(count)
-        gate = ConnectionGate(most_connections() if limits.connections is None else limits.connections)
+        gate = ConnectionGate(max_connections() if limits.connections is None else limits.connections)
         config = uvicorn.Config(
             app,
             http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits, self._cut.count, gate)),
@@ -168,7 +168,7 @@ class HttpServer:
 
     async def __aenter__(self) -> "HttpServer":
         self._task = asyncio.create_task(
-            self._serve(), name=f"serve HTTP on {', '.join(map(url_of, self._doors))}"
+            self._serve(), name=f"serve HTTP on {', '.join(map(url_of, self._listeners))}"
         )
         return self
 
@@ -181,11 +181,11 @@ class HttpServer:
         if not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
-        for door in self._doors:
-            door.close()
+        for listener in self._listeners:
+            listener.close()
 
     async def _serve(self) -> None:
-        await self._server.serve(sockets=list(self._doors))
+        await self._server.serve(sockets=list(self._listeners))
 
     def abort(self) -> None:
         """Stop as if killed: accept nothing and break every connection."""

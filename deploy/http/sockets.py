@@ -41,21 +41,21 @@ def _listening(host: str, port: int, *, shared: bool) -> socket.socket:
         raise CannotListen(
             f"cannot listen on {host!r}: {error.strerror}; give an address of this machine with --host"
         ) from error
-    door = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
-        door.bind(address)
-        door.listen(BACKLOG)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
-        door.close()
+        listener.close()
         raise CannotListen(
             f"cannot listen on {host}:{port}: {error.strerror}; is another server there? Choose another with"
             " --port (0: any free one)"
         ) from error
-    return door
+    return listener
 
 
 def listen_together(host: str, port: int, processes: int) -> list[socket.socket]:
@@ -69,14 +69,14 @@ def listen_together(host: str, port: int, processes: int) -> list[socket.socket]
     # checks that the port is free: a shared port would otherwise be shared with any process of this user
     with listen(host, port) as alone:
         port = alone.getsockname()[1]
-    doors: list[socket.socket] = []
+    listeners: list[socket.socket] = []
     try:
-        doors += [_listening(host, port, shared=True) for _ in range(processes)]
+        listeners += [_listening(host, port, shared=True) for _ in range(processes)]
     finally:
-        if len(doors) < processes:
-            for door in doors:
-                door.close()
-    return doors
+        if len(listeners) < processes:
+            for listener in listeners:
+                listener.close()
+    return listeners
 
 
 def adopt(descriptor: int) -> socket.socket:
@@ -88,9 +88,9 @@ def adopt(descriptor: int) -> socket.socket:
         raise CannotListen(f"file descriptor {descriptor} is no socket: {error.strerror}") from error
 
 
-def url_of(door: socket.socket, *, tls: bool = False, host: str | None = None) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False, host: str | None = None) -> str:
     """Return the base URL of a listening socket as seen from this machine; with the name `host`, if given."""
-    address, port = door.getsockname()[:2]
+    address, port = listener.getsockname()[:2]
     name = host or {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     return f"http{'s' if tls else ''}://{f'[{name}]' if ':' in name else name}:{port}"
 
@@ -106,10 +106,10 @@ async def probe(url: str, *, seconds: float = 5.0) -> None:
         )
         try:
             writer.write(f"GET {parts.path or '/'} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
-            words = (await reader.readline()).split(None, 2)
+            status_line = (await reader.readline()).split(None, 2)
         finally:
             writer.close()
-    if len(words) < 2 or not words[1].isdigit():
+    if len(status_line) < 2 or not status_line[1].isdigit():
         raise ConnectionError(f"{url} does not speak HTTP")
-    if int(words[1]) != 200:
-        raise HttpError(int(words[1]))
+    if int(status_line[1]) != 200:
+        raise HttpError(int(status_line[1]))

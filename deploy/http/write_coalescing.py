@@ -11,7 +11,7 @@ from typing import Any
 
 DRAIN_INPUT_SECONDS = 1.0
 """Time during which the input of a gracefully closed connection is read and dropped."""
-MOST_GATHERED = 64 * 1024
+MAX_GATHERED_BYTES = 64 * 1024
 """Bytes; more are sent at once, so that the transport's own limits detect a slow reader."""
 
 
@@ -52,7 +52,7 @@ class WriteCoalescing(asyncio.Transport):
             self._loop.call_soon(self.flush)
         self._held.append(data)
         self._bytes += len(data)
-        if self._bytes > MOST_GATHERED:
+        if self._bytes > MAX_GATHERED_BYTES:
             self.flush()
 
     def flush(self) -> None:

@@ -17,6 +17,7 @@ import time
 import urllib.parse
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from deploy.launch_spec import LaunchSpec, PartName, RankLaunch
 from deploy.local.nats_server import NatsServer, greet
 from deploy.local.router_sockets import RouterSockets
 from deploy.local.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
-from deploy.process import alongside, on_hangup
+from deploy.process import at_hangup
 from deploy.reload import Read, check
 from deploy.run_directory import SETTINGS, RunDirectory, Running, private_text
 from deploy.security.credentials import FOLDER, ServerCredentials
@@ -93,14 +94,14 @@ class FleetFiles:
         part: PartName,
         ready: Path,
         *,
-        door: socket.socket | None = None,
-        doors: Sequence[socket.socket] = (),
+        listener: socket.socket | None = None,
+        sockets: Sequence[socket.socket] = (),
         rank: RankLaunch | None = None,
     ) -> Command:
         """Return the command of a Roost process of this installation."""
         descriptor, descriptors = (
-            None if door is None else door.fileno(),
-            tuple(one.fileno() for one in doors),
+            None if listener is None else listener.fileno(),
+            tuple(one.fileno() for one in sockets),
         )
         order = LaunchSpec(
             part=part,
@@ -148,25 +149,27 @@ class EngineLauncher:
     """Launcher for the incarnations of one engine: embedded, a process per rank; or simulated, one process
     for all ranks."""
 
-    def __init__(self, name: str, ranks: int, worker: WorkerConfig, ground: FleetFiles) -> None:
+    def __init__(self, name: str, ranks: int, worker: WorkerConfig, files: FleetFiles) -> None:
         self.name = name
         self._worker = worker
         self.worker_id: int | None = None
         """of the current incarnation"""
         self.urls: tuple[str, ...] = ()
         self._ranks = ranks
-        self._ground = ground
+        self._files = files
 
     async def launch(self) -> Incarnation:
         """Create a new incarnation with its own identity, sockets and meeting folder."""
         before, self.worker_id = self.worker_id, secrets.randbits(64)
         if before is not None:
-            self._ground.run.drop(f"{before:016x}")
-        meet = self._ground.run.meeting_folder(f"{self.worker_id:016x}")
+            self._files.run.drop(f"{before:016x}")
+        meet = self._files.run.meeting_folder(f"{self.worker_id:016x}")
         worker = self._worker
-        doors = [listen(worker.host, 0) for _ in range(self._ranks)]
+        sockets = [listen(worker.host, 0) for _ in range(self._ranks)]
         tls = worker.tls_cert is not None  # routers then compare the name in the URL with the certificate
-        self.urls = tuple(url_of(door, tls=tls, host=worker.host if tls else None) for door in doors)
+        self.urls = tuple(
+            url_of(listener, tls=tls, host=worker.host if tls else None) for listener in sockets
+        )
         orders = [
             RankLaunch(
                 engine=self.name,
@@ -181,14 +184,14 @@ class EngineLauncher:
         joined = [meet / f"joined-{rank}" for rank in range(self._ranks)]
         if worker.engine == "simulated":
             joined = joined[:1]
-            commands = [self._ground.command("simulated", joined[0], doors=doors, rank=orders[0])]
+            commands = [self._files.command("simulated", joined[0], sockets=sockets, rank=orders[0])]
         else:
             commands = [
-                self._ground.command("rank", file, door=door, rank=order)
-                for file, door, order in zip(joined, doors, orders, strict=True)
+                self._files.command("rank", file, listener=listener, rank=order)
+                for file, listener, order in zip(joined, sockets, orders, strict=True)
             ]
         return Incarnation(
-            commands, ready=lambda: _existing(*joined), healthy=self._healthy, started=lambda: _close(doors)
+            commands, ready=lambda: _existing(*joined), healthy=self._healthy, started=lambda: _close(sockets)
         )
 
     async def _healthy(self) -> None:
@@ -196,11 +199,11 @@ class EngineLauncher:
             await _answering(f"{url}/health")
 
 
-def _close(doors: Sequence[socket.socket]) -> None:
+def _close(sockets: Sequence[socket.socket]) -> None:
     """Close this process's copies; the ranks have theirs. An open copy would keep a dead rank's port
     accepting connections."""
-    for door in doors:
-        door.close()
+    for listener in sockets:
+        listener.close()
 
 
 async def _existing(*files: Path) -> None:
@@ -215,7 +218,7 @@ async def _answering(url: str) -> None:
         await probe(url)
 
 
-async def _good(url: str) -> None:
+async def _until_good(url: str) -> None:
     """Return once a page answers 200; wait without limit."""
     while True:
         try:
@@ -260,7 +263,7 @@ class Fleet:
         self._policy = Policy(
             ready_seconds=self._worker.ready_seconds, grace_seconds=self._worker.grace_seconds
         )
-        self._run = run
+        self.run = run
         self._environment = environment
         self._say = say
         self._secret_files: dict[Key, Path] = {}
@@ -276,7 +279,7 @@ class Fleet:
         """Return the folder with the logins of the NATS server, if that is ours."""
         return None if self._credentials is None else self._credentials.folder
 
-    async def start_up(self, doors: RouterSockets) -> None:
+    async def start_up(self, sockets: RouterSockets) -> None:
         """Start everything, with the router on listening sockets; return when the router is ready.
 
         Raises UnitFailed, CannotListen, NoNats or OSError.
@@ -285,25 +288,25 @@ class Fleet:
         self._make_fleet_secret()
         self.nats_url = up.nats or await self._start_nats()
         await _reach_nats(self.nats_url)
-        ground = self._ground()
-        parts = [self._single(ground, "tracker"), self._single(ground, "planner")]
+        files = self.write_files()
+        parts = [self._single(files, "tracker"), self._single(files, "planner")]
         self.reading_units.append(parts[1])
         await self.add(
-            *parts, *(self._engine(self._engine_name(number), ground) for number in range(up.engines))
+            *parts, *(self._engine(self._engine_name(number), files) for number in range(up.engines))
         )
-        await self.add(*self._routers(ground, doors))
+        await self.add(*self.routers(files, sockets))
         await self._all_ready()
-        for url in doors.urls if up.engines else ():
-            await self._watched(_good(f"{url}/ready"))
+        for url in sockets.urls if up.engines else ():
+            await self._watched(_until_good(f"{url}/ready"))
         self._write_record()
 
-    async def start_routers(self, doors: RouterSockets, *, bus: bool) -> None:
+    async def start_routers(self, sockets: RouterSockets, *, bus: bool) -> None:
         """Start the router's processes for engines elsewhere, and return when they serve. bus: on the
         configured NATS server."""
         if bus:
             self.nats_url = ",".join(self._settings.part(BusConfig).servers)
             await _reach_nats(self.nats_url)
-        await self.add(*self._routers(self._ground(), doors, bus=bus))
+        await self.add(*self.routers(self.write_files(), sockets, bus=bus))
         await self._all_ready()
         self._write_record()
 
@@ -312,7 +315,7 @@ class Fleet:
         Raises UnitFailed."""
         self.nats_url = ",".join(self._settings.part(BusConfig).servers)
         await _reach_nats(self.nats_url)
-        await self.add(self._engine(self._worker.name, self._ground()))
+        await self.add(self._engine(self._worker.name, self.write_files()))
         await self._all_ready()
         self._write_record()
 
@@ -342,7 +345,7 @@ class Fleet:
             return
         before, self._settings = self._settings, settings
         try:
-            self._ground()
+            self.write_files()
         except OSError as error:
             self._settings = before
             self._say(f"new settings cannot be written down: {error}")
@@ -352,7 +355,7 @@ class Fleet:
             for unit in self.reading_units:
                 tasks.create_task(_notify(unit), name=f"tell {unit.name} to read its settings")
 
-    async def _audit(self, said: ConfigChanged) -> None:
+    async def _audit(self, event: ConfigChanged) -> None:
         """Store the event, if there is a bus."""
         if not self.nats_url:
             return
@@ -363,7 +366,7 @@ class Fleet:
         try:
             bus = await NatsBus.connect(config.servers, subjects, config, name="up")
             try:
-                await bus.record(subjects.config(said.part), said)
+                await bus.record(subjects.config(event.part), event)
             finally:
                 await bus.close()
         except BusError as error:
@@ -379,16 +382,16 @@ class Fleet:
     async def _start_nats(self) -> str:
         names = [self._engine_name(number) for number in range(self._settings.part(UpConfig).engines)]
         logins = self._credentials = ServerCredentials(
-            self._run.folder(FOLDER), Subjects(self._settings.part(BusConfig).namespace), names
+            self.run.folder(FOLDER), Subjects(self._settings.part(BusConfig).namespace), names
         )
         server = NatsServer(
-            self._run.folder("nats"), self._run.log("nats"), logins.authorization(), logins.login("operator")
+            self.run.folder("nats"), self.run.log("nats"), logins.authorization(), logins.login("operator")
         )
         await self.add(
             Unit("nats", server.launch, replace(self._policy, ready_seconds=NATS_START_SECONDS), self._say)
         )
         await self._all_ready()
-        logins.tell(server.url)
+        logins.write_files(server.url)
         return server.url
 
     def _engine_name(self, number: int) -> str:
@@ -399,7 +402,7 @@ class Fleet:
         none."""
         unset = [(section, "fleet_secret_file") for section in ("router", "worker")]
         unset = [key for key in unset if dict(self._settings.items())[key].value is None]
-        file = self._run.path / FLEET_SECRET
+        file = self.run.path / FLEET_SECRET
         if len(unset) == 1:
             section, name = unset[0]
             raise UnitFailed(
@@ -413,39 +416,40 @@ class Fleet:
                 out.write(f"{secrets.token_urlsafe(32)}\n")
             self._secret_files = dict.fromkeys(unset, file.absolute())
 
-    def _ground(self) -> FleetFiles:
+    def write_files(self) -> FleetFiles:
+        """Write the settings for the children; return all that they share."""
         kept = Path(
-            dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE
+            dict(self._settings.items())["tracker", "state_file"].value or self.run.path / TRACKER_STATE
         )
         where: dict[Key, Any] = {
             ("bus", "urls"): self.nats_url.split(",") if self.nats_url else None,
             ("tracker", "state_file"): kept.absolute(),
         }
         where |= self._secret_files
-        told = self._settings.with_flags({key: ("the supervisor", value) for key, value in where.items()})
-        file = self._run.path / SETTINGS
+        settings = self._settings.with_flags({key: ("the supervisor", value) for key, value in where.items()})
+        file = self.run.path / SETTINGS
         draft = file.with_suffix(".new")
-        private_text(draft, told.as_toml(secrets=True))
+        private_text(draft, settings.as_toml(secrets=True))
         draft.replace(file)  # atomic: a part may be reading it
-        return FleetFiles(self._run, file, child_environment(self._environment), self._credentials)
+        return FleetFiles(self.run, file, child_environment(self._environment), self._credentials)
 
-    def _single(self, ground: FleetFiles, part: PartName) -> Unit:
+    def _single(self, files: FleetFiles, part: PartName) -> Unit:
         """Return the unit of a single-process part that starts in the same way each time."""
-        ready = self._run.path / f"{part}.ready"
-        return self._process(ground.command(part, ready), ready, None)
+        ready = self.run.path / f"{part}.ready"
+        return self._process(files.command(part, ready), ready, None)
 
-    def _routers(self, ground: FleetFiles, doors: RouterSockets, *, bus: bool = True) -> list[Unit]:
+    def routers(self, files: FleetFiles, sockets: RouterSockets, *, bus: bool = True) -> list[Unit]:
         """Return one unit per router process: each restarts separately."""
-        self.router_url, self.router_urls = doors.url, doors.urls if doors.private else ()
+        self.router_url, self.router_urls = sockets.url, sockets.urls if sockets.private else ()
         router = self._settings.part(RouterConfig)
         grace = router.pre_stop_seconds + router.drain_seconds + self._worker.grace_seconds
         units: list[Unit] = []
-        for number, url in enumerate(doors.urls):
-            name = f"router-{number}" if doors.private else "router"
-            ready = self._run.path / f"{name}.ready"
-            order = doors.order(number, config=str(ground.config_file), ready=str(ready), bus=bus)
+        for number, url in enumerate(sockets.urls):
+            name = f"router-{number}" if sockets.private else "router"
+            ready = self.run.path / f"{name}.ready"
+            order = sockets.order(number, config=str(files.config_file), ready=str(ready), bus=bus)
             unit = self._process(
-                ground.ordered(name, order),
+                files.ordered(name, order),
                 ready,
                 f"{url}/health",
                 replace(self._policy, grace_seconds=grace),
@@ -481,8 +485,8 @@ class Fleet:
 
         return Unit(command.name, launch, policy or self._policy, self._say, group)
 
-    def _engine(self, name: str, ground: FleetFiles) -> Unit:
-        launcher = EngineLauncher(name, engine_ranks(self._settings), self._worker, ground)
+    def _engine(self, name: str, files: FleetFiles) -> Unit:
+        launcher = EngineLauncher(name, engine_ranks(self._settings), self._worker, files)
         self.engines.append(launcher)
         unit = Unit(name, launcher.launch, self._policy, self._say, self.engine_units)
         self.engine_units.append(unit)
@@ -513,7 +517,7 @@ class Fleet:
         engines = tuple(launcher.name for launcher in self.engines)
         nats, router = self.nats_url or None, self.router_url or None
         folder = None if self.logins is None else str(self.logins)
-        self._run.tell(
+        self.run.write_record(
             Running(
                 pid=os.getpid(),
                 namespace=namespace,
@@ -541,7 +545,7 @@ class Fleet:
     async def _care_for_logs(self) -> None:
         while True:
             await asyncio.sleep(LOG_CARE_SECONDS)
-            await asyncio.to_thread(self._run.shorten_logs)
+            await asyncio.to_thread(self.run.shorten_logs)
 
 
 async def _notify(unit: Unit) -> None:
@@ -553,16 +557,6 @@ async def _notify(unit: Unit) -> None:
 
 
 async def serve_and_reload(fleet: Fleet, read: Read) -> None:
-    """Run `Fleet.serve`; at every SIGHUP read the settings again. Signals during a reload are merged into
-    one."""
-    hangup = asyncio.Event()
-
-    async def reload() -> None:
-        while True:
-            await hangup.wait()
-            hangup.clear()
-            await fleet.reload(read)
-
-    with on_hangup(hangup.set):
-        async with alongside(reload(), "read the settings again"):
-            await fleet.serve()
+    """Run `Fleet.serve`; at every SIGHUP read the settings again."""
+    async with at_hangup(partial(fleet.reload, read), "read the settings again"):
+        await fleet.serve()

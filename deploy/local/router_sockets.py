@@ -50,7 +50,7 @@ class RouterSockets:
     @property
     def urls(self) -> tuple[str, ...]:
         """Return the URLs for the health probes of each process."""
-        return tuple(url_of(door, tls=self.tls) for door in self.private or self.shared)
+        return tuple(url_of(listener, tls=self.tls) for listener in self.private or self.shared)
 
     def order(self, number: int, *, config: str, ready: str, bus: bool) -> LaunchSpec:
         """Return the launch spec of one process."""
@@ -66,8 +66,8 @@ class RouterSockets:
         )
 
     def close(self) -> None:
-        for door in (*self.shared, *self.private):
-            door.close()
+        for listener in (*self.shared, *self.private):
+            listener.close()
 
     def __enter__(self) -> "RouterSockets":
         return self

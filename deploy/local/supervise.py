@@ -126,7 +126,7 @@ class Child:
             self.signal(signal.SIGKILL)
             await self.wait()
 
-    def epitaph(self) -> str:
+    def ending(self) -> str:
         """Describe how the process ended."""
         status = self.ended
         if status is None:
@@ -135,7 +135,7 @@ class Child:
         return f"{self.command.name} {how}"
 
 
-WORDS = "roost: "
+ERROR_PREFIX = "roost: "
 """Prefix of the last log lines of a Roost process (`deploy.process.print_error`)."""
 
 
@@ -149,8 +149,8 @@ def tail(log: Path, lines: int = 15) -> str:
     except OSError:
         return ""
     shown = text.splitlines()[-lines:]
-    said = [line for line in shown if line.startswith(WORDS)]
-    return "".join(f"\n    {line}" for line in said[-1:] or shown)
+    errors = [line for line in shown if line.startswith(ERROR_PREFIX)]
+    return "".join(f"\n    {line}" for line in errors[-1:] or shown)
 
 
 class Unit:
@@ -172,7 +172,7 @@ class Unit:
         self.name = name
         self._group = group
         self.children: list[Child] = []
-        self._launch = launch
+        self.launch = launch
         self._policy = policy
         self._say = say
         self._ready = asyncio.Event()
@@ -235,15 +235,15 @@ class Unit:
         clock = asyncio.get_running_loop().time
         failures = 0
         while True:
-            born = clock()
+            started_at = clock()
             reason = await self._live()
-            failures = 1 if clock() - born > self._policy.steady_seconds else failures + 1
+            failures = 1 if clock() - started_at > self._policy.steady_seconds else failures + 1
             if (
                 not self._ever_ready
                 or failures > self._policy.failures
                 or any(child.ended == FINAL for child in self.children)
             ):
-                raise UnitFailed(f"{self.name}: {reason}{self._last_words()}")
+                raise UnitFailed(f"{self.name}: {reason}{self._log_ends()}")
             pause = self._policy.pause(failures)
             self._say(f"{self.name}: {reason}; starting it again in {pause:.1f} s")
             await asyncio.sleep(pause)
@@ -253,7 +253,7 @@ class Unit:
         self.children = []
         grace = self._policy.grace_seconds
         try:
-            incarnation = await self._launch()
+            incarnation = await self.launch()
             try:
                 for command in incarnation.commands:
                     self.children.append(await Child.start(command))
@@ -272,17 +272,17 @@ class Unit:
             asyncio.create_task(child.wait(), name=f"wait for the end of {child.command.name}")
             for child in self.children
         ]
-        course = asyncio.create_task(self._course(incarnation), name=f"probe {self.name}")
+        probing = asyncio.create_task(self._probe(incarnation), name=f"probe {self.name}")
         try:
-            await asyncio.wait([*ends, course], return_when=asyncio.FIRST_COMPLETED)
-            ended = [child.epitaph() for child, end in zip(self.children, ends, strict=True) if end.done()]
-            return ", ".join(ended) if ended else course.result()
+            await asyncio.wait([*ends, probing], return_when=asyncio.FIRST_COMPLETED)
+            ended = [child.ending() for child, end in zip(self.children, ends, strict=True) if end.done()]
+            return ", ".join(ended) if ended else probing.result()
         finally:
-            for task in (*ends, course):
+            for task in (*ends, probing):
                 task.cancel()
-            await asyncio.gather(*ends, course, return_exceptions=True)
+            await asyncio.gather(*ends, probing, return_exceptions=True)
 
-    async def _course(self, incarnation: Incarnation) -> str:
+    async def _probe(self, incarnation: Incarnation) -> str:
         """Wait for readiness, then probe health forever; return the reason when either fails."""
         try:
             async with asyncio.timeout(self._policy.ready_seconds):
@@ -315,7 +315,7 @@ class Unit:
             return False
         return True
 
-    def _last_words(self) -> str:
+    def _log_ends(self) -> str:
         """Return the end of the logs of the children that ended on their own account, else of all."""
         guilty = [
             child for child in self.children if child.ended not in (None, 0, -signal.SIGTERM, -signal.SIGKILL)

@@ -10,8 +10,11 @@ from deploy.process import FINAL, print_error, run, set_up_logging
 from deploy.settings import UpConfig
 from deploy.telemetry.tracing_config import TracingConfig, TracingError, tracing
 
+SERVICES = {"rank": "roost-engine", "simulated": "roost-engine", "static_backend": "roost-plain"}
+"""OpenTelemetry service names of parts that are not called by their own"""
 
-def log_as_set(settings: Configuration) -> None:
+
+def set_up_logging_of(settings: Configuration) -> None:
     """Set up this process's logging. Raises OSError if the access log cannot be opened."""
     up = settings.part(UpConfig)
     set_up_logging(up.log_level, up.log_format, up.access_log)
@@ -20,10 +23,10 @@ def log_as_set(settings: Configuration) -> None:
 def run_part(name: str, settings: Configuration, environment: Mapping[str, str], *arguments: Any) -> int:
     """Run `serve` of the module `deploy.parts.<name>` until it ends or is stopped. Returns the exit
     status."""
-    service = "roost-engine" if name in ("rank", "simulated") else f"roost-{name}"
+    service = SERVICES.get(name, f"roost-{name}")
     part = importlib.import_module(f"deploy.parts.{name}")
     try:
-        log_as_set(settings)
+        set_up_logging_of(settings)
     except OSError as error:
         print_error(f"access_log {settings.part(UpConfig).access_log}: {error.strerror}")
         return FINAL

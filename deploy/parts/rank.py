@@ -9,13 +9,13 @@ from pathlib import Path
 from bus import BusError
 from bus.claims import NameTaken
 from bus.config import BusConfig
-from bus.nats import NatsBus
-from bus.protocol.subjects import Subjects
 from deploy.http.limits import RANK_LIMITS
 from deploy.http.server import HttpServer
-from deploy.launch_spec import RankLaunch, tell
+from deploy.launch_spec import RankLaunch
+from deploy.parts.engine_process import identity, run_engine
+from deploy.parts.part_tasks import PartTasks
 from deploy.parts.resume import agree
-from deploy.process import alongside, first_failure, on_hangup, until_ready
+from deploy.process import on_hangup
 from deploy.security.rank_security import RankSecurity
 from deploy.security.tls import CertificateError
 from deploy.settings import WorkerConfig
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 
 async def serve(
-    door: socket.socket,
-    order: RankLaunch,
+    listener: socket.socket,
+    launch: RankLaunch,
     bus_config: BusConfig,
     config: EmbeddedConfig,
     agent_config: AgentConfig,
@@ -49,48 +49,37 @@ async def serve(
 ) -> None:
     """Serve until cancelled. Raises EngineFailed, BusError, NameTaken or TransferError (perhaps in a
     group)."""
-    name, subjects = f"{order.engine}/{order.rank}", Subjects(bus_config.namespace)
-    who = AgentIdentity(
-        engine=order.engine,
-        worker_id=order.worker_id,
-        node=socket.gethostname(),
-        urls=order.urls,
-        replaces=order.replaces,
-    )
-    async with AsyncExitStack() as stack:
-        stack.enter_context(door)
-        bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name=name)
-        stack.push_async_callback(bus.close)
+    name, who, meeting = f"{launch.engine}/{launch.rank}", identity(launch), Path(launch.meet)
+    async with PartTasks() as tasks:
+        tasks.enter_context(listener)
+        bus, subjects = await tasks.connect(bus_config, name)
         if worker.resume:
-            await agree(
-                bus, subjects, order.engine, order.rank, Path(order.meet), config.join_timeout_seconds
-            )
-        engine = EmbeddedEngine(config, order.rank, Path(order.meet))
+            seconds = config.join_timeout_seconds
+            await agree(bus, subjects, launch.engine, launch.rank, meeting, seconds)
+        engine = EmbeddedEngine(config, launch.rank, meeting)
         await engine.start()
-        agent = Agent(
-            bus, subjects, engine, who, agent_config, await _staging(stack, engine, who, order.rank, transfer)
-        )
-        stepping = await stack.enter_async_context(alongside(_run(engine, agent), f"steps of {name}"))
+        staging = await _staging(tasks, engine, who, launch.rank, transfer)
+        agent = Agent(bus, subjects, engine, who, agent_config, staging)
+        await tasks.start(run_engine(engine, agent), f"steps of {name}")
         security = RankSecurity(worker)
-        stack.enter_context(on_hangup(security.reload))
-        app = RankApp(
-            engine,
-            EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model),
-            security.admission,
+        tasks.enter_context(on_hangup(security.reload))
+        tracing = EngineTracing(engine=launch.engine, rank=launch.rank, model=config.served_model)
+        server = HttpServer(
+            RankApp(engine, tracing, security.admission),
+            listener,
+            drain_seconds=worker.drain_seconds,
+            limits=RANK_LIMITS,
+            tls=security.tls,
         )
-        face = await stack.enter_async_context(
-            HttpServer(app, door, drain_seconds=worker.drain_seconds, limits=RANK_LIMITS, tls=security.tls)
-        )
-        serving = await stack.enter_async_context(alongside(face.failed(), f"HTTP server of {name}"))
-        speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of {name}"))
-        await until_ready(agent.joined, stepping, serving, speaking)
-        log.info("%s serves on %s", name, order.urls[order.rank])
+        await tasks.serve_http(server, f"HTTP server of {name}")
+        await tasks.start(agent.run(), f"agent of {name}")
+        await tasks.until(agent.joined)
+        log.info("%s serves on %s", name, launch.urls[launch.rank])
         gc.collect()
         # a collection over all loaded objects would delay a step, and thus every rank, by tens of
         # milliseconds
         gc.freeze()
-        tell(ready)
-        await first_failure([stepping, serving, speaking])
+        await tasks.serve(ready)
 
 
 async def _staging(
@@ -105,11 +94,3 @@ async def _staging(
     for way in transfers:
         stack.push_async_callback(way.close)
     return Staging(transfers=transfers, config=config, tracing=HandoverTracing(engine=who.engine, rank=rank))
-
-
-async def _run(engine: EmbeddedEngine, agent: Agent) -> None:
-    try:
-        await engine.run()
-    except EngineFailed as error:
-        agent.leaving(str(error))
-        raise

@@ -31,7 +31,7 @@ async def agree(bus: Bus, subjects: Subjects, engine: str, rank: int, meeting: P
     Raises EngineFailed if rank 0 does not report it within `seconds`.
     """
     if rank == 0:
-        leave_last(meeting, await last_life(bus, subjects, engine))
+        leave_last(meeting, await last_record(bus, subjects, engine))
         return
     try:
         async with asyncio.timeout(seconds):
@@ -44,7 +44,7 @@ async def agree(bus: Bus, subjects: Subjects, engine: str, rank: int, meeting: P
         ) from None
 
 
-async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecord | None:
+async def last_record(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecord | None:
     """Return the last epoch of the engine of this name; None: there was none, or the bus cannot tell.
     Starting at epoch 0 is always valid.
 

@@ -7,19 +7,20 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bus import Bus, BusError
 from bus.claims import NameTaken
 from bus.config import BusConfig
-from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.http.limits import RANK_LIMITS
 from deploy.http.server import HttpServer
-from deploy.launch_spec import RankLaunch, tell
-from deploy.parts.resume import last_life
-from deploy.process import alongside, on_hangup, until_ready
+from deploy.launch_spec import RankLaunch, mark_ready
+from deploy.parts.engine_process import identity
+from deploy.parts.part_tasks import PartTasks
+from deploy.parts.resume import last_record
+from deploy.process import on_hangup
 from deploy.security.rank_security import RankSecurity
 from deploy.security.tls import CertificateError, ServerTls
 from deploy.settings import WorkerConfig
@@ -86,7 +87,7 @@ async def hosted(
     bus: Bus,
     subjects: Subjects,
     who: AgentIdentity,
-    doors: Sequence[socket.socket],
+    listeners: Sequence[socket.socket],
     config: SimulatedConfig,
     agent_config: AgentConfig,
     *,
@@ -97,64 +98,68 @@ async def hosted(
     admission: RouterAdmission = OPEN,
     tls: ServerTls | None = None,
 ) -> AsyncIterator[SimulatedHost]:
-    """Serve a simulated engine on `doors`, one per rank, and join the fleet, while the context lasts.
+    """Serve a simulated engine on `listeners`, one per rank, and join the fleet, while the context lasts.
 
     placement, last: see `SimulatedEngine`. Raises EngineFailed, NameTaken or BusError (perhaps in a group).
     """
-    async with AsyncExitStack() as stack:
-        for door in doors:
-            stack.enter_context(door)
+    async with PartTasks() as tasks:
+        for listener in listeners:
+            tasks.enter_context(listener)
         engine = SimulatedEngine(config, placement, last, who.engine)
-        threads = ThreadPoolExecutor(1, "checksums")
-        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-        agents = [
-            Agent(
-                bus,
-                subjects,
-                rank,
-                who,
-                agent_config,
-                Staging(transfers=(rank.transfer,), config=transfer, tracing=tracing, executor=threads),
-            )
-            for rank, tracing in zip(
-                engine.ranks,
-                (HandoverTracing(engine=who.engine, rank=rank) for rank in range(config.ranks)),
-                strict=True,
-            )
-        ]
+        agents = _agents(tasks, engine, bus, subjects, who, agent_config, transfer)
         for rank in engine.ranks:
-            stack.push_async_callback(rank.transfer.close)
+            tasks.push_async_callback(rank.transfer.close)
         serving = [
-            await stack.enter_async_context(alongside(rank.run(), f"steps of {who.engine}/{number}"))
+            await tasks.start(rank.run(), f"steps of {who.engine}/{number}")
             for number, rank in enumerate(engine.ranks)
         ]
         tracings = {
             rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model)
             for rank in range(config.ranks)
         }
-        app = SimulatedHttp(
-            engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings, admission
-        )
-        face = await stack.enter_async_context(
-            HttpServer(app, *doors, drain_seconds=drain_seconds, limits=RANK_LIMITS, tls=tls)
-        )
-        serving.append(
-            await stack.enter_async_context(alongside(face.failed(), f"HTTP servers of {who.engine}"))
-        )
+        rank_of_port = {listener.getsockname()[1]: rank for rank, listener in enumerate(listeners)}
+        app = SimulatedHttp(engine, rank_of_port, tracings, admission)
+        server = HttpServer(app, *listeners, drain_seconds=drain_seconds, limits=RANK_LIMITS, tls=tls)
+        await tasks.enter_async_context(server)
+        serving.append(await tasks.start(server.failed(), f"HTTP servers of {who.engine}"))
         speaking = [
-            await stack.enter_async_context(alongside(agent.run(), f"agent of {who.engine}/{rank}"))
+            await tasks.start(agent.run(), f"agent of {who.engine}/{rank}")
             for rank, agent in enumerate(agents)
         ]
-        engine.at_death = face.abort
+        engine.at_death = server.abort
         host = SimulatedHost(engine, agents, who)
-        await until_ready(agents[0].joined, *serving, *speaking)
-        await stack.enter_async_context(alongside(host.watch(serving, speaking), f"watch {who.engine}"))
+        await tasks.until(agents[0].joined)
+        await tasks.start(host.watch(serving, speaking), f"watch {who.engine}")
         yield host
 
 
+def _agents(
+    tasks: PartTasks,
+    engine: SimulatedEngine,
+    bus: Bus,
+    subjects: Subjects,
+    who: AgentIdentity,
+    config: AgentConfig,
+    transfer: TransferConfig,
+) -> list[Agent]:
+    """Return an agent for each rank. Their checksums are computed in one thread."""
+    threads = ThreadPoolExecutor(1, "checksums")
+    tasks.callback(threads.shutdown, wait=False, cancel_futures=True)
+
+    def staging(number: int) -> Staging:
+        tracing = HandoverTracing(engine=who.engine, rank=number)
+        return Staging(
+            transfers=(engine.ranks[number].transfer,), config=transfer, tracing=tracing, executor=threads
+        )
+
+    return [
+        Agent(bus, subjects, rank, who, config, staging(number)) for number, rank in enumerate(engine.ranks)
+    ]
+
+
 async def serve(
-    doors: Sequence[socket.socket],
-    order: RankLaunch,
+    listeners: Sequence[socket.socket],
+    launch: RankLaunch,
     bus_config: BusConfig,
     config: SimulatedConfig,
     agent_config: AgentConfig,
@@ -164,42 +169,28 @@ async def serve(
 ) -> None:
     """Serve as a separate process until cancelled. Raises EngineFailed, BusError or NameTaken (perhaps in a
     group)."""
-    subjects = Subjects(bus_config.namespace)
-    who = AgentIdentity(
-        engine=order.engine,
-        worker_id=order.worker_id,
-        node=socket.gethostname(),
-        urls=order.urls,
-        nodes=nodes(order.engine, config),
-        replaces=order.replaces,
-    )
     security = RankSecurity(worker)
-    bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name=order.engine)
-    drain = worker.drain_seconds
-    try:
-        last = await last_life(bus, subjects, order.engine) if worker.resume else None
-        admission, tls = security.admission, security.tls
+    async with PartTasks() as tasks:
+        bus, subjects = await tasks.connect(bus_config, launch.engine)
         serving = hosted(
             bus,
             subjects,
-            who,
-            doors,
+            identity(launch, nodes(launch.engine, config)),
+            listeners,
             config,
             agent_config,
-            drain_seconds=drain,
-            last=last,
+            drain_seconds=worker.drain_seconds,
+            last=await last_record(bus, subjects, launch.engine) if worker.resume else None,
             transfer=transfer,
-            admission=admission,
-            tls=tls,
+            admission=security.admission,
+            tls=security.tls,
         )
-        with on_hangup(security.reload):
-            async with serving as host:
-                host.engine.at_death = _end_this_process
-                log.info("%s serves on %s", order.engine, " ".join(order.urls))
-                tell(ready)
-                await host.failed()
-    finally:
-        await bus.close()
+        tasks.enter_context(on_hangup(security.reload))
+        host = await tasks.enter_async_context(serving)
+        host.engine.at_death = _end_this_process
+        log.info("%s serves on %s", launch.engine, " ".join(launch.urls))
+        mark_ready(ready)
+        await host.failed()
 
 
 def nodes(engine: str, config: SimulatedConfig) -> tuple[str, ...]:

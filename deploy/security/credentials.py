@@ -29,24 +29,24 @@ class ServerCredentials:
         `engine` is for engines that join later, under any name."""
         self.folder = folder
         self._subjects = subjects
-        wanted: list[tuple[Role, str | None]] = [
+        users: list[tuple[Role, str | None]] = [
             *((role, None) for role in ROLES),
             *(("engine", name) for name in engines),
         ]
-        self._users = [(_drawn(user_name(role, engine)), role, engine or "*") for role, engine in wanted]
-        self.tell(None)
+        self._users = [(_drawn(user_name(role, engine)), role, engine or "*") for role, engine in users]
+        self.write_files(None)
 
-    def tell(self, url: str | None) -> None:
+    def write_files(self, url: str | None) -> None:
         """Write every user's file. url: of the server, once known; for people's own programs."""
         for login, _, _ in self._users:
-            said = {
+            content = {
                 "user": login.user,
                 "password": login.password,
                 "inbox_prefix": login.inbox_prefix,
                 **({"url": url} if url else {}),
             }
             draft = self.folder / f"{login.user}.new"
-            private_text(draft, msgspec.json.encode(said).decode() + "\n")
+            private_text(draft, msgspec.json.encode(content).decode() + "\n")
             draft.replace(self.folder / f"{login.user}.json")
 
     def file(self, role: Role, engine: str | None = None) -> Path:

@@ -19,9 +19,9 @@ from fleet.redaction import without_secrets
 
 GATHER_SECONDS = 0.05
 """Longest delay before a line is written."""
-MOST_HELD_CHARACTERS = 4 * 1024 * 1024
+MAX_HELD_CHARACTERS = 4 * 1024 * 1024
 """Size of the buffer; lines beyond it are dropped. As much again may be in the current write."""
-MOST_LINE_CHARACTERS = 64 * 1024
+MAX_LINE_CHARACTERS = 64 * 1024
 FLUSH_SECONDS = 1.0
 """Time limit for a flush, and so for the end of the process, without a reader."""
 
@@ -70,12 +70,12 @@ class LogWriter(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record)[:MOST_LINE_CHARACTERS]
+            line = self.format(record)[:MAX_LINE_CHARACTERS]
         except Exception:  # noqa: BLE001 as every handler of the library: a line that cannot be formatted is reported on standard error
             self.handleError(record)
             return
         with self._guard:
-            if self._characters + len(line) > MOST_HELD_CHARACTERS:
+            if self._characters + len(line) > MAX_HELD_CHARACTERS:
                 self._drop(1)
                 return
             self._held.append(line)

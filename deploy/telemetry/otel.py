@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.export import (
 
 log = logging.getLogger(__name__)
 
-MOST_SPAN_FILE_BYTES = 256 * 1024 * 1024
+MAX_SPAN_FILE_BYTES = 256 * 1024 * 1024
 FLUSH_SECONDS = 2.0
 """time limit for sending the last spans at stop"""
 FILE_SECONDS = 0.2
@@ -33,12 +33,12 @@ FILE_SECONDS = 0.2
 
 
 @contextmanager
-def exporting(service: str, wanted: Sequence[str], file: Path | None) -> Iterator[None]:
+def exporting(service: str, selected: Sequence[str], file: Path | None) -> Iterator[None]:
     """Set the process's tracer provider; at the end send the remaining spans, for at most FLUSH_SECONDS.
 
     service: name of this process, overridden by OTEL_SERVICE_NAME. wanted: "otlp", "otlp_grpc", "console".
     """
-    provider = _provider(service, wanted, file)
+    provider = _provider(service, selected, file)
     trace.set_tracer_provider(provider)
     try:
         yield
@@ -51,16 +51,16 @@ def exporting(service: str, wanted: Sequence[str], file: Path | None) -> Iterato
             log.warning("the last spans could not be sent within %.0f s and are lost", FLUSH_SECONDS)
 
 
-def _provider(service: str, wanted: Sequence[str], file: Path | None) -> TracerProvider:
+def _provider(service: str, selected: Sequence[str], file: Path | None) -> TracerProvider:
     stated = OTELResourceDetector().detect().attributes.get(SERVICE_NAME)
     provider = TracerProvider(
         resource=Resource.create({SERVICE_NAME: stated or service}), shutdown_on_exit=False
     )
-    if "otlp" in wanted:
+    if "otlp" in selected:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    if "otlp_grpc" in wanted:
+    if "otlp_grpc" in selected:
         provider.add_span_processor(BatchSpanProcessor(_over_grpc()))
-    if "console" in wanted:
+    if "console" in selected:
         provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(out=sys.stderr)))
     if file is not None:
         provider.add_span_processor(
@@ -88,22 +88,22 @@ class SpanFile(SpanExporter):
     status, attributes, links (to spans of other traces), events.
     """
 
-    def __init__(self, path: Path, most_bytes: int = MOST_SPAN_FILE_BYTES) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_SPAN_FILE_BYTES) -> None:
         """Open the file. Raises OSError if it cannot be written."""
-        self._path, self._most_bytes = path, most_bytes
+        self._path, self._max_bytes = path, max_bytes
         self._file = path.open("ab", buffering=0)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self._turn()
+        self._rotate()
         self._file.write(
             "".join(json.dumps(as_record(span), ensure_ascii=False) + "\n" for span in spans).encode()
         )
         return SpanExportResult.SUCCESS
 
-    def _turn(self) -> None:
+    def _rotate(self) -> None:
         """Start a new file when this one is full, or reopen the one that another process has started."""
         if self._is_current():
-            if os.fstat(self._file.fileno()).st_size <= self._most_bytes:
+            if os.fstat(self._file.fileno()).st_size <= self._max_bytes:
                 return
             # locks this very file: one process moves it; the others then find that it was moved
             fcntl.flock(self._file, fcntl.LOCK_EX)

@@ -60,12 +60,12 @@ def tracing(service: str, config: TracingConfig, environment: Mapping[str, str])
     service: the name of this process, overridden by OTEL_SERVICE_NAME. Raises TracingError as `exporters`
     does.
     """
-    wanted = exporters(environment)
+    selected = exporters(environment)
     disabled = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-    if disabled or (not wanted and config.spans is None):
+    if disabled or (not selected and config.spans is None):
         yield
         return
     from deploy.telemetry.otel import exporting  # loads the SDK, so it is imported only for exports
 
-    with exporting(service, wanted, config.spans):
+    with exporting(service, selected, config.spans):
         yield

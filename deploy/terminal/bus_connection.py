@@ -14,20 +14,20 @@ from deploy.process import run as run_process
 Found = TypeVar("Found")
 
 
-def on_bus(config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Found]]) -> Found:
+def on_bus(config: BusConfig, work: Callable[[Bus, Subjects], Awaitable[Found]]) -> Found:
     """Run a query over the bus; end the command if that is impossible."""
     found: list[Found] = []
 
-    async def asked() -> None:
+    async def query() -> None:
         subjects = Subjects(config.namespace)
         bus = await NatsBus.connect(config.servers, subjects, config, name="roost")
         try:
-            found.append(await ask(bus, subjects))
+            found.append(await work(bus, subjects))
         finally:
             await bus.close()
 
     code = run_process(
-        asked(), expected=(BusError,), hint="is `roost up` running? Name its NATS server with --nats URL"
+        query(), expected=(BusError,), hint="is `roost up` running? Name its NATS server with --nats URL"
     )
     if code or not found:
         raise typer.Exit(code)

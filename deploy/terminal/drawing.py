@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.terminal.options import USAGE, fail
+from deploy.terminal.output import USAGE, fail
 from deploy.terminal.panels import Rows
 
 Draw = Callable[[Path, Rows, str], None]

@@ -13,7 +13,7 @@ from fleet.placement import Placement
 
 Scale = Literal["amount", "signed", "holding"]
 """amount: from 0 up; signed: centred on 0; holding: 0, 1, 2, ... replicas of an expert held by a rank"""
-MOST_LAYERS = 12
+MAX_LAYERS = 12
 """most layers drawn rank by rank; of more, evenly spaced layers including the first and the last"""
 
 
@@ -32,7 +32,7 @@ class Panel(NamedTuple):
     across: str = "expert"
     marks: NDArray[np.bool_] | None = None
     """[down, across]: cells with a dot"""
-    most: float | None = None
+    maximum: float | None = None
     """upper end of the scale; None: the largest value"""
 
 
@@ -41,7 +41,7 @@ Rows = list[tuple[Panel, ...]]
 
 def shown_layers(layers: int) -> list[int]:
     """Return the layers that are drawn rank by rank."""
-    return sorted({round(at) for at in np.linspace(0, layers - 1, min(layers, MOST_LAYERS))})
+    return sorted({round(at) for at in np.linspace(0, layers - 1, min(layers, MAX_LAYERS))})
 
 
 def placement_panels(now: Placement, before: Placement | None, layer: int | None = None) -> Rows:
@@ -62,19 +62,21 @@ def placement_panels(now: Placement, before: Placement | None, layer: int | None
         else [(f"first epoch, {before.epoch}", before), (f"now, epoch {now.epoch}", now)]
     )
     replicas = [(name, one.replicas_on_rank.sum(axis=1, dtype=np.float64)) for name, one in times]
-    most = max(2.0, *(float(table.max()) for _, table in replicas))
-    rows: Rows = [] if layer is not None else [_beside("replicas", "layer", replicas, most)]
+    maximum = max(2.0, *(float(table.max()) for _, table in replicas))
+    rows: Rows = [] if layer is not None else [_beside("replicas", "layer", replicas, maximum)]
     for at in shown_layers(now.layers) if layer is None else (layer,):
-        rows.append(_beside(f"layer {at}", "rank", [(name, _holding(one, at)) for name, one in times], most))
+        rows.append(
+            _beside(f"layer {at}", "rank", [(name, _holding(one, at)) for name, one in times], maximum)
+        )
     return rows
 
 
 def _beside(
-    what: str, down: str, tables: Sequence[tuple[str, FloatingArray]], most: float
+    what: str, down: str, tables: Sequence[tuple[str, FloatingArray]], maximum: float
 ) -> tuple[Panel, ...]:
     """Return a panel per table, and for two tables a panel of differences: gained and lost experts by rank,
     else the change in number."""
-    panels = [Panel(f"{what}: {name}", values, "holding", down, most=most) for name, values in tables]
+    panels = [Panel(f"{what}: {name}", values, "holding", down, maximum=maximum) for name, values in tables]
     if len(tables) > 1:
         (_, first), (_, now) = tables
         if down == "rank":
@@ -84,11 +86,13 @@ def _beside(
                     np.sign(now) - np.sign(first),
                     "signed",
                     down,
-                    most=_PALE,
+                    maximum=_PALE,
                 )
             )
         else:
-            panels.append(Panel(f"{what}: more (red), fewer (blue)", now - first, "signed", down, most=most))
+            panels.append(
+                Panel(f"{what}: more (red), fewer (blue)", now - first, "signed", down, maximum=maximum)
+            )
     return tuple(panels)
 
 
@@ -111,20 +115,20 @@ def demand_panels(
     [ranks], machine of each.
     """
     served = [served_by(placement, demand, node) for _, placement in placements]
-    wanted = demand * demand.shape[2] / np.maximum(demand.sum(axis=2, keepdims=True), 1e-12)
+    relative = demand * demand.shape[2] / np.maximum(demand.sum(axis=2, keepdims=True), 1e-12)
     rows: Rows = []
     for at in shown_layers(demand.shape[1]) if layer is None else (layer,):
         row = [
             Panel(
                 f"layer {at}: {name}, {_local(found[at]):.0%} local",
-                wanted[:, at],
+                relative[:, at],
                 "amount",
                 "rank",
                 marks=one.replicas_on_rank[at] > 0,
             )
             for (name, one), found in zip(placements, served, strict=True)
         ]
-        rows.append(tuple(row or [Panel(f"layer {at}", wanted[:, at], "amount", "rank")]))
+        rows.append(tuple(row or [Panel(f"layer {at}", relative[:, at], "amount", "rank")]))
     return rows
 
 

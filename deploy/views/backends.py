@@ -9,8 +9,9 @@ import msgspec
 import typer
 
 from deploy.process import FAILURE
-from deploy.terminal.options import console, in_json, note, printable, show
+from deploy.terminal.output import console, in_json, note, printable, show
 from deploy.views.decision import RouterAddress
+from fleet.text import counted
 from router.api.backend_record import BackendSpeed, BackendStatus
 
 _PATH = "/v1/backends"
@@ -27,21 +28,21 @@ HEAD = (
     "models",
     "URL",
 )
-_MAX_MODELS = 3
+MAX_MODELS = 3
 
 
 class _Listed(msgspec.Struct):
     data: list[BackendStatus]
 
 
-def backends_of(door: RouterAddress) -> list[BackendStatus]:
+def backends_of(router: RouterAddress) -> list[BackendStatus]:
     """Return the static backends of a router; end the command if it does not answer."""
-    return msgspec.json.decode(door.get(_PATH), type=_Listed).data
+    return msgspec.json.decode(router.get(_PATH), type=_Listed).data
 
 
-def backends_if_any(door: RouterAddress) -> list[BackendStatus]:
+def backends_if_any(router: RouterAddress) -> list[BackendStatus]:
     """Return the static backends; empty if no router answers or it refuses."""
-    body = door.try_get(_PATH)
+    body = router.try_get(_PATH)
     try:
         return [] if body is None else msgspec.json.decode(body, type=_Listed).data
     except msgspec.DecodeError:
@@ -57,25 +58,25 @@ def backend_lines(backends: Sequence[BackendStatus]) -> list[str]:
     ]
 
 
-def show_backends(door: RouterAddress, backends: Sequence[BackendStatus], *, as_json: bool) -> None:
+def show_backends(router: RouterAddress, backends: Sequence[BackendStatus], *, as_json: bool) -> None:
     """Print the `roost status` output of a router without a bus."""
     if as_json:
-        show(in_json({"router": door.url, "backends": backends}))
+        show(in_json({"router": router.url, "backends": backends}))
         return
-    show(f"router {door.url}: {len(backends)} backend{'s' * (len(backends) != 1)}")
+    show(f"router {router.url}: {counted(len(backends), 'backend')}")
     for line in backend_lines(backends) if backends else ():
         show(line)
 
 
-def watch_backends(door: RouterAddress, interval: float, *, once: bool, as_json: bool) -> None:
+def watch_backends(router: RouterAddress, interval: float, *, once: bool, as_json: bool) -> None:
     """Show the `roost top` output of a router without a bus, until Ctrl-C."""
     out = console()
     try:
         while True:
-            backends = backends_of(door)
+            backends = backends_of(router)
             if out.is_terminal and not as_json:
                 out.clear()
-            show_backends(door, backends, as_json=as_json)
+            show_backends(router, backends, as_json=as_json)
             if once:
                 return
             time.sleep(interval)
@@ -84,16 +85,16 @@ def watch_backends(door: RouterAddress, interval: float, *, once: bool, as_json:
 
 
 def drain_backend(
-    door: RouterAddress, name: str, *, undo: bool, wait: float | None, reason: str, as_json: bool
+    router: RouterAddress, name: str, *, undo: bool, wait: float | None, reason: str, as_json: bool
 ) -> None:
     """Drain a backend at its router, or undo it. With `wait`, wait that many seconds until it is idle; exit
     with status 1 if it takes longer."""
     body: dict[str, Any] = {"draining": not undo, "reason": reason}
-    now = msgspec.json.decode(door.post(f"{_PATH}/{name}/drain", body, {}), type=BackendStatus)
+    now = msgspec.json.decode(router.post(f"{_PATH}/{name}/drain", body, {}), type=BackendStatus)
     ends = time.monotonic() + (wait or 0.0)
     while wait is not None and now.requests and time.monotonic() < ends:
         time.sleep(min(_LOOK_SECONDS, max(ends - time.monotonic(), 0.0)))
-        now = next((one for one in backends_of(door) if one.name == name), now)
+        now = next((one for one in backends_of(router) if one.name == name), now)
     idle = None if wait is None else not now.requests
     if as_json:
         show(in_json({"backend": now, "draining": not undo, "reason": reason, "idle": idle}))
@@ -102,7 +103,7 @@ def drain_backend(
     else:
         show(
             f"{name} takes no new requests{' and is idle' if idle else ''}; undo it with: roost drain {name}"
-            f" --undo --url {door.url}"
+            f" --undo --url {router.url}"
         )
     if idle is False:
         note(f"{name} is not idle after {wait:g} s; it continues to drain")
@@ -111,8 +112,8 @@ def drain_backend(
 
 def _row(one: BackendStatus) -> tuple[str, ...]:
     models = [
-        *one.models[:_MAX_MODELS],
-        *([f"and {len(one.models) - _MAX_MODELS} more"] if len(one.models) > _MAX_MODELS else []),
+        *one.models[:MAX_MODELS],
+        *([f"and {len(one.models) - MAX_MODELS} more"] if len(one.models) > MAX_MODELS else []),
     ]
     state, speed = printable(one.state), one.speed
     requests, cache = f"{one.requests}/{one.max_requests}", "by tenant" if one.isolates_tenants else "shared"

@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 
-from deploy.terminal.options import USAGE, console, fail, table
+from deploy.terminal.output import USAGE, console, fail, table
 from router.prediction.predictor import PredictionRecord
 from router.scheduling.cost import TERMS
 from router.scheduling.decision_record import Candidate, DecisionRecord
 
 ASK_SECONDS = 30.0
 TRY_SECONDS = 2.0
-MOST_SHOWN = 16
+MAX_SHOWN = 16
 """Most candidates printed, lowest scores first; the JSON has all."""
-LEAST_SHOWN = 0.005
+MIN_SHOWN_WEIGHT = 0.005
 SHOWN_LAYERS = 4
 """Layers whose likely experts are listed."""
 """Smallest cluster weight that is printed."""
@@ -132,10 +132,10 @@ def show_decision(answer: bytes) -> None:
     score = f"{record.policy} score" if record.policy != "cost" else "score" if unmeasured else HEAD[SCORE]
     table(
         (*HEAD[:SCORE], score, *HEAD[SCORE + 1 :]),
-        (_row(record, candidate) for candidate in record.candidates[:MOST_SHOWN]),
+        (_row(record, candidate) for candidate in record.candidates[:MAX_SHOWN]),
     )
-    if len(record.candidates) > MOST_SHOWN:
-        out.print(f"and {len(record.candidates) - MOST_SHOWN} more with higher scores; --json has them all")
+    if len(record.candidates) > MAX_SHOWN:
+        out.print(f"and {len(record.candidates) - MAX_SHOWN} more with higher scores; --json has them all")
     if unmeasured:
         names = ", ".join(unmeasured)
         out.print(
@@ -196,7 +196,7 @@ def _show_prediction(prediction: PredictionRecord) -> None:
     """Print the predicted clusters, their sources and evidence, and the current weight of the prediction."""
     out = console()
     clusters = ", ".join(
-        f"{one.cluster} {one.weight:.0%}" for one in prediction.clusters if one.weight >= LEAST_SHOWN
+        f"{one.cluster} {one.weight:.0%}" for one in prediction.clusters if one.weight >= MIN_SHOWN_WEIGHT
     )
     worth = f"confidence {prediction.confidence:.2f}, gain {prediction.gain:.2f}"
     out.print(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from bus import Message
-from deploy.terminal.options import printable
+from deploy.terminal.output import printable
 from fleet.facts.demand import PopularityShifted
 from fleet.facts.engines import ConfigChanged, EngineJoined, EngineLeft, RankDrained
 from fleet.facts.migrations import (
@@ -15,20 +15,20 @@ from fleet.facts.migrations import (
     PlanEvaluated,
 )
 from fleet.facts.placements import HomesPublished, PlacementCommitted
+from fleet.text import byte_size, counted, listed
 
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_LAYERS = 6
+LISTED_LAYERS = 6
 """most moved layers that are named"""
 
 
-def words(message: Message, homes: Mapping[int, int] | None = None) -> str | None:
+def event_line(message: Message, homes: Mapping[int, int] | None = None) -> str | None:
     """Return one line; None if the message is no news. homes: by worker_id, the last known version of the
     homes, since they are published repeatedly."""
-    told = _moved(message) or _thought(message, homes or {}) or _operated(message)
-    return None if told is None else printable(told)
+    line = _migration_line(message) or _planner_line(message, homes or {}) or _operator_line(message)
+    return None if line is None else printable(line)
 
 
-def _moved(message: Message) -> str | None:
+def _migration_line(message: Message) -> str | None:
     match message:
         case MigrationPlanned():
             predicted = (
@@ -36,14 +36,18 @@ def _moved(message: Message) -> str | None:
                 if message.before is None or message.after is None
                 else f": {_change(message.before, message.after)}"
             )
-            copied = f"{message.copies} copies, {_bytes(message.bytes)}" if message.copies else "no bytes"
+            copied = (
+                f"{counted(message.copies, 'copy', 'copies')}, {byte_size(message.bytes)}"
+                if message.copies
+                else "no bytes"
+            )
             return (
                 f"{message.engine}: plan {message.plan} of the {message.origin} begins, {copied}{predicted}"
             )
         case MigrationStaged():
             return (
                 f"{message.engine}: handover {message.number + 1} of {message.plan} is staged,"
-                f" {_bytes(message.bytes)} in {message.seconds:.2f} s"
+                f" {byte_size(message.bytes)} in {message.seconds:.2f} s"
             )
         case MigrationCommitted():
             done = f"; plan {message.plan} is done" if message.last else ""
@@ -58,7 +62,7 @@ def _moved(message: Message) -> str | None:
     return None
 
 
-def _thought(message: Message, homes: Mapping[int, int]) -> str | None:
+def _planner_line(message: Message, homes: Mapping[int, int]) -> str | None:
     match message:
         case PlanEvaluated():
             return (
@@ -66,13 +70,11 @@ def _thought(message: Message, homes: Mapping[int, int]) -> str | None:
                 f" {message.plan_discount:.2f}: {message.reason}"
             )
         case PopularityShifted():
-            moved = (
-                f", most in layers {', '.join(map(str, message.layers[:_LAYERS]))}" if message.layers else ""
-            )
+            moved = f", most in layers {listed(message.layers, LISTED_LAYERS)}" if message.layers else ""
             by = f"{message.divergence:.4f} nats of {message.threshold:.4f} that chance explains"
             return (
                 f"popularity of {message.model}"
-                f" {'has settled' if message.settled else f'shifted by {by}{moved}'}"
+                f" {'is stable again' if message.settled else f'shifted by {by}{moved}'}"
             )
         case HomesPublished() if homes.get(message.worker_id) != message.version:
             none = "" if message.homes else ", none"
@@ -83,7 +85,7 @@ def _thought(message: Message, homes: Mapping[int, int]) -> str | None:
     return None
 
 
-def _operated(message: Message) -> str | None:
+def _operator_line(message: Message) -> str | None:
     match message:
         case EngineJoined():
             return f"{message.engine} joined: {message.model}, {len(message.urls)} ranks"
@@ -109,7 +111,3 @@ def _change(before: LoopFigures, after: LoopFigures) -> str:
     saved = 1e3 * (before.step_seconds - after.step_seconds)
     step = f"step {abs(saved):.3g} ms {'shorter' if saved >= 0 else 'longer'}"
     return f"predicted remote ranks {before.remote_ranks:.3f} > {after.remote_ranks:.3f}, {step}"
-
-
-def _bytes(count: float) -> str:
-    return next((f"{count / unit:.3g} {name}" for unit, name in _UNITS if count >= unit), f"{count:.0f} B")

@@ -12,7 +12,7 @@ from bus import Bus, Message, Received
 from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
 from deploy.terminal.bus_connection import on_bus
-from deploy.terminal.options import in_json, show
+from deploy.terminal.output import in_json, show
 from fleet.facts.activity import RequestOutcome, RequestProfile
 from fleet.facts.demand import KeyedRows
 from fleet.facts.migrations import LoopFigures
@@ -32,7 +32,7 @@ def show_events(
 ) -> None:
     """Print messages of these kinds (all when empty): those stored in the last `since` seconds, if given,
     then new ones."""
-    line = _json_line if as_json else _line
+    line = json_line if as_json else text_line
 
     async def print_all(bus: Bus, subjects: Subjects) -> None:
         async with aclosing(
@@ -85,22 +85,22 @@ async def _replayed(
             yield await arrived.get()
 
 
-def _line(received: Received) -> str:
+def text_line(received: Received) -> str:
     at = (
         time.strftime("%H:%M:%S", time.localtime(received.published_at))
         + f".{int(received.published_at * 1000) % 1000:03d}"
     )
-    return f"{at} {kind_of(received.message):19} {_words(received.message)}"
+    return f"{at} {kind_of(received.message):19} {_fields(received.message)}"
 
 
-def _words(message: Message) -> str:
+def _fields(message: Message) -> str:
     """Return the fields of a message in one line; tables as their shape."""
     if isinstance(message, tuple):
         return " ".join(
             f"[{routed.event.event_id} rank {routed.event.dp_rank} {_change(routed.event.data)}]"
             for routed in message
         )
-    return " ".join(f"{name}={_word(getattr(message, name))}" for name in message.__struct_fields__)
+    return " ".join(f"{name}={_value(getattr(message, name))}" for name in message.__struct_fields__)
 
 
 def _change(data: Any) -> str:
@@ -113,7 +113,7 @@ def _change(data: Any) -> str:
     )
 
 
-def _word(value: Any) -> str:
+def _value(value: Any) -> str:
     """Return a field's value as text; large values are summarised."""
     match value:
         case ExpertTable() | ExpertCounts():
@@ -136,7 +136,7 @@ def _word(value: Any) -> str:
         case msgspec.Struct():
             return (
                 "("
-                + " ".join(f"{name}={_word(getattr(value, name))}" for name in value.__struct_fields__)
+                + " ".join(f"{name}={_value(getattr(value, name))}" for name in value.__struct_fields__)
                 + ")"
             )
         case float():
@@ -144,7 +144,7 @@ def _word(value: Any) -> str:
         case bytes():
             return _signature_word(value) if len(value) == PACKED else f"<{len(value)} bytes>"
         case dict():
-            return "{" + ", ".join(f"{name}: {_word(inner)}" for name, inner in value.items()) + "}"
+            return "{" + ", ".join(f"{name}: {_value(inner)}" for name, inner in value.items()) + "}"
         case tuple():
             return _tuple_word(value)
     return str(value)
@@ -184,11 +184,11 @@ def _tuple_word(values: tuple[Any, ...]) -> str:
     return (
         f"<{len(values)} values>"
         if len(values) > SHOWN
-        else "(" + ", ".join(map(_word, values)) + ("," if len(values) == 1 else "") + ")"
+        else "(" + ", ".join(map(_value, values)) + ("," if len(values) == 1 else "") + ")"
     )
 
 
-def _json_line(received: Received) -> str:
+def json_line(received: Received) -> str:
     return in_json(
         {
             "kind": kind_of(received.message),

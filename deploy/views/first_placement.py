@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.terminal.options import USAGE, console, fail, in_json, note, show, table
+from deploy.terminal.output import USAGE, console, fail, in_json, note, show, table
 from deploy.views.popularity import loaded
 from fleet.dispatch import loads
 from fleet.placement import EMPTY, Placement, linear

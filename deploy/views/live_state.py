@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from bus import Received
 from deploy.client.fleet_status import EngineNow
-from deploy.views.event_lines import words
+from deploy.views.event_lines import event_line
 from fleet.facts.activity import DispatchMeasured
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
@@ -17,10 +17,10 @@ from fleet.membership import SILENT_SECONDS, Heartbeats
 
 LAST_SECONDS = 10.0
 """Time window of the figures."""
-MOST_MEASURED = 4096
+MAX_MEASURED = 4096
 """Most measurements kept per engine."""
-MOST_EVENTS = 256
-MOST_LAYERS = 4096
+MAX_EVENTS = 256
+MAX_LAYERS = 4096
 
 
 class EventLine(NamedTuple):
@@ -36,7 +36,7 @@ class LiveState:
 
     def __init__(self, began: float) -> None:
         self.engines: dict[str, EngineNow] = {}
-        self.events: deque[EventLine] = deque(maxlen=MOST_EVENTS)
+        self.events: deque[EventLine] = deque(maxlen=MAX_EVENTS)
         self.happened = 0
         """events so far, including those already dropped"""
         self._began = began
@@ -44,7 +44,7 @@ class LiveState:
         self._heartbeats = Heartbeats()
         self._homes: dict[int, int] = {}
 
-    def present(self, engines: Iterable[EngineNow]) -> None:
+    def set_members(self, engines: Iterable[EngineNow]) -> None:
         """Set the joined engines according to the log; their measurements stay."""
         before = self.engines
         self.engines = {}
@@ -53,16 +53,16 @@ class LiveState:
             if known is not None and known.joined.worker_id == one.joined.worker_id:
                 one.heartbeat, one.load = known.heartbeat, known.load
             self.engines[one.joined.engine] = one
-        self._forget()
+        self._drop_departed()
 
-    def hear(self, received: Received, now: float) -> None:
+    def apply(self, received: Received, now: float) -> None:
         """Apply one message of any kind."""
         message = received.message
-        self.remember(received)
+        self.record_event(received)
         match message:
             case EngineJoined():
                 self.engines[message.engine] = EngineNow(message)
-                self._forget()
+                self._drop_departed()
             case EngineLeft():
                 self._leave(message)
             case HomesPublished():
@@ -70,18 +70,18 @@ class LiveState:
             case _:
                 self._note(received, now)
 
-    def remember(self, received: Received) -> None:
+    def record_event(self, received: Received) -> None:
         """Record the event only; its message changes no state."""
-        said = words(received.message, self._homes)
-        if said is not None:
+        line = event_line(received.message, self._homes)
+        if line is not None:
             self.happened += 1
-            self.events.append(EventLine(received.published_at, type(received.message).__name__, said))
+            self.events.append(EventLine(received.published_at, type(received.message).__name__, line))
 
     def _leave(self, message: EngineLeft) -> None:
         known = self.engines.get(message.engine)
         if known is not None and known.joined.worker_id == message.worker_id:
             del self.engines[message.engine]
-            self._forget()
+            self._drop_departed()
 
     def _note(self, received: Received, now: float) -> None:
         """Apply a message about a known engine."""
@@ -95,8 +95,8 @@ class LiveState:
                 self._heartbeats.beat(message.worker_id, now)
             case KvMetrics() if 0 <= message.dp_rank < len(engine.joined.urls):
                 engine.load[message.dp_rank] = message
-            case DispatchMeasured() if sound(message):
-                self._measured.setdefault(message.worker_id, deque(maxlen=MOST_MEASURED)).append(
+            case DispatchMeasured() if is_plausible(message):
+                self._measured.setdefault(message.worker_id, deque(maxlen=MAX_MEASURED)).append(
                     (now, message)
                 )
             case RankDrained(draining=True):
@@ -113,7 +113,7 @@ class LiveState:
             (engine for engine in self.engines.values() if engine.joined.worker_id == worker_id), None
         )
 
-    def _forget(self) -> None:
+    def _drop_departed(self) -> None:
         """Drop the data of engines that have left."""
         there = {engine.joined.worker_id for engine in self.engines.values()}
         self._heartbeats.keep_only(there)
@@ -121,7 +121,7 @@ class LiveState:
             for worker_id in kept.keys() - there:
                 del kept[worker_id]
 
-    def turn(self, now: float) -> None:
+    def drop_outdated(self, now: float) -> None:
         """Drop measurements older than the time window; mark engines that fell silent."""
         for measured in self._measured.values():
             while measured and measured[0][0] < now - LAST_SECONDS:
@@ -147,10 +147,10 @@ class LiveState:
         return tokens / max(min(LAST_SECONDS, now - self._began), 1.0)
 
 
-def sound(one: DispatchMeasured) -> bool:
+def is_plausible(one: DispatchMeasured) -> bool:
     """Return whether the values of a message are plausible."""
     parts = (one.remote_ranks, one.local, one.served, one.balance)
-    if not 0 < len(one.served) <= MOST_LAYERS or any(len(part) != len(one.served) for part in parts):
+    if not 0 < len(one.served) <= MAX_LAYERS or any(len(part) != len(one.served) for part in parts):
         return False
     return (
         one.steps > 0

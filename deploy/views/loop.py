@@ -13,18 +13,18 @@ from rich.text import Text
 from bus import Bus
 from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
-from deploy.client.control_loop import NoAnswer, described, steered
+from deploy.client.control_loop import NoAnswer, described, set_paused
 from deploy.terminal.bus_connection import on_bus
-from deploy.terminal.options import console, fail, in_json, note, printable, show
-from deploy.views.plan import in_units, many
+from deploy.terminal.output import console, fail, in_json, note, printable, show
 from fleet.facts.migrations import LoopFigures
 from fleet.requests.control_loop import EngineLoop, LayerFigures, LoopDescribed, PlanSummary
+from fleet.text import byte_size, counted, duration
 
 WIDTH = 80
-MOST_PLANS, BRIEF_PLANS = 4, 2
-MOST_WORDS = 3
+MAX_PLANS, BRIEF_PLANS = 4, 2
+MAX_LINES = 3
 """most lines of one planner message"""
-MOST_BARS = 36
+MAX_BARS = 36
 """most bars of a sparkline; further layers are grouped, and the worst of each group is shown"""
 _BARS = "▁▂▃▄▅▆▇█"
 _DIGITS = "12345678"
@@ -58,15 +58,11 @@ def _difference(before: float, now: float) -> str:
     return f"{now - before:+.3f}"
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
-
-
 ROWS = (
     Row("remote ranks per token", "{:.3f}".format, _percent, "remote_ranks"),
     Row("served locally", "{:.1%}".format, _points, "local"),
     Row("balance", "{:.3f}".format, _difference, "balance"),
-    Row("step", _milliseconds, _percent, "step_seconds"),
+    Row("step", duration, _percent, "step_seconds"),
 )
 
 
@@ -75,10 +71,10 @@ ROWS = (
 
 def overview(loop: LoopDescribed, now: float) -> list[Text]:
     """Return the loop's overall state. now: Unix seconds, here as everywhere."""
-    budget = f"{in_units(loop.budget_bytes)} in {span(loop.budget_seconds)}"
+    budget = f"{byte_size(loop.budget_bytes)} in {age(loop.budget_seconds)}"
     if loop.paused:
         since = (
-            "" if loop.paused_at is None or now - loop.paused_at < 1 else f" for {span(now - loop.paused_at)}"
+            "" if loop.paused_at is None or now - loop.paused_at < 1 else f" for {age(now - loop.paused_at)}"
         )
         why = f": {printable(loop.paused_reason)}" if loop.paused_reason else ""
         lines = wrapped(f"loop: PAUSED{since}{why}; roost migration resume resumes it", "bold")
@@ -86,13 +82,13 @@ def overview(loop: LoopDescribed, now: float) -> list[Text]:
         lines = [Text("loop: automatic", "bold")]
     else:
         lines = [Text("loop: acts on request only ([planner] automatic = false)", "bold")]
-    about = f", policy {printable(loop.policy)}, plans every {span(loop.cycle_seconds)}, may copy {budget}"
+    about = f", policy {printable(loop.policy)}, plans every {age(loop.cycle_seconds)}, may copy {budget}"
     if len(lines) == 1 and len(lines[0].plain) + len(about) <= WIDTH:
         return [lines[0] + Text(about)]
     return [*lines, *wrapped(about.removeprefix(", "))]
 
 
-def story(
+def engine_report(
     loop: LoopDescribed, one: EngineLoop, now: float, live: LoopFigures | None = None, *, brief: bool = False
 ) -> list[Text]:
     """Return all lines of one engine. live: recent measurements, if known. brief: without layers, and with
@@ -103,17 +99,17 @@ def story(
     lines += wrapped(_decided(one, now))
     if one.homes or one.homes_note:
         lines += wrapped(
-            f"homes: {many(one.homes, 'cluster has one', 'clusters have one')}"
+            f"homes: {counted(one.homes, 'cluster has one', 'clusters have one')}"
             + (f"; {printable(one.homes_note)}" if one.homes_note else "")
         )
-    return lines + list(plans(one.plans, now, BRIEF_PLANS if brief else MOST_PLANS))
+    return lines + list(plans(one.plans, now, BRIEF_PLANS if brief else MAX_PLANS))
 
 
 def figures(one: EngineLoop | None, live: LoopFigures | None = None) -> Iterator[Text]:
     """Return the table of figures: now, at the start, predicted, and the change from the start. None: the
     planner has no figures."""
     measured, start, predicted = (
-        (None, None, None) if one is None else (one.measured, one.at_start, foretold_of(one.plans))
+        (None, None, None) if one is None else (one.measured, one.at_start, predicted_figures(one.plans))
     )
     columns = [
         (head, found)
@@ -151,7 +147,7 @@ def _finite(write: Callable[..., str], *values: float) -> str:
     return write(*values) if all(map(math.isfinite, values)) else "-"
 
 
-def foretold_of(plans: Sequence[PlanSummary]) -> LoopFigures | None:
+def predicted_figures(plans: Sequence[PlanSummary]) -> LoopFigures | None:
     """Return the predicted figures of the last plan that was carried out and not undone; None: no such plan,
     or no prediction.
 
@@ -177,8 +173,8 @@ def _as_measured(plan: PlanSummary, after: LoopFigures) -> LoopFigures:
 
 def outcome(plan: PlanSummary) -> str:
     """Return the outcome in one word, without the reason."""
-    told = printable(plan.outcome)
-    return _UNDER_WAY if told.startswith(_UNDER_WAY) else (told.split() or ["-"])[0].rstrip(",:;")
+    text = printable(plan.outcome)
+    return _UNDER_WAY if text.startswith(_UNDER_WAY) else (text.split() or ["-"])[0].rstrip(",:;")
 
 
 def sparks(layers: LayerFigures) -> list[Text]:
@@ -193,7 +189,7 @@ def sparkline(values: Sequence[float], worst: Callable[[Sequence[float]], float]
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return "-"
-    group = -(-len(values) // MOST_BARS)
+    group = -(-len(values) // MAX_BARS)
     shown = [
         worst([one if math.isfinite(one) else known[0] for one in values[at : at + group]])
         for at in range(0, len(values), group)
@@ -210,14 +206,14 @@ def sparkline(values: Sequence[float], worst: Callable[[Sequence[float]], float]
 
 def _budget(loop: LoopDescribed, one: EngineLoop) -> str:
     left = max(loop.budget_bytes - one.spent_bytes, 0)
-    said = [
+    parts = [
         f"discount {one.plan_discount:.2f}",
-        f"{in_units(one.spent_bytes)} of the budget spent, {in_units(left)} left",
-        f"{in_units(one.moved_bytes)} moved in all",
+        f"{byte_size(one.spent_bytes)} of the budget spent, {byte_size(left)} left",
+        f"{byte_size(one.moved_bytes)} moved in all",
     ]
     if one.resting:
-        said.append(many(one.resting, "expert rests", "experts rest"))
-    return "; ".join(said)
+        parts.append(counted(one.resting, "expert rests", "experts rest"))
+    return "; ".join(parts)
 
 
 def _decided(one: EngineLoop, now: float) -> str:
@@ -228,26 +224,26 @@ def _decided(one: EngineLoop, now: float) -> str:
     )
     if one.decided_at is None:
         return f"no decision yet; {further}"
-    return f"decided {span(now - one.decided_at)} ago ({further}): {printable(one.decided) or '-'}"
+    return f"decided {age(now - one.decided_at)} ago ({further}): {printable(one.decided) or '-'}"
 
 
-def plans(told: Sequence[PlanSummary], now: float, most: int = MOST_PLANS) -> Iterator[Text]:
+def plans(summaries: Sequence[PlanSummary], now: float, limit: int = MAX_PLANS) -> Iterator[Text]:
     """Return the last plans, with predicted and measured results."""
-    if not told:
+    if not summaries:
         yield Text("no plan was carried out yet")
         return
     yield Text(
         f"{'plan':16} {'begun':6} {'outcome':9} {'moved':7} {'remote ranks':21} step (measured)", "bold"
     )
-    for plan in told[:most]:
+    for plan in summaries[:limit]:
         who = "" if plan.origin == "planner" else f" by {plan.origin}"
-        moved = in_units(plan.bytes) if plan.bytes else "-"
+        moved = byte_size(plan.bytes) if plan.bytes else "-"
         remote, step = _promise(plan, _from_to), _promise(plan, _by)
         yield Text(
-            f"{printable(plan.plan):16} {span(now - plan.at):6} {outcome(plan):9} {moved:7} {remote:21}"
+            f"{printable(plan.plan):16} {age(now - plan.at):6} {outcome(plan):9} {moved:7} {remote:21}"
             f" {step}{who}".rstrip()
         )
-        if plan is told[0] and len(plan.outcome) > len(outcome(plan)) + 1:
+        if plan is summaries[0] and len(plan.outcome) > len(outcome(plan)) + 1:
             yield from wrapped(f"  {printable(plan.outcome)}")
 
 
@@ -283,7 +279,7 @@ def in_rows(loop: LoopDescribed, now: float) -> list[Text]:
     ]
     for one in loop.engines:
         cells = [_beside(row, one) for row in ROWS[:3]]
-        when = "-" if one.decided_at is None else f"{span(now - one.decided_at)} ago"
+        when = "-" if one.decided_at is None else f"{age(now - one.decided_at)} ago"
         lines.append(
             Text(
                 f"{printable(one.engine):12} {one.epoch:5} {cells[0]:>13} {cells[1]:>14} {cells[2]:>12}"
@@ -300,7 +296,7 @@ def _beside(row: Row, one: EngineLoop) -> str:
 # Text
 
 
-def span(seconds: float) -> str:
+def age(seconds: float) -> str:
     """Return a length of time in two words."""
     if not math.isfinite(seconds):
         return "-"
@@ -315,7 +311,7 @@ def wrapped(text: str, style: str = "", width: int = WIDTH) -> list[Text]:
     return [
         Text(line, style)
         for line in textwrap.wrap(
-            text, width, subsequent_indent="  ", max_lines=MOST_WORDS, placeholder=" ..."
+            text, width, subsequent_indent="  ", max_lines=MAX_LINES, placeholder=" ..."
         )
     ]
 
@@ -328,7 +324,7 @@ def say(lines: Iterable[Text]) -> None:
 # Pausing
 
 
-def show_steering(bus_config: BusConfig, paused: bool | None, reason: str, *, as_json: bool) -> None:
+def show_loop_state(bus_config: BusConfig, paused: bool | None, reason: str, *, as_json: bool) -> None:
     """Pause the loop, resume it, or (None) print its state. Ends the command with status 1 if no planner
     answers."""
 
@@ -336,7 +332,7 @@ def show_steering(bus_config: BusConfig, paused: bool | None, reason: str, *, as
         return (
             await described(bus, subjects)
             if paused is None
-            else await steered(bus, subjects, paused, reason, note)
+            else await set_paused(bus, subjects, paused, reason, note)
         )
 
     try:

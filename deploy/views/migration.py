@@ -16,16 +16,16 @@ from bus.protocol.subjects import Subjects
 from deploy.client.migrations import NoSuchEngine, NotAccepted, Order, PlanProgress, carried_out, engine_named
 from deploy.process import FAILURE, print_error
 from deploy.terminal.bus_connection import on_bus
-from deploy.terminal.options import USAGE, console, fail, in_json, note, show
-from deploy.views.plan import in_units, many
+from deploy.terminal.output import USAGE, console, fail, in_json, note, show
 from fleet.experts import ExpertId
 from fleet.requests.plans import ApplyPlan, MigrateExpert, RollBack
+from fleet.text import byte_size, counted
 from migration.model.plan import Plan
 
 LOOK_SECONDS = 0.1
 """interval between two progress updates"""
-LOOK = "see roost events --kind migration --since 10m, or roost status"
-MOST_BYTES = 64 << 20
+WHERE_TO_LOOK = "see roost events --kind migration --since 10m, or roost status"
+MAX_PLAN_BYTES = 64 << 20
 """largest plan file that is read"""
 INTERRUPTED = 128 + signal.SIGINT
 """exit status after an interrupt, as shells define it"""
@@ -45,7 +45,7 @@ def show_migration(
     expert: ExpertId,
     engine: str,
     rank: int,
-    manner: OutputForm,
+    form: OutputForm,
     *,
     source: int | None,
     move: bool,
@@ -66,10 +66,10 @@ def show_migration(
             swap=swap,
         )
 
-    _show(bus_config, ask, manner)
+    _show(bus_config, ask, form)
 
 
-def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, manner: OutputForm) -> None:
+def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, form: OutputForm) -> None:
     """Carry out the plan in a file, on an engine or (None) the only one with experts."""
     try:
         plan = msgspec.json.decode(_content(file), type=Plan)
@@ -82,49 +82,49 @@ def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, manner
         found = await engine_named(bus, subjects, engine)
         return ApplyPlan(engine=found.engine, plan=msgspec.json.encode(plan))
 
-    _show(bus_config, ask, manner)
+    _show(bus_config, ask, form)
 
 
 def show_applied(
-    bus_config: BusConfig, engine: str, plan: bytes, manner: OutputForm, also: dict[str, Any]
+    bus_config: BusConfig, engine: str, plan: bytes, form: OutputForm, further: dict[str, Any]
 ) -> None:
     """Carry out a plan that was just made. also: further fields for the JSON."""
 
     async def ask(bus: Bus, subjects: Subjects) -> ApplyPlan:
         return ApplyPlan(engine=engine, plan=plan)
 
-    _show(bus_config, ask, manner, also)
+    _show(bus_config, ask, form, further)
 
 
-def show_rollback(bus_config: BusConfig, engine: str | None, plan: str, manner: OutputForm) -> None:
+def show_rollback(bus_config: BusConfig, engine: str | None, plan: str, form: OutputForm) -> None:
     """Return an engine to the placement before a plan; empty: the last plan with a committed handover."""
 
     async def ask(bus: Bus, subjects: Subjects) -> RollBack:
         return RollBack(engine=(await engine_named(bus, subjects, engine)).engine, plan=plan)
 
-    _show(bus_config, ask, manner)
+    _show(bus_config, ask, form)
 
 
 def _content(file: Path) -> bytes:
     with file.open("rb") as source:
-        content = source.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"more than {MOST_BYTES} bytes")
+        content = source.read(MAX_PLAN_BYTES + 1)
+    if len(content) > MAX_PLAN_BYTES:
+        raise ValueError(f"more than {MAX_PLAN_BYTES} bytes")
     return content
 
 
 def _show(
     bus_config: BusConfig,
     ask: Callable[[Bus, Subjects], Awaitable[Order]],
-    manner: OutputForm,
-    also: dict[str, Any] | None = None,
+    form: OutputForm,
+    further: dict[str, Any] | None = None,
 ) -> None:
-    shown = _Shown(manner)
+    shown = _ProgressDisplay(form)
 
     async def work(bus: Bus, subjects: Subjects) -> None:
         order = await ask(bus, subjects)
         try:
-            await carried_out(bus, subjects, order, wait=manner.wait, began=shown.begin, say=shown.say)
+            await carried_out(bus, subjects, order, wait=form.wait, began=shown.begin, say=shown.say)
         except asyncio.CancelledError:
             shown.left = True
         finally:
@@ -134,39 +134,39 @@ def _show(
         on_bus(bus_config, work)
     except (NoSuchEngine, NotAccepted) as error:
         fail(str(error))
-    if shown.course is None:
-        note(f"interrupted before the planner answered; it may still carry out the request: {LOOK}")
+    if shown.progress is None:
+        note(f"interrupted before the planner answered; it may still carry out the request: {WHERE_TO_LOOK}")
         raise typer.Exit(INTERRUPTED)
-    _print_result(shown.course, manner, left=shown.left, also=also or {})
+    _print_result(shown.progress, form, left=shown.left, further=further or {})
 
 
-class _Shown:
+class _ProgressDisplay:
     """State of the progress display."""
 
-    def __init__(self, manner: OutputForm) -> None:
-        self.course: PlanProgress | None = None
+    def __init__(self, form: OutputForm) -> None:
+        self.progress: PlanProgress | None = None
         self.left = False
-        self._manner = manner
+        self._form = form
         self._bar: Progress | None = None
         self._moving: asyncio.Task[None] | None = None
 
-    def begin(self, course: PlanProgress) -> None:
-        self.course = course
-        if self._manner.as_json:
+    def begin(self, progress: PlanProgress) -> None:
+        self.progress = progress
+        if self._form.as_json:
             return
-        accepted = course.accepted
+        accepted = progress.accepted
         copied = (
-            f"{many(accepted.copies, 'copy', 'copies')} ({in_units(accepted.bytes)})"
+            f"{counted(accepted.copies, 'copy', 'copies')} ({byte_size(accepted.bytes)})"
             if accepted.copies
             else "no bytes"
         )
         console().print(
             f"plan [bold]{accepted.plan}[/bold] of {accepted.engine}: {copied} in"
-            f" {many(accepted.handovers, 'handover')}"
+            f" {counted(accepted.handovers, 'handover')}"
         )
-        for step in accepted.what if self._manner.steps else ():
+        for step in accepted.what if self._form.steps else ():
             console().print(f"- {step}", markup=False)
-        if self._manner.wait and console().is_terminal:
+        if self._form.wait and console().is_terminal:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -174,12 +174,12 @@ class _Shown:
                 TimeElapsedColumn(),
             )
             self._bar = Progress(*columns, console=console(), transient=True)
-            self._moving = asyncio.create_task(self._move(self._bar, course), name="show the progress")
+            self._moving = asyncio.create_task(self._move(self._bar, progress), name="show the progress")
 
     def say(self, text: str) -> None:
         if self._bar is not None:
             self._bar.console.print(text, markup=False)
-        elif not self._manner.as_json:
+        elif not self._form.as_json:
             show(text)
 
     async def end(self) -> None:
@@ -187,64 +187,68 @@ class _Shown:
             self._moving.cancel()
             await asyncio.gather(self._moving, return_exceptions=True)
 
-    async def _move(self, bar: Progress, course: PlanProgress) -> None:
+    async def _move(self, bar: Progress, progress: PlanProgress) -> None:
         with bar:
-            row = bar.add_task("", total=course.accepted.handovers, moved="")
+            row = bar.add_task("", total=progress.accepted.handovers, moved="")
             while True:
-                moved = f"{in_units(course.pulled)} of {in_units(course.accepted.bytes)}"
-                bar.update(row, description=course.present, completed=course.next, moved=moved)
+                moved = f"{byte_size(progress.pulled)} of {byte_size(progress.accepted.bytes)}"
+                bar.update(row, description=progress.present, completed=progress.next, moved=moved)
                 await asyncio.sleep(LOOK_SECONDS)
 
 
-def outcome(course: PlanProgress) -> str:
+def outcome(progress: PlanProgress) -> str:
     """Return the outcome: done, given up, or under way."""
-    return "given up" if course.aborted is not None else "done" if course.committed else "under way"
+    return "given up" if progress.aborted is not None else "done" if progress.committed else "under way"
 
 
-def _print_result(course: PlanProgress, manner: OutputForm, *, left: bool, also: dict[str, Any]) -> None:
-    accepted, failed = course.accepted, course.aborted
-    if manner.as_json:
-        show(in_json({**also, **as_record(course)}))
-    elif course.committed:
+def _print_result(progress: PlanProgress, form: OutputForm, *, left: bool, further: dict[str, Any]) -> None:
+    accepted, failed = progress.accepted, progress.aborted
+    if form.as_json:
+        show(in_json({**further, **as_record(progress)}))
+    elif progress.committed:
         ways = (
-            " and ".join(f"{in_units(size)} by {name}" for name, size in sorted(course.by_transfer.items()))
+            " and ".join(
+                f"{byte_size(size)} by {name}" for name, size in sorted(progress.by_transfer.items())
+            )
             or "no bytes"
         )
         console().print(
-            f"[bold]done[/bold]: {accepted.engine} serves epoch {course.epoch};"
-            f" {many(course.copies, 'copy', 'copies')}, {ways}, {course.seconds:.2f} s"
+            f"[bold]done[/bold]: {accepted.engine} serves epoch {progress.epoch};"
+            f" {counted(progress.copies, 'copy', 'copies')}, {ways}, {progress.seconds:.2f} s"
         )
     if failed is not None:
         before = (
-            f"; {many(course.next, 'handover')} of {accepted.handovers} had been done" if course.next else ""
+            f"; {counted(progress.next, 'handover')} of {accepted.handovers} had been done"
+            if progress.next
+            else ""
         )
         place = "" if failed.rank is None else f" (rank {failed.rank})"
         print_error(
             f"given up{place}: {failed.reason}; {accepted.engine} stays at epoch {failed.epoch - 1}{before}"
         )
         raise typer.Exit(FAILURE)
-    if left or not manner.wait:
-        note(f"plan {accepted.plan} continues without this command: {LOOK}")
+    if left or not form.wait:
+        note(f"plan {accepted.plan} continues without this command: {WHERE_TO_LOOK}")
     if left:
         raise typer.Exit(INTERRUPTED)
 
 
-def as_record(course: PlanProgress) -> dict[str, Any]:
+def as_record(progress: PlanProgress) -> dict[str, Any]:
     """Return the result as a record for programs."""
-    failed = course.aborted
+    failed = progress.aborted
     return {
-        "engine": course.accepted.engine,
-        "worker_id": str(course.accepted.worker_id),
-        "plan": course.accepted.plan,
-        "what": course.accepted.what,
-        "outcome": outcome(course),
-        "handovers": course.accepted.handovers,
-        "handovers_done": course.next,
-        "epoch": course.epoch or None,
-        "copies": course.copies,
-        "bytes": course.copied_bytes,
-        "seconds": course.seconds,
-        "bytes_by_transfer": dict(course.by_transfer),
+        "engine": progress.accepted.engine,
+        "worker_id": str(progress.accepted.worker_id),
+        "plan": progress.accepted.plan,
+        "what": progress.accepted.what,
+        "outcome": outcome(progress),
+        "handovers": progress.accepted.handovers,
+        "handovers_done": progress.next,
+        "epoch": progress.epoch or None,
+        "copies": progress.copies,
+        "bytes": progress.copied_bytes,
+        "seconds": progress.seconds,
+        "bytes_by_transfer": dict(progress.by_transfer),
         "reason": None if failed is None else failed.reason,
         "fault": None if failed is None else failed.fault,
         "rank": None if failed is None else failed.rank,

@@ -15,7 +15,7 @@ from deploy.process import FAILURE
 from deploy.run_directory import Running
 from deploy.security.credentials import of_run
 from deploy.terminal.bus_connection import on_bus
-from deploy.terminal.options import fail, in_json, note, show
+from deploy.terminal.output import fail, in_json, note, show
 from fleet.facts.engines import ConfigChanged
 from fleet.settings import FilePath
 
@@ -65,10 +65,10 @@ def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> No
     parts = sum(max(len(run.routers), 1) + 1 for run in runs)
 
     async def work(bus: Bus, subjects: Subjects) -> list[ConfigChanged]:
-        async with bus.subscribe(subjects.config()) as heard:
+        async with bus.subscribe(subjects.config()) as subscription:
             for run in runs:
                 os.kill(run.pid, signal.SIGHUP)
-            return await _words(heard, parts, seconds)
+            return await _reports(subscription, parts, seconds)
 
     login = of_run(runs[0], "operator")
     config = BusConfig(
@@ -76,37 +76,37 @@ def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> No
         namespace=runs[0].namespace,
         credentials_file=None if login is None else FilePath(str(login)),
     )
-    said = on_bus(config, work)
+    reports = on_bus(config, work)
     if as_json:
-        show(in_json(said))
+        show(in_json(reports))
     else:
-        for one in said:
+        for one in reports:
             _print(one)
-    if len(said) < parts and not any(one.refused for one in said):
+    if len(reports) < parts and not any(one.refused for one in reports):
         fail(f"not every router and planner answered within {seconds:g} s; their logs say why")
-    if any(one.refused for one in said):
+    if any(one.refused for one in reports):
         raise typer.Exit(FAILURE)
 
 
-async def _words(heard: Subscription, parts: int, seconds: float) -> list[ConfigChanged]:
+async def _reports(subscription: Subscription, parts: int, seconds: float) -> list[ConfigChanged]:
     """Return the answer of each router and planner, or of their supervisor, if that refuses."""
-    said: list[ConfigChanged] = []
+    reports: list[ConfigChanged] = []
     try:
         async with asyncio.timeout(seconds):
-            async for received in heard:
+            async for received in subscription:
                 if isinstance(received.message, ConfigChanged):
-                    said.append(received.message)
-                    if received.message.part not in ("router", "planner") or len(said) == parts:
+                    reports.append(received.message)
+                    if received.message.part not in ("router", "planner") or len(reports) == parts:
                         break
     except TimeoutError:
         pass  # the caller reports the missing ones
-    return said
+    return reports
 
 
-def _print(said: ConfigChanged) -> None:
-    if said.refused is not None:
-        note(f"refused: {said.refused}")
-    elif not said.changed:
-        show(f"{said.part}: nothing differs")
-    for name, (before, after) in said.changed.items():
-        show(f"{said.part}: {name} = {after}  (was {before})")
+def _print(report: ConfigChanged) -> None:
+    if report.refused is not None:
+        note(f"refused: {report.refused}")
+    elif not report.changed:
+        show(f"{report.part}: nothing differs")
+    for name, (before, after) in report.changed.items():
+        show(f"{report.part}: {name} = {after}  (was {before})")

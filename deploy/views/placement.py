@@ -11,7 +11,7 @@ from bus.config import BusConfig
 from deploy.client.placements import Placements, placements
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.drawing import Draw, drawer, named
-from deploy.terminal.options import console, fail, in_json, note, show, table
+from deploy.terminal.output import console, fail, in_json, note, show, table
 from deploy.terminal.panels import placement_panels
 from fleet.experts import ExpertId
 from fleet.placement import FULL, Placement
@@ -123,8 +123,10 @@ def _uneven(now: Placement, layer: int, slot: int, replicas: int) -> str:
     """Return a slot's share of unkept tokens, of its own rank's tokens, and of its node's; each only if it
     differs from the default."""
     keep, spill, near = (100 * int(part[layer, slot]) / FULL for part in now.split)
-    said = [] if abs(spill - 100 / replicas) < _SAME else [f"{spill:.0f}%"]
-    return ",".join([*said, *([f"k{keep:.0f}%"] if keep < 100 else []), *([f"n{near:.0f}%"] if near else [])])
+    shares = [] if abs(spill - 100 / replicas) < _SAME else [f"{spill:.0f}%"]
+    return ",".join(
+        [*shares, *([f"k{keep:.0f}%"] if keep < 100 else []), *([f"n{near:.0f}%"] if near else [])]
+    )
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:

@@ -12,16 +12,16 @@ from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
 from deploy.client.migrations import NoSuchEngine, engine_named
 from deploy.terminal.bus_connection import on_bus
-from deploy.terminal.options import USAGE, console, fail, note, show, table
+from deploy.terminal.output import USAGE, console, fail, note, show, table
 from fleet.requests.plans import DescribePlan, PlanDescribed
+from fleet.text import byte_size, counted, duration
 from migration.model.plan_record import MemoryPoint, PlanRecord, StepRecord
 
 ASK_SECONDS = 60.0
 """Time limit of the query. A joint plan for many ranks takes some seconds, and other plans may be computed
 before it."""
-MOST_SHOWN = 20
+MAX_SHOWN = 20
 """Steps that are printed unless all are requested."""
-_GB, _MB, _KB = 1e9, 1e6, 1e3
 
 
 class PlanQuery(NamedTuple):
@@ -37,7 +37,7 @@ class PlanQuery(NamedTuple):
 
 def show_plan(
     bus_config: BusConfig,
-    asked: PlanQuery,
+    query: PlanQuery,
     out: Path | None,
     *,
     everything: bool,
@@ -48,7 +48,7 @@ def show_plan(
     (applied) needs a plan and there is none."""
 
     async def ask(bus: Bus, subjects: Subjects) -> PlanDescribed:
-        return await described(bus, subjects, asked)
+        return await described(bus, subjects, query)
 
     answer = on_bus(bus_config, ask)
     record = msgspec.json.decode(answer.record, type=PlanRecord)
@@ -77,19 +77,19 @@ def _write(answer: PlanDescribed, out: Path) -> None:
     )
 
 
-async def described(bus: Bus, subjects: Subjects, asked: PlanQuery) -> PlanDescribed:
+async def described(bus: Bus, subjects: Subjects, query: PlanQuery) -> PlanDescribed:
     """Return the planner's answer. Ends the command if the planner has too little data or does not answer."""
     try:
-        joined = await engine_named(bus, subjects, asked.engine)
+        joined = await engine_named(bus, subjects, query.engine)
     except NoSuchEngine as error:
         fail(str(error), USAGE)
     question = DescribePlan(
         engine=joined.engine,
-        policy=asked.policy,
-        budget_bytes=asked.budget_bytes,
-        memory=asked.memory,
-        dead=asked.dead,
-        layers=asked.layers,
+        policy=query.policy,
+        budget_bytes=query.budget_bytes,
+        memory=query.memory,
+        dead=query.dead,
+        layers=query.layers,
     )
     try:
         answer = await bus.request(subjects.describe_plan, question, seconds=ASK_SECONDS)
@@ -108,7 +108,7 @@ async def described(bus: Bus, subjects: Subjects, asked: PlanQuery) -> PlanDescr
 def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True) -> None:
     """Print the plan for people. dry: a dry run."""
     out = console()
-    judged = "the next window" if record.next_window else "the same window"
+    window = "the next window" if record.next_window else "the same window"
     discount = (
         f"\npredicted gains are multiplied by {record.plan_discount:.0%}, from the measured gains of"
         " earlier plans"
@@ -118,7 +118,7 @@ def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True
     out.print(
         f"[bold]{record.engine}[/bold] ({record.model}), epoch {record.epoch}, policy {record.policy}:"
         f" {record.tokens_per_second:,.1f} tokens/s\nmade from {record.pairs:,.0f} (token, expert) pairs per"
-        f" layer, judged on {judged} of {record.judged_pairs:,.0f}{discount}"
+        f" layer, evaluated on {window} of {record.judged_pairs:,.0f}{discount}"
     )
     if record.refused is not None:
         out.print(f"[bold]nothing to do[/bold]: {record.refused}")
@@ -146,19 +146,19 @@ def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True
 
 def _cost(record: PlanRecord) -> str:
     if not record.copies:
-        return f"no bytes, {many(record.handovers, 'handover')}"
+        return f"no bytes, {counted(record.handovers, 'handover')}"
     copied = (
-        f"{many(record.copies, 'copy', 'copies')} ({record.copied_share:.1%} of the slots,"
-        f" {in_units(record.copied_bytes)})"
+        f"{counted(record.copies, 'copy', 'copies')} ({record.copied_share:.1%} of the slots,"
+        f" {byte_size(record.copied_bytes)})"
     )
-    return f"{copied} in {many(record.handovers, 'handover')} of {record.transfer_seconds:.2f} s together"
+    return f"{copied} in {counted(record.handovers, 'handover')} of {record.transfer_seconds:.2f} s together"
 
 
 def _worth(record: PlanRecord) -> str:
     paid = "at once" if not record.payback_seconds else f"after {record.payback_seconds:,.1f} s"
     gain = (
-        f"steps get {_time(record.gain_seconds)} shorter, which is {1e3 * record.gain_per_second:.2f} ms in"
-        " each second of serving"
+        f"steps get {duration(record.gain_seconds)} shorter, which is {1e3 * record.gain_per_second:.2f} ms"
+        " in each second of serving"
     )
     return f"{gain}\npaid back {paid}, {record.net_seconds:,.2f} s ahead by the time that demand changes"
 
@@ -210,7 +210,7 @@ def _print_steps(record: PlanRecord, everything: bool) -> None:
     chosen = (
         list(record.steps)
         if everything
-        else sorted(record.steps, key=lambda step: -step.gain_seconds)[:MOST_SHOWN]
+        else sorted(record.steps, key=lambda step: -step.gain_seconds)[:MAX_SHOWN]
     )
     table(("handover", "layer", "step", "what", "bytes", "gain", "why"), map(_step, chosen))
     if len(record.steps) > len(chosen):
@@ -222,8 +222,8 @@ def _print_steps(record: PlanRecord, everything: bool) -> None:
 
 def _step(step: StepRecord) -> tuple[str, ...]:
     size, gain = (
-        in_units(step.bytes) if step.bytes else "-",
-        _time(step.gain_seconds) if step.gain_seconds else "-",
+        byte_size(step.bytes) if step.bytes else "-",
+        duration(step.gain_seconds) if step.gain_seconds else "-",
     )
     return (str(step.number), str(step.layer), step.kind, step.what, size, gain, step.why)
 
@@ -261,7 +261,7 @@ def _point(point: MemoryPoint) -> tuple[str, ...]:
     sizes = (
         str(point.slots_per_rank),
         str(point.redundant_slots),
-        in_units(point.bytes_per_rank),
+        byte_size(point.bytes_per_rank),
         f"{point.kv_blocks:,}",
     )
     return (
@@ -273,19 +273,3 @@ def _point(point: MemoryPoint) -> tuple[str, ...]:
         waits,
         total,
     )
-
-
-def in_units(count: float) -> str:
-    """Format bytes for people; GB, MB and kB are powers of 1000."""
-    for unit, name in ((_GB, "GB"), (_MB, "MB"), (_KB, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.0f} B"
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3f} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.2f} us"
-
-
-def many(count: int, one: str, several: str | None = None) -> str:
-    return f"{count:,} {one if count == 1 else several or one + 's'}"

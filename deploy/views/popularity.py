@@ -17,7 +17,7 @@ from bus.protocol.subjects import Subjects
 from deploy.client.placements import Placements, placements
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.drawing import drawer, named
-from deploy.terminal.options import USAGE, console, fail, in_json, note, show, table
+from deploy.terminal.output import USAGE, console, fail, in_json, note, show, table
 from deploy.terminal.panels import Panel, Rows, demand_panels
 from fleet.arrays import FloatingArray
 from fleet.experts import ModelShape
@@ -26,6 +26,7 @@ from fleet.facts.demand import DemandPublished
 from fleet.facts.engines import EngineJoined
 from fleet.popularity import ExpertCounts
 from fleet.requests.demand import DescribePopularity, PopularityDescribed, RankPopularity
+from fleet.text import counted
 from tracker.importers.load_files import ExpertLoads, read_load
 
 HOTTEST = 6
@@ -89,12 +90,10 @@ def show_popularity(bus_config: BusConfig, model: str | None, plot: Path | None,
     async def ask(
         bus: Bus, subjects: Subjects
     ) -> tuple[PopularityDescribed, dict[tuple[str, int], FloatingArray], dict[str, Placements]]:
-        told = await describe(bus, subjects, model)
-        return told, *(
-            (await demands(bus, subjects, told), await placements(bus, subjects))
-            if draw is not None
-            else ({}, {})
-        )
+        answer = await describe(bus, subjects, model)
+        if draw is None:
+            return answer, {}, {}
+        return answer, await demands(bus, subjects, answer), await placements(bus, subjects)
 
     described, demand, found = on_bus(bus_config, ask)
     if as_json:
@@ -109,7 +108,7 @@ def show_popularity(bus_config: BusConfig, model: str | None, plot: Path | None,
     for engine, (title, rows) in pictures.items():
         file = named(plot, engine, several=True)
         draw(file, rows, title)
-        note(f"drew {file}: which rank wants which experts")
+        note(f"drew {file}: which rank demands which experts")
     if not pictures:
         note("no rank reports demand at present, so there is no picture of demand by rank")
 
@@ -152,10 +151,10 @@ async def demands(
     message are missing."""
     waited = {(rank.engine, rank.rank) for rank in described.ranks if rank.tokens_per_second > 0}
     found: dict[tuple[str, int], FloatingArray] = {}
-    async with bus.subscribe(subjects.demand) as heard:
+    async with bus.subscribe(subjects.demand) as reports:
         with suppress(TimeoutError):  # ranks without a message are omitted from the picture
             async with asyncio.timeout(DEMAND_SECONDS):
-                async for received in heard:
+                async for received in reports:
                     match received.message:
                         case DemandPublished() as demand if demand.model == described.model:
                             found[demand.engine, demand.rank] = demand.demand.array()
@@ -210,7 +209,7 @@ def _drift(described: PopularityDescribed) -> str:
             f"now differs from before by {described.divergence:.5f} nats (a shift: above"
             f" {described.threshold:.5f})"
         )
-    return f"{measured}; {'[bold]shifted[/bold], not settled' if described.shifted else 'no shift'}"
+    return f"{measured}; {'[bold]shifted[/bold], and not stable yet' if described.shifted else 'no shift'}"
 
 
 def _print_skew(profile: FloatingArray) -> None:
@@ -263,7 +262,7 @@ def _print_prediction(described: PopularityDescribed) -> None:
             (one.source, f"{one.requests:,}", f"{one.trust:.2f}", f"{one.reliability:.2f}")
             for one in described.sources
         )
-        table(("source", "requests", "trust", "reliability"), rows)
+        table(("source", "requests", "weight", "reliability"), rows)
     out.print(f"remembered: {described.stored_blocks:,} prefixes, {described.stored_bytes:,} bytes")
 
 
@@ -297,8 +296,8 @@ def show_load(file: Path, plot: Path | None, *, as_json: bool) -> None:
         left_out = f", {load.empty_layers} layers without any left out" if load.empty_layers else ""
         amount = f"{load.counts.sum():,.0f} (token, k) pairs" if load.is_counts else "proportions"
         console().print(
-            f"[bold]{file}[/bold]: {load.form}; {load.layers} layers x {load.experts} experts, {load.steps}"
-            f" step{'s' * (load.steps != 1)}, {amount}{left_out}"
+            f"[bold]{file}[/bold]: {load.form}; {load.layers} layers x {load.experts} experts,"
+            f" {counted(load.steps, 'step')}, {amount}{left_out}"
         )
         _print_skew(load.counts)
     if draw is not None and plot is not None:
@@ -313,15 +312,15 @@ def learn_load(bus_config: BusConfig, file: Path, model: str, top_k: int | None,
     async def publish(bus: Bus, subjects: Subjects) -> tuple[CountsImported, float, float]:
         return await learn(bus, subjects, load, digest, model, top_k, tokens)
 
-    said, before, after = on_bus(bus_config, publish)
-    told = (
-        f"sent to the tracker: {said.tokens:,} tokens of {said.counts.layers} layers x {said.counts.experts}"
-        f" experts for {model}"
+    imported, before, after = on_bus(bus_config, publish)
+    sent = (
+        f"sent to the tracker: {imported.tokens:,} tokens of {imported.counts.layers} layers x"
+        f" {imported.counts.experts} experts for {model}"
     )
     if after > before:
-        note(f"{told}; its profile now weighs {after:,.0f} tokens, {before:,.0f} before")
+        note(f"{sent}; its profile now weighs {after:,.0f} tokens, {before:,.0f} before")
     else:
-        note(f"{told}; not imported: it already knew this file (a file counts once)")
+        note(f"{sent}; not imported: it already knew this file (a file counts once)")
 
 
 async def learn(
@@ -351,15 +350,15 @@ async def learn(
         None,
     )
     counted, counts = _pairs(load, _experts_per_token(load, shape, top_k), tokens)
-    said = CountsImported(model=model, digest=digest, tokens=counted, counts=ExpertCounts.of(counts))
-    await bus.publisher(subjects.imports).publish(said)
+    imported = CountsImported(model=model, digest=digest, tokens=counted, counts=ExpertCounts.of(counts))
+    await bus.publisher(subjects.imports).publish(imported)
     after = described
     for _ in range(TAKEN_LOOKS):
         await asyncio.sleep(TAKEN_SECONDS)
         after = await describe(bus, subjects, model)
         if after.tokens > described.tokens:
             break
-    return said, described.tokens, after.tokens
+    return imported, described.tokens, after.tokens
 
 
 def _experts_per_token(load: ExpertLoads, shape: ModelShape | None, top_k: int | None) -> int:
@@ -403,16 +402,20 @@ def rank_panels(
     its incarnation and the current one."""
     pictures = {}
     for engine, one in found.items():
-        heard = {
+        reports = {
             rank: table for (name, rank), table in demand.items() if name == engine and rank < one.now.ranks
         }
         shape = (one.now.layers, one.now.experts)
-        if one.joined.model != model or not heard or any(table.shape != shape for table in heard.values()):
+        if (
+            one.joined.model != model
+            or not reports
+            or any(table.shape != shape for table in reports.values())
+        ):
             continue
-        wanted = np.stack([heard.get(rank, np.zeros(shape)) for rank in range(one.now.ranks)])
+        demand_of_ranks = np.stack([reports.get(rank, np.zeros(shape)) for rank in range(one.now.ranks)])
         times = [(f"epoch {one.now.epoch}, now", one.now)]
         if one.first is not None and not one.first.serves_as(one.now):
             times.insert(0, (f"epoch {one.first.epoch}, at the start", one.first))
         title = f"{engine}: demand of each rank, in even shares; dots: experts that the rank holds"
-        pictures[engine] = (title, demand_panels(wanted, times, one.node))
+        pictures[engine] = (title, demand_panels(demand_of_ranks, times, one.node))
     return pictures

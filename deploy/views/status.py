@@ -15,12 +15,13 @@ from bus.protocol.subjects import Subjects
 from deploy.client.control_loop import NoAnswer, described
 from deploy.client.fleet_status import EngineNow, as_record, engines_now
 from deploy.terminal.bus_connection import on_bus
-from deploy.terminal.options import USAGE, fail, in_json, printable, show
+from deploy.terminal.output import USAGE, fail, in_json, printable, show
 from deploy.views.backends import backend_lines
-from deploy.views.loop import figures, in_rows, overview, say, story, wrapped
+from deploy.views.loop import engine_report, figures, in_rows, overview, say, wrapped
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.migrations import LoopFigures
 from fleet.requests.control_loop import LoopDescribed
+from fleet.text import counted
 from router.api.backend_record import BackendStatus
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,11 @@ REMEDIES = {
     ),
 }
 """remedy for a full store, by store"""
-MOST_RANKS = 16
+MAX_RANKS = 16
 """most ranks with a line each; a larger engine has one line"""
-Telling = Literal["whole", "brief", "rows"]
+Detail = Literal["whole", "brief", "rows"]
 """level of detail of the loop's report per engine; rows: one line"""
-_FORMS: tuple[tuple[bool, Telling], ...] = (
+_FORMS: tuple[tuple[bool, Detail], ...] = (
     (True, "whole"),
     (False, "whole"),
     (False, "brief"),
@@ -76,7 +77,7 @@ def show_status(
     if engine is not None:
         engines, loop = only(engine, engines, loop)
     if as_json:
-        said = {
+        parts = {
             "nats": bus_config.where,
             "namespace": bus_config.namespace,
             "engines": [as_record(one) for one in engines],
@@ -85,7 +86,7 @@ def show_status(
         show(
             in_json(
                 {
-                    **said,
+                    **parts,
                     "routers": list(routers),
                     "backends": backends,
                     "stores": stores,
@@ -95,10 +96,7 @@ def show_status(
         )
         return
     lines = [
-        Text(
-            f"NATS {bus_config.where}, namespace {bus_config.namespace}: {len(engines)}"
-            f" engine{'s' * (len(engines) != 1)}"
-        )
+        Text(f"NATS {bus_config.where}, namespace {bus_config.namespace}: {counted(len(engines), 'engine')}")
     ]
     lines += alarms(stores)
     if routers:
@@ -170,10 +168,10 @@ def fitting(
     """Return engines and loop, in full if the screen has room; else in fewer lines. live: recent
     measurements, by engine."""
     shorter: list[Text] = []
-    for each, telling in _FORMS:
+    for each, detail in _FORMS:
         shorter = [
             *(line for one in engines for line in engine_lines(one, each=each)),
-            *loop_lines(loop, now, telling, live),
+            *loop_lines(loop, now, detail, live),
         ]
         if len(shorter) <= height:
             break
@@ -190,7 +188,7 @@ def engine_lines(engine: EngineNow, *, each: bool) -> Iterator[Text]:
     )
     shared = "" if joined.capabilities.isolates_tenants else "; tenants share its KV cache"
     yield Text(f"{joined.engine}: {printable(joined.model)}{layout}, {epoch}{shared}{moving}", "bold")
-    if each and len(joined.urls) <= MOST_RANKS:
+    if each and len(joined.urls) <= MAX_RANKS:
         yield Text(
             f"{'rank':>6}  {'state':6} {'running':>7} {'waiting':>7} {'prefill':>8} {'KV blocks':>11}  URL"
         )
@@ -214,19 +212,19 @@ def _ranks(engine: EngineNow) -> Iterator[str]:
 def _together(engine: EngineNow) -> str:
     loads, ranks = engine.load.values(), len(engine.joined.urls)
     drained = [str(rank) for rank in range(ranks) if engine.drained(rank) is not None]
-    said = [
+    parts = [
         f"{ranks} ranks",
         f"running {_sum(load.running for load in loads)}",
         f"waiting {_sum(load.waiting for load in loads)}",
     ]
-    said += [f"prefill {_sum(load.active_prefill_tokens for load in loads)} tokens"]
+    parts += [f"prefill {_sum(load.active_prefill_tokens for load in loads)} tokens"]
     if engine.joined.kv_blocks:
-        said.append(
+        parts.append(
             f"KV blocks {_sum(load.kv_used_blocks for load in loads)}/{ranks * engine.joined.kv_blocks}"
         )
     if drained:
-        said.append(f"draining: {', '.join(drained)}")
-    return f"  {', '.join(said)}"
+        parts.append(f"draining: {', '.join(drained)}")
+    return f"  {', '.join(parts)}"
 
 
 def _sum(numbers: Iterable[int | None]) -> int:
@@ -242,20 +240,20 @@ def _or_dash(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
-def loop_lines(loop: Loop, now: float, telling: Telling = "whole", live: Figures = NOTHING) -> list[Text]:
+def loop_lines(loop: Loop, now: float, detail: Detail = "whole", live: Figures = NOTHING) -> list[Text]:
     """Return the loop's actions and the recent measurements."""
     if isinstance(loop, NoAnswer):
         lines = wrapped(f"loop: {printable(str(loop))}")
-        for name, found in live.items() if telling != "rows" else ():
+        for name, found in live.items() if detail != "rows" else ():
             lines += [Text(printable(name), "bold"), *figures(None, found)]
         return lines
     lines = overview(loop, now)
     if not loop.engines:
         return [*lines, Text("the planner knows no engine with experts")]
-    if telling == "rows" and len(loop.engines) > 1:
+    if detail == "rows" and len(loop.engines) > 1:
         return [*lines, *in_rows(loop, now)]
     for one in loop.engines:
         if len(loop.engines) > 1:
             lines.append(Text(f"{printable(one.engine)}, epoch {one.epoch}", "bold"))
-        lines += story(loop, one, now, live.get(one.engine), brief=telling != "whole")
+        lines += engine_report(loop, one, now, live.get(one.engine), brief=detail != "whole")
     return lines

@@ -9,7 +9,7 @@ import time
 import tty
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live as LiveScreen
@@ -22,7 +22,7 @@ from deploy.client.control_loop import NoAnswer
 from deploy.client.fleet_status import LISTEN_SECONDS, as_record, members, note_plans
 from deploy.process import alongside
 from deploy.terminal.bus_connection import on_bus
-from deploy.terminal.options import in_json, show
+from deploy.terminal.output import in_json, show
 from deploy.views.live_state import EventLine, LiveState
 from deploy.views.status import Loop, fitting, loop_of, loop_record
 
@@ -30,7 +30,7 @@ PAST_SECONDS = 600.0
 """age of past events shown at the start"""
 MEMBERS_SECONDS = 10.0
 """interval of membership reads from the log, in case a message was missed"""
-LEAST_EVENTS = 5
+MIN_EVENTS = 5
 """screen lines reserved for events"""
 _LAST = 2.0**34
 """Unix seconds of the year 2514"""
@@ -56,16 +56,16 @@ class FleetWatch:
         self.loop: Loop = NoAnswer("the planner has not been queried yet")
         self.missed = 0
         """messages dropped because they came faster than they were read"""
-        self.heard = asyncio.Event()
+        self.updated = asyncio.Event()
         """set with every message"""
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     @asynccontextmanager
-    async def going_on(self, interval: float) -> AsyncIterator[None]:
+    async def following(self, interval: float) -> AsyncIterator[None]:
         """Subscribe while the context lasts, after loading the stored messages. Raises BusError without a
         bus."""
         names = self._subjects
-        told = (
+        live = (
             names.heartbeats(),
             names.kv_metrics,
             names.dispatched(),
@@ -73,15 +73,15 @@ class FleetWatch:
             names.homes,
             *names.stored,
         )
-        async with self._bus.subscribe(*told) as heard:
+        async with self._bus.subscribe(*live) as messages:
             known = await self._past()
-            await self._ask_who_is_there()
+            await self._read_members()
             async with (
-                alongside(self._listen(heard, known), "follow the fleet's messages") as hearing,
-                alongside(self._ask(interval), "query the planner") as asking,
-                alongside(self._ask_again(), "read the members from the log") as looking,
+                alongside(self._listen(messages, known), "follow the fleet's messages") as listening,
+                alongside(self._query_planner(interval), "query the planner") as asking,
+                alongside(self._refresh_members(), "read the members from the log") as refreshing,
             ):
-                self._tasks = (hearing, asking, looking)
+                self._tasks = (listening, asking, refreshing)
                 yield
 
     async def _past(self) -> set[tuple[int, int]]:
@@ -92,41 +92,41 @@ class FleetWatch:
             async for one in self._bus.replay(subject, since=PAST_SECONDS, follow=False)
         ]
         for one in sorted(past, key=lambda one: one.published_at):
-            self.live.remember(one)
+            self.live.record_event(one)
         return {_identity(one) for one in past}
 
-    async def _listen(self, heard: Subscription, known: set[tuple[int, int]]) -> None:
-        async for received in heard:
+    async def _listen(self, messages: Subscription, known: set[tuple[int, int]]) -> None:
+        async for received in messages:
             if _identity(received) not in known:
-                self.live.hear(received, self._clock())
-            self.missed = heard.dropped
-            self.heard.set()
+                self.live.apply(received, self._clock())
+            self.missed = messages.dropped
+            self.updated.set()
 
-    async def _ask(self, interval: float) -> None:
+    async def _query_planner(self, interval: float) -> None:
         while True:
             self.loop = await loop_of(self._bus, self._subjects)
             await asyncio.sleep(interval)
 
-    async def _ask_again(self) -> None:
+    async def _refresh_members(self) -> None:
         while True:
             await asyncio.sleep(MEMBERS_SECONDS)
             try:
-                await self._ask_who_is_there()
+                await self._read_members()
             except BusError as error:
                 self.loop = NoAnswer(str(error))
 
-    async def _ask_who_is_there(self) -> None:
+    async def _read_members(self) -> None:
         engines = await members(self._bus, self._subjects)
         await note_plans(self._bus, self._subjects, engines)
-        self.live.present(engines)
+        self.live.set_members(engines)
 
-    def turn(self) -> None:
+    def check(self) -> None:
         """Drop outdated data. Raises the error of a background task that ended, so that stale data is never
         shown as new."""
         for task in self._tasks:
             if task.done():
                 task.result()
-        self.live.turn(self._clock())
+        self.live.drop_outdated(self._clock())
 
     @property
     def tokens_per_second(self) -> float:
@@ -148,7 +148,7 @@ def page(watch: FleetWatch, now: float, height: int) -> list[Text]:
         f"roost top {clock(now)}  {watch.where}  {watch.tokens_per_second:,.0f} tokens/s{missed}  (q ends)",
         "reverse",
     )
-    room = max(height - 2 - LEAST_EVENTS, 1)
+    room = max(height - 2 - MIN_EVENTS, 1)
     body = fitting(list(live.engines.values()), watch.loop, now, room, live.figures())
     if not live.engines:
         body.insert(0, Text("no engine has joined"))
@@ -181,44 +181,37 @@ class ScreenPage:
         self._screen.update(Group(*lines), refresh=True)
 
 
-class TextPage:
-    """Text, one page after another; of events only new ones."""
+class PageSequence:
+    """Pages that are printed one after another. Each event is on one page only."""
 
     def __init__(self) -> None:
         self._printed = 0
 
+    def new_events(self, live: LiveState) -> list[EventLine]:
+        """Return the events since the page before, as far as they are kept."""
+        new, self._printed = live.happened - self._printed, live.happened
+        return list(live.events)[-new:] if new else []
+
+
+class TextPage(PageSequence):
+    """Text."""
+
     def show(self, watch: FleetWatch) -> None:
         now, live = time.time(), watch.live
-        new = live.happened - self._printed
-        self._printed = live.happened
         body = fitting(list(live.engines.values()), watch.loop, now, sys.maxsize, live.figures())
         head = Text(
             f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}  {watch.where} "
             f" {watch.tokens_per_second:,.0f} tokens/s"
         )
-        show(
-            "\n".join(
-                line.plain for line in [head, *body, *happened(list(live.events)[-new:] if new else [])]
-            )
-            + "\n"
-        )
+        show("\n".join(line.plain for line in [head, *body, *happened(self.new_events(live))]) + "\n")
 
 
-class JsonPage:
+class JsonPage(PageSequence):
     """One JSON object per update."""
 
-    def __init__(self) -> None:
-        self._printed = 0
-
     def show(self, watch: FleetWatch) -> None:
-        live = watch.live
-        new = live.happened - self._printed
-        self._printed = live.happened
-        show(in_json(self._record(watch, list(live.events)[-new:] if new else [])))
-
-    def _record(self, watch: FleetWatch, events: Sequence[EventLine]) -> dict[str, Any]:
         measured = watch.live.figures()
-        return {
+        record = {
             "at": time.time(),
             "tokens_per_second": watch.tokens_per_second,
             "missed": watch.missed,
@@ -226,8 +219,9 @@ class JsonPage:
                 {**as_record(one), "measured": measured.get(name)} for name, one in watch.live.engines.items()
             ],
             **loop_record(watch.loop),
-            "events": [one._asdict() for one in events],
+            "events": [one._asdict() for one in self.new_events(watch.live)],
         }
+        show(in_json(record))
 
 
 # Running
@@ -241,12 +235,12 @@ def show_top(bus_config: BusConfig, interval: float, *, once: bool, as_json: boo
     async def work(bus: Bus, subjects: Subjects) -> None:
         watch = FleetWatch(bus, subjects, where)
         ended = asyncio.Event()
-        async with watch.going_on(interval):
+        async with watch.following(interval):
             await _first_interval(watch)
             with ExitStack() as stack:
                 await _turns(
                     watch,
-                    stack.enter_context(_shown_on(console, ended, as_json=as_json, once=once)),
+                    stack.enter_context(_page_for(console, ended, as_json=as_json, once=once)),
                     ended,
                     interval,
                     once=once,
@@ -260,8 +254,8 @@ async def _first_interval(watch: FleetWatch) -> None:
     try:
         async with asyncio.timeout(LISTEN_SECONDS):
             while not (watch.live.engines and all(one.complete for one in watch.live.engines.values())):
-                watch.heard.clear()
-                await watch.heard.wait()
+                watch.updated.clear()
+                await watch.updated.wait()
     except TimeoutError:
         pass  # engines without a message are shown as silent
 
@@ -270,7 +264,7 @@ async def _turns(
     watch: FleetWatch, shown: Page, ended: asyncio.Event, interval: float, *, once: bool
 ) -> None:
     while not ended.is_set():
-        watch.turn()
+        watch.check()
         shown.show(watch)
         if once:
             return
@@ -281,12 +275,12 @@ async def _turns(
             continue
 
 
-def _shown_on(
+def _page_for(
     console: Console, ended: asyncio.Event, *, as_json: bool, once: bool
 ) -> AbstractContextManager[Page]:
     """Choose the display: a screen on a terminal unless `once`, else text or JSON."""
     return (
-        _screen(console, ended)
+        on_screen(console, ended)
         if console.is_terminal and not as_json and not once
         else _pages(JsonPage() if as_json else TextPage())
     )
@@ -298,7 +292,7 @@ def _pages(page: Page) -> Iterator[Page]:
 
 
 @contextmanager
-def _screen(console: Console, ended: asyncio.Event) -> Iterator[Page]:
+def on_screen(console: Console, ended: asyncio.Event) -> Iterator[Page]:
     """Draw on the alternate screen and restore the terminal in any case."""
     with (
         keys(ended),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from fleet.placement import EMPTY
-from fleet.text import listed
+from fleet.text import byte_size, counted, duration, listed
 from migration.model.placement_changes import ChangeKind
 from migration.model.plan import PlanStep
 from migration.planning.findings import Finding, FindingCode
@@ -11,7 +11,6 @@ from migration.planning.rank_loss import Recovery
 from migration.solvers.specialisation_test import FEW, LEAST, Evidence, SpecialisationTest
 
 NEW_SHARES = "its replicas get new shares, which evens out the ranks and copies nothing"
-_KB, _MB, _GB = 1e3, 1e6, 1e9
 
 
 def sentence(finding: Finding) -> str:
@@ -19,19 +18,6 @@ def sentence(finding: Finding) -> str:
     text = TEXTS[finding.code]
     found = text.format(**finding.values) if isinstance(text, str) else text(**finding.values)
     return f"{finding.about}: {found}" if finding.about else found
-
-
-def amount(count: float) -> str:
-    """Format bytes for people; kB, MB and GB are powers of 1000."""
-    for unit, name in ((_GB, "GB"), (_MB, "MB"), (_KB, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    """Format a time for people."""
-    return f"{1e3 * seconds:.3g} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.3g} us"
 
 
 # Findings
@@ -46,7 +32,7 @@ def _outcome(
     net_seconds: float,
     lifetime_seconds: float,
 ) -> str:
-    copied = f"{copies} {'copy' if copies == 1 else 'copies'}, {amount(bytes)}" if copies else "no bytes"
+    copied = f"{counted(copies, 'copy', 'copies')}, {byte_size(bytes)}" if copies else "no bytes"
     length = "shorter" if gain_seconds >= 0 else "longer"
     return (
         f"{copied}; balance {balance[0]:.3f} to {balance[1]:.3f}, local {local[0]:.1%} to {local[1]:.1%},"
@@ -219,18 +205,16 @@ def change_reason(
     """
     replaced = row[slot]
     if kind == ChangeKind.DROP:
-        return f"also held by {_ranks(row.count(replaced) - 1)}"
+        return f"also held by {counted(row.count(replaced) - 1, 'rank')}"
     if kind == ChangeKind.SWAP:
         return "ranks are more even, or experts nearer to their requests"
     room = (
-        "into an empty slot" if replaced == EMPTY else f"{replaced} is held by {_ranks(row.count(replaced))}"
+        "into an empty slot"
+        if replaced == EMPTY
+        else f"{replaced} is held by {counted(row.count(replaced), 'rank')}"
     )
     if kind == ChangeKind.REPLICATE:
-        return f"held by {_ranks(row.count(expert))} so far, {room}"
+        return f"held by {counted(row.count(expert), 'rank')} so far, {room}"
     if lost_source is not None:
         return f"rank {lost_source} is lost, {room}"
     return f"more even ranks or nearer experts, {room}"
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -36,7 +36,7 @@ async def test_it_prints_what_was_stored_before_it_came_and_what_comes(
     (tmp_path / "nats.conf").write_text(f"jetstream: enabled\n{credentials.authorization()}")
     server = nats_server_type(tmp_path / "store", "-c", str(tmp_path / "nats.conf"))
     server.start()
-    credentials.tell(server.url)
+    credentials.write_files(server.url)
     bus = await NatsBus.connect(server.url, subjects, BusConfig(credentials_file=credentials.file("planner")))
     before = MigrationPlanned(
         engine="e0",

@@ -9,7 +9,7 @@ from fleet.requests.control_loop import EngineLoop, LayerFigures, LoopDescribed,
 
 NOW = 1_700_000_000.0
 START = LoopFigures(remote_ranks=1.969, local=0.312, balance=0.93, step_seconds=0.0102, tokens=9000)
-FORETOLD = LoopFigures(remote_ranks=1.43, local=0.59, balance=0.92, step_seconds=0.00905)
+PREDICTED = LoopFigures(remote_ranks=1.43, local=0.59, balance=0.92, step_seconds=0.00905)
 MEASURED = LoopFigures(remote_ranks=1.442, local=0.581, balance=0.912, step_seconds=0.0091, tokens=8000)
 LAYERS = LayerFigures(
     balance=tuple(0.85 + 0.002 * layer for layer in range(58)),
@@ -25,7 +25,7 @@ KEPT = PlanSummary(
     copies=12,
     bytes=3_400_000,
     predicted_before=START,
-    predicted_after=FORETOLD,
+    predicted_after=PREDICTED,
     measured_before=START,
     measured_after=MEASURED,
 )

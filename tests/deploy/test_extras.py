@@ -35,7 +35,7 @@ def without_extras(code: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_router_tracker_planner_and_commands_need_no_extra() -> None:
-    parts = "router, tracker, planner, plain, simulated"
+    parts = "router, tracker, planner, static_backend, simulated"
     done = without_extras(
         f"import deploy.cli.app\nfrom deploy.parts import {parts}\nprint(sorted({{'torch', 'safetensors',"
         " 'dynamo'} & set(sys.modules)))"

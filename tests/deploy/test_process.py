@@ -27,7 +27,7 @@ sys.exit(run(part(), expected=()))
 """
 
 
-async def told(how: str, *signals: signal.Signals) -> tuple[int, str]:
+async def answer(how: str, *signals: signal.Signals) -> tuple[int, str]:
     """Exit status and output of a part that gets these signals."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROGRAM, how, stdout=asyncio.subprocess.PIPE
@@ -43,11 +43,11 @@ async def told(how: str, *signals: signal.Signals) -> tuple[int, str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_stops_a_part_cleanly(number: signal.Signals) -> None:
-    assert await told("", number) == (0, "up\ncleaning\nclean\n")
+    assert await answer("", number) == (0, "up\ncleaning\nclean\n")
 
 
 async def test_a_second_signal_ends_it_at_once() -> None:
-    assert await told("stuck", signal.SIGINT, signal.SIGTERM) == (-signal.SIGTERM, "up\ncleaning\n")
+    assert await answer("stuck", signal.SIGINT, signal.SIGTERM) == (-signal.SIGTERM, "up\ncleaning\n")
 
 
 RELOADING = """

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from deploy.run_directory import Running, run_directory
 with run_directory(Path(sys.argv[1])) as run:
-    run.tell(Running(pid=1, namespace="n", nats="nats://127.0.0.1:1"))
+    run.write_record(Running(pid=1, namespace="n", nats="nats://127.0.0.1:1"))
     run.log("engine-0/1").write_text("words")
     (run.folder("nats") / "data").write_text("x")
     print("up", flush=True)
@@ -57,7 +57,7 @@ def test_after_a_failure_the_logs_stay_and_nothing_else(base: Path) -> None:
         with run_directory(base) as run:
             run.log("engine-0/1").write_text("last words")
             (run.folder("nats") / "data").write_text("x")
-            run.tell(Running(pid=1, namespace="n"))
+            run.write_record(Running(pid=1, namespace="n"))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

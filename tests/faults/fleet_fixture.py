@@ -24,7 +24,7 @@ from bus.protocol.subjects import Subjects
 from deploy.config import Configuration
 from deploy.launch_spec import LaunchSpec
 from deploy.local.parent_death import wrapped
-from deploy.parts.resume import last_life
+from deploy.parts.resume import last_record
 from deploy.process import alongside
 from deploy.settings import read_settings
 from fleet.requests.handovers import (
@@ -288,7 +288,7 @@ class Engine:
         self._lives += 1
         stem = f"{self.name}-{self._lives}"
         placement = (
-            await last_life(self.deployment.bus, self.deployment.subjects, self.name)
+            await last_record(self.deployment.bus, self.deployment.subjects, self.name)
             or first_placement().record()
         )
         self.ranks = []

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 import pytest
 from aiohttp import web
 
-from deploy.descriptors import most_connections
+from deploy.descriptors import max_connections
 from deploy.http.sockets import listen, url_of
 from tests.hostile.clients import RawAnswer, raw_client, until
 from tests.hostile.conftest import StartTarget
@@ -65,7 +65,7 @@ async def test_what_is_shed_first_is_silence_then_idleness_then_an_unfinished_he
 def test_half_of_the_descriptors_are_left_for_connections_to_ranks() -> None:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     with _limit(1024):
-        assert most_connections() == (1024 - 32) // 2
+        assert max_connections() == (1024 - 32) // 2
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == soft
 
 

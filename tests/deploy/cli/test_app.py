@@ -143,9 +143,9 @@ def test_a_bad_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
         (["events", "--since", "soon"], "use a number and s, m, h or d"),
         (
             ["events", "--kind", "kv"],
-            "'kv' is the beginning of KvSnapshotRequested, KvSnapshot, KvEvents, KvMetrics: say which",
+            "'kv' is the beginning of KvSnapshotRequested, KvSnapshot, KvEvents, KvMetrics: name one of them",
         ),
-        (["events", "--no-follow"], "only makes sense with --since"),
+        (["events", "--no-follow"], "--no-follow needs --since"),
         (["drain", "e0", "--undo", "--wait", "3"], "--undo takes neither --wait nor --reason"),
         (["drain"], "Missing argument"),
         (["router", "--backend", "ftp://a"], "'ftp://a' must start with http"),
@@ -208,17 +208,19 @@ def test_reload_without_a_running_fleet_says_what_to_do() -> None:
     assert "no fleet of this user runs here" in refused(1, "config", "--running")
 
 
-def test_the_beginning_of_a_kind_is_enough(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "remark"),
+    [
+        ("config", ""),
+        ("PlanJudged", "roost: PlanJudged is now PlanEvaluated"),
+        ("planjudged", "roost: PlanJudged is now PlanEvaluated"),
+    ],
+)
+def test_the_beginning_of_a_kind_or_its_former_name_is_enough(
+    kind: str, remark: str, unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROOST_BUS_CONNECT_SECONDS", "0.3")
-    said = refused(
-        1,
-        "events",
-        "--kind",
-        "config",
-        "--since",
-        "1h",
-        "--no-follow",
-        "--nats",
-        f"nats://127.0.0.1:{unused_port}",
-    )
-    assert f"127.0.0.1:{unused_port}" in said
+    replay = ["events", "--kind", kind, "--since", "1h", "--no-follow"]
+    stderr = refused(1, *replay, "--nats", f"nats://127.0.0.1:{unused_port}")
+    assert f"127.0.0.1:{unused_port}" in stderr
+    assert stderr.startswith(remark)

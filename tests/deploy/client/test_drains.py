@@ -98,8 +98,8 @@ async def test_undoing_an_engine_undoes_its_ranks_but_not_the_other_way_round(bu
 
 async def test_a_drain_is_a_stored_event(bus: MemoryBus) -> None:
     await drain(bus, SUBJECTS, await find(bus, SUBJECTS, "e0"), "why")
-    said = [received.message async for received in bus.replay(SUBJECTS.drains("e0", None), follow=False)]
-    assert said == [RankDrained(engine="e0", worker_id=10, rank=None, draining=True, reason="why")]
+    output = [received.message async for received in bus.replay(SUBJECTS.drains("e0", None), follow=False)]
+    assert output == [RankDrained(engine="e0", worker_id=10, rank=None, draining=True, reason="why")]
 
 
 # Until nothing runs
@@ -130,14 +130,14 @@ def load(rank: int, running: int, worker_id: int = 10) -> tuple[str, Message]:
 
 @pytest.mark.looptime
 async def test_a_place_is_idle_when_its_ranks_say_so_twice(bus: MemoryBus) -> None:
-    said: list[str] = []
+    output: list[str] = []
     place = await find(bus, SUBJECTS, "e0/1")
     async with saying(bus, load(1, 3), load(0, 7)):
-        assert not await until_idle(bus, SUBJECTS, place, 4.0, said.append)
-    assert said == ["e0/1: 3 running or waiting, 0 booked by routers"]
+        assert not await until_idle(bus, SUBJECTS, place, 4.0, output.append)
+    assert output == ["e0/1: 3 running or waiting, 0 booked by routers"]
     async with saying(bus, load(1, 0), load(0, 7)):
-        assert await until_idle(bus, SUBJECTS, place, 4.0, said.append)
-    assert said[-1] == "e0/1: idle"
+        assert await until_idle(bus, SUBJECTS, place, 4.0, output.append)
+    assert output[-1] == "e0/1: idle"
 
 
 @pytest.mark.looptime
@@ -152,24 +152,24 @@ async def test_what_a_router_has_booked_counts_too(bus: MemoryBus) -> None:
     async def describe(_: Message) -> Message:
         return ReservationsDescribed(router=5, publisher_id=1, sequence=0, booked=tuple(booked))
 
-    said: list[str] = []
+    output: list[str] = []
     place = await find(bus, SUBJECTS, "e0/1")
     async with (
         bus.serve(SUBJECTS.describe_reservations(5), describe),
         saying(bus, load(1, 0), (SUBJECTS.reservations, ReservationsChanged(router=5))),
     ):
-        waiting = asyncio.create_task(until_idle(bus, SUBJECTS, place, 30.0, said.append))
+        waiting = asyncio.create_task(until_idle(bus, SUBJECTS, place, 30.0, output.append))
         await asyncio.sleep(5)
         assert not waiting.done()
-        assert said == ["e0/1: 0 running or waiting, 1 booked by routers"]
+        assert output == ["e0/1: 0 running or waiting, 1 booked by routers"]
         booked.pop()
         assert await waiting
-    assert said[-1] == "e0/1: idle"
+    assert output[-1] == "e0/1: idle"
 
 
 @pytest.mark.looptime
 async def test_a_rank_that_says_nothing_is_not_taken_for_idle(bus: MemoryBus) -> None:
-    said: list[str] = []
+    output: list[str] = []
     async with saying(bus, load(0, 0)):
-        assert not await until_idle(bus, SUBJECTS, await find(bus, SUBJECTS, "e0"), 3.0, said.append)
-    assert said == ["e0: no load report of rank 1 yet"]
+        assert not await until_idle(bus, SUBJECTS, await find(bus, SUBJECTS, "e0"), 3.0, output.append)
+    assert output == ["e0: no load report of rank 1 yet"]

@@ -17,11 +17,11 @@ import pytest
 from bus import Bus, Message
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy.cli.views import FAMILIES, KINDS
+from deploy.cli.events import FAMILIES, KINDS
 from deploy.client import migrations
 from deploy.client.fleet_status import members, note_plans
 from deploy.client.migrations import NoSuchEngine, NotAccepted, PlanProgress, carried_out, engine_named
-from deploy.parts.resume import last_life
+from deploy.parts.resume import last_record
 from deploy.process import SIGNALS, alongside
 from deploy.views.migration import as_record
 from engine_adapter.batching.request_validation import GenerationRequest
@@ -53,7 +53,7 @@ from migration.model.plan_record import PlanRecord
 from migration.service import MigrationService
 from tests.deploy.bus_responder import on_nats
 from tests.deploy.commands import roost
-from tests.deploy.loop_figures import FORETOLD, START
+from tests.deploy.loop_figures import PREDICTED, START
 from tests.simulated_engines import simulated_engine
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -353,7 +353,7 @@ RECORD = PlanRecord(
 
 @contextmanager
 def planner(
-    nats_url: str, namespace: str, heard: list[Message], *story: Message, plan: bytes = b""
+    nats_url: str, namespace: str, received: list[Message], *story: Message, plan: bytes = b""
 ) -> Iterator[None]:
     """A planner on a NATS server; `heard`: what it is asked."""
 
@@ -363,7 +363,7 @@ def planner(
         tell = telling(bus, subjects, *story)
 
         async def answer(message: Message) -> Message:
-            heard.append(message)
+            received.append(message)
             if isinstance(message, DescribePlan):
                 refused = None if plan else "no gain beyond sampling noise"
                 return PlanDescribed(
@@ -390,8 +390,8 @@ def space(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> st
 
 
 def test_migrate_asks_for_an_expert_and_tells_what_came_of_it(nats_url: str, space: str) -> None:
-    heard: list[Message] = []
-    with planner(nats_url, space, heard, *GOOD):
+    received: list[Message] = []
+    with planner(nats_url, space, received, *GOOD):
         done = roost(
             "migrate", "--expert", "1/3", "--to", "e0/1", "--from", "0", "--move", "--nats", nats_url
         )
@@ -401,10 +401,10 @@ def test_migrate_asks_for_an_expert_and_tells_what_came_of_it(nats_url: str, spa
             in done.stdout
         )
         assert "done: engine-0 serves epoch 2; 2 copies, 2 kB by shared, 0.50 s" in done.stdout
-        assert heard == [MigrateExpert(engine="engine-0", layer=1, expert=3, rank=1, source=0, move=True)]
+        assert received == [MigrateExpert(engine="engine-0", layer=1, expert=3, rank=1, source=0, move=True)]
         found = json.loads(roost("rollback", "--to-before", "beef", "--json", "--nats", nats_url).stdout)
         assert (found["outcome"], found["epoch"]) == ("done", 2)
-        assert heard[1:] == [RollBack(engine="engine-0", plan="beef")]
+        assert received[1:] == [RollBack(engine="engine-0", plan="beef")]
 
 
 def test_migrate_ends_in_status_1_when_it_is_given_up(nats_url: str, space: str) -> None:
@@ -418,9 +418,9 @@ def test_migrate_ends_in_status_1_when_it_is_given_up(nats_url: str, space: str)
 def test_a_plan_is_written_to_a_file_and_carried_out_from_there(
     nats_url: str, space: str, tmp_path: Path
 ) -> None:
-    heard: list[Message] = []
+    received: list[Message] = []
     file, plan = tmp_path / "plan.json", msgspec.json.encode(PLAN)
-    with planner(nats_url, space, heard, *GOOD, plan=plan):
+    with planner(nats_url, space, received, *GOOD, plan=plan):
         written = roost("plan", "--out", str(file), "--nats", nats_url)
         assert (written.exit_code, file.read_bytes()) == (0, plan)
         assert f"roost migrate --plan {file} --to engine-0" in written.stderr
@@ -431,7 +431,7 @@ def test_a_plan_is_written_to_a_file_and_carried_out_from_there(
         assert "done: engine-0 serves epoch 2" in applied.stdout
         found = json.loads(roost("plan", "--apply", "--json", "--nats", nats_url).stdout)
         assert (found["asked"]["id"], found["outcome"]) == (PLAN.id, "done")
-    assert [one for one in heard if not isinstance(one, DescribePlan)] == [
+    assert [one for one in received if not isinstance(one, DescribePlan)] == [
         ApplyPlan(engine="engine-0", plan=plan)
     ] * 3
 
@@ -513,7 +513,7 @@ async def test_an_expert_moves_while_an_engine_serves_and_back_and_its_next_life
         assert np.array_equal(first.replicas_on_rank, now.replicas_on_rank)
         rest = (await meanwhile.rest()).token_ids
         assert rest == alone.token_ids[-len(rest) :]
-    last = await last_life(bus, SUBJECTS, "sim-0")
+    last = await last_record(bus, SUBJECTS, "sim-0")
     assert last is not None
     assert last.epoch == 3
     await bus.close()
@@ -524,8 +524,8 @@ async def test_an_engine_that_leaves_amid_a_plan_ends_it_with_a_word_why() -> No
     service = MigrationService(bus, SUBJECTS, MigrationConfig(cycle_seconds=3600.0))
 
     async def hear() -> None:
-        async with bus.subscribe(SUBJECTS.handovers()) as heard:
-            async for one in heard:
+        async with bus.subscribe(SUBJECTS.handovers()) as received:
+            async for one in received:
                 if isinstance(one.message, HandoverDescribed) and one.message.state == "staging":
                     staging.set()
 
@@ -559,7 +559,7 @@ async def test_status_tells_which_plan_is_under_way(bus: MemoryBus) -> None:
         **WHO,
         "plan": "before",
         "predicted_before": START,
-        "predicted_after": FORETOLD,
+        "predicted_after": PREDICTED,
         "plan_discount": 1.0,
     }
     judged = PlanEvaluated(**earlier, epoch=0, verdict="kept", reason="it stays")

@@ -38,20 +38,20 @@ class App:
 
 
 async def test_pages_are_served_and_other_statuses_raise() -> None:
-    door = listen("127.0.0.1", 0)
-    port = door.getsockname()[1]
-    async with HttpServer(App(), door, drain_seconds=1):
-        await probe(f"{url_of(door)}/page")
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    async with HttpServer(App(), listener, drain_seconds=1):
+        await probe(f"{url_of(listener)}/page")
         with pytest.raises(HttpError, match="HTTP 404"):
-            await probe(f"{url_of(door)}/missing")
+            await probe(f"{url_of(listener)}/missing")
     with pytest.raises(OSError, match="Connect call failed"):
         await probe(f"http://127.0.0.1:{port}")
 
 
 async def test_connections_send_without_delay() -> None:
-    with listen("127.0.0.1", 0) as door:
-        _, writer = await asyncio.open_connection(*door.getsockname())
-        accepted, _ = door.accept()
+    with listen("127.0.0.1", 0) as listener:
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
@@ -59,19 +59,19 @@ async def test_connections_send_without_delay() -> None:
 
 
 async def test_an_open_request_is_finished_before_the_stop() -> None:
-    app, door = App(), listen("127.0.0.1", 0)
-    async with HttpServer(app, door, drain_seconds=5):
-        asking = asyncio.create_task(probe(f"{url_of(door)}/slow"))
+    app, listener = App(), listen("127.0.0.1", 0)
+    async with HttpServer(app, listener, drain_seconds=5):
+        asking = asyncio.create_task(probe(f"{url_of(listener)}/slow"))
         await app.asked.wait()
         asyncio.get_running_loop().call_later(0.3, app.go.set)
     await asking
 
 
 async def test_a_request_that_never_ends_delays_the_stop_by_a_bound_only() -> None:
-    app, door = App(), listen("127.0.0.1", 0)
+    app, listener = App(), listen("127.0.0.1", 0)
     clock = asyncio.get_running_loop().time
-    async with HttpServer(app, door, drain_seconds=1):
-        asking = asyncio.create_task(probe(f"{url_of(door)}/slow"))
+    async with HttpServer(app, listener, drain_seconds=1):
+        asking = asyncio.create_task(probe(f"{url_of(listener)}/slow"))
         await app.asked.wait()
         before = clock()
     assert 0.9 < clock() - before < 4
@@ -82,8 +82,11 @@ async def test_a_request_that_never_ends_delays_the_stop_by_a_bound_only() -> No
 def test_addresses_that_cannot_be_bound_are_refused_with_the_remedy() -> None:
     with pytest.raises(CannotListen, match=r"cannot listen on 'no\.such\.host\.invalid'.*--host"):
         listen("no.such.host.invalid", 0)
-    with listen("127.0.0.1", 0) as door, pytest.raises(CannotListen, match=r"Address already in use.*--port"):
-        listen("127.0.0.1", door.getsockname()[1])
+    with (
+        listen("127.0.0.1", 0) as listener,
+        pytest.raises(CannotListen, match=r"Address already in use.*--port"),
+    ):
+        listen("127.0.0.1", listener.getsockname()[1])
 
 
 def test_a_descriptor_that_is_no_socket_is_refused() -> None:
@@ -92,8 +95,8 @@ def test_a_descriptor_that_is_no_socket_is_refused() -> None:
 
 
 def test_urls_are_those_a_client_here_can_use() -> None:
-    with listen("0.0.0.0", 0) as door:
-        assert url_of(door) == f"http://127.0.0.1:{door.getsockname()[1]}"
+    with listen("0.0.0.0", 0) as listener:
+        assert url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 async def test_a_face_that_stops_serving_by_itself_is_a_failure() -> None:

@@ -82,9 +82,9 @@ async def router(**settings: Any) -> AsyncIterator[tuple[Running, Backend]]:
     backend = Backend()
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(served_web(backend.app()))
-        door = listen("127.0.0.1", 0)
-        address = url_of(door)
-        task = asyncio.create_task(serve(door, None, RouterConfig(backends=(url,), **settings), None))
+        listener = listen("127.0.0.1", 0)
+        address = url_of(listener)
+        task = asyncio.create_task(serve(listener, None, RouterConfig(backends=(url,), **settings), None))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         try:
             async with asyncio.timeout(10):
@@ -173,9 +173,9 @@ async def test_what_is_not_over_in_time_ends_with_an_error_that_says_so(
         assert b" 200 OK" in head
         assert b"could not finish this answer in time" in stream
         assert stream.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")  # the last chunk, too: a proper end
-        status, said = await whole
+        status, output = await whole
         assert status == 503
-        assert json.loads(said)["error"]["code"] == "not_ready"
+        assert json.loads(output)["error"]["code"] == "not_ready"
         await running.stopped(3)
     assert no_traceback(caplog)
     assert [record for record in caplog.records if "2 requests are broken off" in record.getMessage()]
@@ -204,8 +204,8 @@ async def test_before_it_stops_it_may_take_requests_for_a_while_though_it_is_not
 async def test_a_second_signal_ends_the_process_at_once() -> None:
     backend = Backend()
     async with served_web(backend.app()) as url, aiohttp.ClientSession() as http:
-        with listen("127.0.0.1", 0) as door:
-            address = url_of(door)
+        with listen("127.0.0.1", 0) as listener:
+            address = url_of(listener)
         port = address.rpartition(":")[2]
         command = [
             sys.executable,
@@ -274,6 +274,6 @@ async def test_what_a_rank_cannot_finish_in_time_ends_with_an_error_that_its_rou
                 assert await stream.content.readline()
         events = (await stream.content.read()).split(b"\n\n")
         assert json.loads(events[-2].removeprefix(b"data: "))["error"]["message"] == "the rank is stopping"
-        status, said = await whole
-        assert (status, json.loads(said)["error"]["code"]) == (503, "engine_failed")
+        status, output = await whole
+        assert (status, json.loads(output)["error"]["code"]) == (503, "engine_failed")
     assert no_traceback(caplog)

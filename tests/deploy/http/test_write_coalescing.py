@@ -7,7 +7,7 @@ import pytest
 
 from deploy.http.server import HttpServer
 from deploy.http.sockets import listen
-from deploy.http.write_coalescing import MOST_GATHERED, WriteCoalescing
+from deploy.http.write_coalescing import MAX_GATHERED_BYTES, WriteCoalescing
 
 
 class Wire(asyncio.Transport):
@@ -70,8 +70,8 @@ async def test_nothing_is_lost_when_the_server_closes(wire: Wire, gathering: Wri
 
 async def test_much_leaves_at_once(wire: Wire, gathering: WriteCoalescing) -> None:
     gathering.write(b"x")
-    gathering.write(bytes(MOST_GATHERED))
-    assert [len(data) for data in wire.writes] == [MOST_GATHERED + 1]
+    gathering.write(bytes(MAX_GATHERED_BYTES))
+    assert [len(data) for data in wire.writes] == [MAX_GATHERED_BYTES + 1]
 
 
 async def test_nothing_is_written_to_a_client_that_has_gone(wire: Wire, gathering: WriteCoalescing) -> None:
@@ -95,9 +95,9 @@ async def _app(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 
 async def test_a_short_answer_arrives_in_one_piece() -> None:
-    door = listen("127.0.0.1", 0)
-    async with HttpServer(_app, door, drain_seconds=1):
-        reader, writer = await asyncio.open_connection(*door.getsockname())
+    listener = listen("127.0.0.1", 0)
+    async with HttpServer(_app, listener, drain_seconds=1):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(
             b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
         )
@@ -130,9 +130,9 @@ async def test_a_client_that_does_not_read_holds_up_its_answer_and_not_the_serve
             await send({"type": "http.response.body", "body": piece, "more_body": at < pieces - 1})
             sent += 1
 
-    door = listen("127.0.0.1", 0)
-    async with HttpServer(flood, door, drain_seconds=1):
-        reader, writer = await asyncio.open_connection(*door.getsockname(), limit=1024)
+    listener = listen("127.0.0.1", 0)
+    async with HttpServer(flood, listener, drain_seconds=1):
+        reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         before = -1
         while sent != before or not sent:  # until it stands still

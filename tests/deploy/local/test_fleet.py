@@ -35,14 +35,14 @@ def final(seconds: float) -> str:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def output() -> list[str]:
     return []
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path, said: list[str]) -> AsyncIterator[Fleet]:
+async def fleet(tmp_path: Path, output: list[str]) -> AsyncIterator[Fleet]:
     with run_directory(tmp_path / "state") as run:
-        async with Fleet(read_settings(None, {}, tmp_path), run, {}, said.append) as fleet:
+        async with Fleet(read_settings(None, {}, tmp_path), run, {}, output.append) as fleet:
             yield fleet
 
 
@@ -54,13 +54,13 @@ def unit(command: Command, policy: Policy = QUICK) -> Unit:
 
 
 async def test_it_goes_on_without_one_of_two_engines_and_ends_with_the_last(
-    fleet: Fleet, said: list[str], script: Script
+    fleet: Fleet, output: list[str], script: Script
 ) -> None:
     fleet.engine_units += [unit(script(final(0.2), "engine-0")), unit(script(final(0.8), "engine-1"))]
     await fleet.add(*fleet.engine_units, unit(script(FOREVER, "router")))
     with pytest.raises(UnitFailed, match="engine-1 ended with status 2"):
         await asyncio.wait_for(fleet.serve(), 10)
-    assert [line.splitlines()[-1].strip() for line in said] == ["going on without engine-0"]
+    assert [line.splitlines()[-1].strip() for line in output] == ["going on without engine-0"]
 
 
 async def test_it_ends_when_a_part_is_given_up_that_there_is_one_of(fleet: Fleet, script: Script) -> None:
@@ -71,11 +71,11 @@ async def test_it_ends_when_a_part_is_given_up_that_there_is_one_of(fleet: Fleet
 
 
 async def test_a_secret_for_routers_alone_is_refused_before_anything_starts(
-    tmp_path: Path, said: list[str]
+    tmp_path: Path, output: list[str]
 ) -> None:
     settings = read_settings(None, {"ROOST_ROUTER_FLEET_SECRET_FILE": str(tmp_path / "secret")}, tmp_path)
     with run_directory(tmp_path / "state") as run:
-        async with Fleet(settings, run, {}, said.append) as fleet:
+        async with Fleet(settings, run, {}, output.append) as fleet:
             with pytest.raises(
                 UnitFailed, match=r"worker\.fleet_secret_file is not set.*set both, or neither"
             ):
@@ -89,7 +89,7 @@ class Reader:
 
     def __init__(self, *, serves: bool) -> None:
         self.signals: list[int] = []
-        self.told = asyncio.Event()
+        self.answer = asyncio.Event()
         self.children = (self,)
         self._serves = serves
 
@@ -99,7 +99,7 @@ class Reader:
 
     def signal(self, number: int) -> None:
         self.signals.append(number)
-        self.told.set()
+        self.answer.set()
 
 
 async def test_a_part_that_is_being_started_again_keeps_no_other_from_its_new_settings(
@@ -108,7 +108,7 @@ async def test_a_part_that_is_being_started_again_keeps_no_other_from_its_new_se
     starting, serving = Reader(serves=False), Reader(serves=True)
     fleet.reading_units += cast("list[Unit]", [starting, serving])
     reloading = asyncio.create_task(fleet.reload(lambda: read_settings(None, {}, tmp_path)))
-    await asyncio.wait_for(serving.told.wait(), 10)
+    await asyncio.wait_for(serving.answer.wait(), 10)
     reloading.cancel()
     await asyncio.wait([reloading])
     assert (serving.signals, starting.signals) == ([signal.SIGHUP], [])
@@ -156,5 +156,5 @@ async def test_a_tracker_that_is_started_again_finds_what_it_knew(
     environment = {} if set_to is None else {"ROOST_TRACKER_STATE_FILE": set_to}
     with run_directory(tmp_path / "state") as run:
         async with Fleet(read_settings(None, environment, tmp_path), run, {}, lambda _: None) as fleet:
-            told = read_settings(fleet._ground().config_file, {}, tmp_path).part(TrackerConfig)
-        assert told.state_file == str(run.path / expected)
+            answer = read_settings(fleet.write_files().config_file, {}, tmp_path).part(TrackerConfig)
+        assert answer.state_file == str(run.path / expected)

@@ -17,31 +17,31 @@ from router.config import RouterConfig
 from tests.conftest import free_port
 
 
-def port_of(door: socket.socket) -> int:
-    return int(door.getsockname()[1])
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
 
 
 def close(doors: list[socket.socket]) -> None:
-    for door in doors:
-        door.close()
+    for listener in doors:
+        listener.close()
 
 
 def test_several_sockets_share_a_port_and_split_its_connections() -> None:
     doors = listen_together("127.0.0.1", 0, 3)
-    assert len({port_of(door) for door in doors}) == 1
+    assert len({port_of(listener) for listener in doors}) == 1
     clients = [socket.create_connection(doors[0].getsockname()) for _ in range(64)]
-    accepted = [_accepted(door) for door in doors]
+    accepted = [_accepted(listener) for listener in doors]
     assert sum(accepted) == 64
     assert min(accepted) >= 3
     close([*clients, *doors])
 
 
-def _accepted(door: socket.socket) -> int:
-    door.setblocking(False)
+def _accepted(listener: socket.socket) -> int:
+    listener.setblocking(False)
     count = 0
     while True:
         try:
-            door.accept()[0].close()
+            listener.accept()[0].close()
         except BlockingIOError:
             return count
         count += 1
@@ -93,14 +93,14 @@ async def test_each_process_is_a_unit_of_its_own_and_is_told_its_sockets(
         RouterSockets.listening(RouterConfig(port=0, processes=processes)) as doors,
     ):
         async with Fleet(read_settings(None, {}, tmp_path), run, {}, lambda _: None) as fleet:
-            units = fleet._routers(fleet._ground(), doors, bus=False)
-            lives = [await unit._launch() for unit in units]
+            units = fleet.routers(fleet.write_files(), doors, bus=False)
+            lives = [await unit.launch() for unit in units]
         names = ["router"] if processes == 1 else ["router-0", "router-1"]
         assert [unit.name for unit in units] == names
         assert fleet.router_url == doors.url
         assert fleet.router_urls == (doors.urls if processes > 1 else ())
         orders = [msgspec.json.decode(life.commands[0].arguments[-1], type=LaunchSpec) for life in lives]
-        assert [order.descriptor for order in orders] == [door.fileno() for door in doors.shared]
+        assert [order.descriptor for order in orders] == [listener.fileno() for listener in doors.shared]
         assert not any(order.bus for order in orders)
         for life, order in zip(lives, orders, strict=True):
             assert set(life.commands[0].keep) == {order.descriptor, order.private} - {None}

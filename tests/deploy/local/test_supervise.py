@@ -54,7 +54,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_period(
     await until(lambda: "up" in tail(tmp_path / "child.log"))
     await child.stop(0.1)
     assert child.ended == -signal.SIGKILL
-    assert child.epitaph() == "child was ended by SIGKILL"
+    assert child.ending() == "child was ended by SIGKILL"
 
 
 async def test_a_stopped_child_is_ended(script: Script) -> None:
@@ -127,9 +127,9 @@ async def test_a_child_whose_parent_is_gone_before_it_starts_does_not_run(tmp_pa
 
 
 async def test_when_one_child_of_a_unit_ends_the_others_are_ended_and_all_start_anew(script: Script) -> None:
-    said: list[str] = []
+    output: list[str] = []
     async with Unit(
-        "engine", launcher(script(FOREVER, "a"), script(FOREVER, "b")), QUICK, said.append
+        "engine", launcher(script(FOREVER, "a"), script(FOREVER, "b")), QUICK, output.append
     ) as unit:
         await unit.ready()
         first = list(unit.children)
@@ -139,7 +139,7 @@ async def test_when_one_child_of_a_unit_ends_the_others_are_ended_and_all_start_
         assert gone(child.pid for child in first)
         second = [child.pid for child in unit.children]
     assert gone(second)
-    assert said == ["engine: a was ended by SIGKILL; starting it again in 0.0 s", "engine serves again"]
+    assert output == ["engine: a was ended by SIGKILL; starting it again in 0.0 s", "engine serves again"]
 
 
 async def test_a_unit_that_never_became_ready_is_given_up_with_the_end_of_its_log(script: Script) -> None:
@@ -170,23 +170,23 @@ async def test_a_unit_that_is_not_ready_in_time_is_ended(script: Script) -> None
 
 
 async def test_restarts_are_bounded(script: Script) -> None:
-    said: list[str] = []
+    output: list[str] = []
     async with Unit(
-        "router", launcher(script("import time; time.sleep(0.2); raise SystemExit(1)")), QUICK, said.append
+        "router", launcher(script("import time; time.sleep(0.2); raise SystemExit(1)")), QUICK, output.append
     ) as unit:
         with pytest.raises(UnitFailed, match="router: child ended with status 1"):
             await unit.failed()
-    assert sum("starting it again" in line for line in said) == QUICK.failures
+    assert sum("starting it again" in line for line in output) == QUICK.failures
 
 
 async def test_a_child_that_says_it_would_fail_again_is_not_restarted(script: Script) -> None:
-    said: list[str] = []
+    output: list[str] = []
     async with Unit(
-        "engine", launcher(script("import time; time.sleep(0.2); raise SystemExit(2)")), QUICK, said.append
+        "engine", launcher(script("import time; time.sleep(0.2); raise SystemExit(2)")), QUICK, output.append
     ) as unit:
         with pytest.raises(UnitFailed, match="engine: child ended with status 2"):
             await unit.failed()
-    assert said == []
+    assert output == []
 
 
 async def test_a_child_that_no_longer_answers_is_replaced(script: Script) -> None:
@@ -201,14 +201,17 @@ async def test_a_child_that_no_longer_answers_is_replaced(script: Script) -> Non
     async def launch() -> Incarnation:
         return Incarnation([script(FOREVER)], healthy=deaf)
 
-    said: list[str] = []
+    output: list[str] = []
     async with Unit(
-        "router", launch, replace(QUICK, health_seconds=0.02, health_misses=2), said.append
+        "router", launch, replace(QUICK, health_seconds=0.02, health_misses=2), output.append
     ) as unit:
         await unit.ready()
-        await until(lambda: bool(said))
+        await until(lambda: bool(output))
         await unit.ready()
-    assert said == ["router: no answer to 2 health probes; starting it again in 0.0 s", "router serves again"]
+    assert output == [
+        "router: no answer to 2 health probes; starting it again in 0.0 s",
+        "router serves again",
+    ]
 
 
 async def test_units_that_serve_in_each_others_place_are_ended_for_silence_one_at_a_time(
@@ -216,7 +219,7 @@ async def test_units_that_serve_in_each_others_place_are_ended_for_silence_one_a
 ) -> None:
     """As on an overloaded machine, where no probe is answered in time."""
     policy = replace(QUICK, health_seconds=0.02, health_misses=2, failures=1000)
-    said: list[str] = []
+    output: list[str] = []
     serving = asyncio.Event()
     lives: list[str] = []
     group: list[Unit] = []
@@ -233,16 +236,16 @@ async def test_units_that_serve_in_each_others_place_are_ended_for_silence_one_a
         async def launch() -> Incarnation:
             return Incarnation([script(FOREVER)], ready=ready, healthy=silent)
 
-        group.append(Unit(name, launch, policy, said.append, group))
+        group.append(Unit(name, launch, policy, output.append, group))
         return group[-1]
 
     async with unit("one"), unit("two"):
         await until(lambda: len(lives) == 3)
         await asyncio.sleep(0.5)  # many probes
-        assert len(said) == 1
+        assert len(output) == 1
         assert [one.is_ready for one in group].count(True) == 1
         serving.set()
-        await until(lambda: {"one", "two"} <= {line.partition(":")[0] for line in said})
+        await until(lambda: {"one", "two"} <= {line.partition(":")[0] for line in output})
 
 
 def test_pauses_double_up_to_a_bound() -> None:

@@ -11,7 +11,7 @@ import pytest
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy.parts.resume import READ_SECONDS, agree, last_life
+from deploy.parts.resume import READ_SECONDS, agree, last_record
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial_placement import fitting, last_decided, leave_last, resumed
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationStaged, PlanEvaluated
@@ -20,7 +20,7 @@ from fleet.handover import CoordinatorState
 from fleet.layout import EP
 from fleet.placement import Placement, linear
 from migration.handover.coordinator import OpenHandover
-from tests.deploy.loop_figures import FORETOLD, START
+from tests.deploy.loop_figures import PREDICTED, START
 
 SUBJECTS = Subjects()
 FIRST = linear(layers=2, experts=4, ranks=2, slots_per_rank=3)
@@ -108,7 +108,7 @@ def opened(state: CoordinatorState, handover: int) -> bytes:
 
 
 def judged(engine: str = "e") -> PlanEvaluated:
-    figures = {"predicted_before": START, "predicted_after": FORETOLD, "plan_discount": 1.0}
+    figures = {"predicted_before": START, "predicted_after": PREDICTED, "plan_discount": 1.0}
     return PlanEvaluated(
         engine=engine, worker_id=1, plan="o", epoch=2, verdict="kept", reason="it stays", **figures
     )
@@ -116,33 +116,33 @@ def judged(engine: str = "e") -> PlanEvaluated:
 
 async def test_the_bus_is_asked_for_what_was_decided_last(tmp_path: Path) -> None:
     bus = MemoryBus()
-    assert await last_life(bus, SUBJECTS, "e") is None
+    assert await last_record(bus, SUBJECTS, "e") is None
     for epoch in (0, 1, 2):
         await bus.record(SUBJECTS.placements("e"), committed(epoch))
     await bus.record(SUBJECTS.placements("other"), committed(9))
     await bus.record(SUBJECTS.migrations("e"), staged(3))
-    assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
+    assert (await last_record(bus, SUBJECTS, "e")) == placement(2).record()
     revision = await bus.claim(SUBJECTS.handover_key("e"), opened(CoordinatorState.PROPOSING, 3))
-    assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
+    assert (await last_record(bus, SUBJECTS, "e")) == placement(2).record()
     revision = await bus.claim(SUBJECTS.handover_key("e"), opened(CoordinatorState.COMMITTING, 4), revision)
-    assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
+    assert (await last_record(bus, SUBJECTS, "e")) == placement(2).record()
     revision = await bus.claim(SUBJECTS.handover_key("e"), opened(CoordinatorState.COMMITTING, 3), revision)
-    assert (await last_life(bus, SUBJECTS, "e")) == placement(3).record()
+    assert (await last_record(bus, SUBJECTS, "e")) == placement(3).record()
     revision = await bus.claim(SUBJECTS.handover_key("e"), b"{", revision)
-    assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
+    assert (await last_record(bus, SUBJECTS, "e")) == placement(2).record()
     await bus.claim(SUBJECTS.handover_key("e"), opened(CoordinatorState.ABORTING, 3), revision)
     whole = {"engine": "e", "worker_id": 1, "plan": "p", "handover": 3, "number": 0, "epoch": 3}
     await bus.record(
         SUBJECTS.migrations("e"), MigrationAborted(**whole, reason="a rank was lost", fault="gone")
     )
-    assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
+    assert (await last_record(bus, SUBJECTS, "e")) == placement(2).record()
     await bus.record(SUBJECTS.migrations("e"), staged(3))
     await bus.record(
         SUBJECTS.migrations("e"),
         MigrationCommitted(**whole, copies=1, bytes=1, seconds=1, commit_seconds=1, last=True),
     )
     await bus.record(SUBJECTS.placements("e"), committed(3))
-    assert (await last_life(bus, SUBJECTS, "e")) == placement(3).record()
+    assert (await last_record(bus, SUBJECTS, "e")) == placement(3).record()
     await bus.close()
 
 
@@ -155,10 +155,10 @@ async def test_a_verdict_on_an_earlier_plan_hides_nothing_that_was_decided() -> 
     for hours in (1, 24):  # a handover may take long, and so may the way to the engine's next life
         now[0] += hours * 3600
         await bus.record(SUBJECTS.migrations("e"), judged())
-        assert (await last_life(bus, SUBJECTS, "e")) == placement(3).record()
+        assert (await last_record(bus, SUBJECTS, "e")) == placement(3).record()
     await bus.record(SUBJECTS.migrations("other"), judged("other"))
     await bus.record(SUBJECTS.placements("other"), committed(2))
-    assert (await last_life(bus, SUBJECTS, "other")) == placement(2).record()
+    assert (await last_record(bus, SUBJECTS, "other")) == placement(2).record()
     await bus.close()
 
 

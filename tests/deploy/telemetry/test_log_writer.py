@@ -15,7 +15,7 @@ import pytest
 
 import deploy.telemetry.log_writer
 from deploy.telemetry.log_writer import (
-    MOST_LINE_CHARACTERS,
+    MAX_LINE_CHARACTERS,
     JsonFormatter,
     LogFile,
     LogWriter,
@@ -83,7 +83,7 @@ def test_a_flush_writes_at_once_what_is_held(
 def test_nobody_reading_holds_nobody_up_and_is_told_when_the_reader_is_back(
     pipe: Pipe, say: logging.Logger, handler: LogWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deploy.telemetry.log_writer, "MOST_HELD_CHARACTERS", 20_000)
+    monkeypatch.setattr(deploy.telemetry.log_writer, "MAX_HELD_CHARACTERS", 20_000)
     monkeypatch.setattr(deploy.telemetry.log_writer, "FLUSH_SECONDS", 0.05)
     for at in range(2000):
         say.info("%090d", at)  # 180 kB: the pipe takes 4, the handler 20
@@ -123,7 +123,7 @@ def test_one_line_is_bounded_and_one_that_cannot_be_made_is_told(
 ) -> None:
     say.info("%d", "no number")
     say.info("x" * 1_000_000)
-    assert len(pipe.until("\n")) == MOST_LINE_CHARACTERS + 1
+    assert len(pipe.until("\n")) == MAX_LINE_CHARACTERS + 1
     assert "no number" in capsys.readouterr().err
 
 

@@ -171,7 +171,7 @@ def test_a_span_file_that_is_full_is_moved_aside_by_one_of_the_processes_that_sh
 ) -> None:
     """Two exporters of one file: whoever finds it full begins the next, and the other follows."""
     file = tmp_path / "spans.jsonl"
-    exporters = [SpanFile(file, most_bytes=2000) for _ in range(2)]
+    exporters = [SpanFile(file, max_bytes=2000) for _ in range(2)]
     provider = TracerProvider()
     tracer = provider.get_tracer("test")
     for at in range(30):

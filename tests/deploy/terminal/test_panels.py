@@ -12,7 +12,7 @@ from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.client.placements import placements
 from deploy.terminal.drawing import drawer
-from deploy.terminal.panels import MOST_LAYERS, Panel, Rows, demand_panels, placement_panels, shown_layers
+from deploy.terminal.panels import MAX_LAYERS, Panel, Rows, demand_panels, placement_panels, shown_layers
 from deploy.views import placement as placement_view
 from deploy.views import popularity
 from fleet.facts.engines import EngineJoined
@@ -51,7 +51,7 @@ def test_a_placement_is_shown_by_replicas_and_by_rank_in_one_scale() -> None:
         [0, 0, 2, 1],
     ], "a replicated expert is marked with how many there are"
     assert second.values.tolist() == [[0, 1, 0, 1], [1, 0, 1, 0]]
-    assert {panel.most for panel in (replicas, first, second)} == {2.0}
+    assert {panel.maximum for panel in (replicas, first, second)} == {2.0}
     assert (replicas.down, first.down) == ("layer", "rank")
 
 
@@ -74,7 +74,7 @@ def test_placements_of_different_shapes_are_not_compared() -> None:
 def test_of_many_layers_some_are_drawn_rank_by_rank_the_first_and_the_last_among_them() -> None:
     assert shown_layers(3) == [0, 1, 2]
     many = shown_layers(58)
-    assert (len(many), many[0], many[-1]) == (MOST_LAYERS, 0, 57)
+    assert (len(many), many[0], many[-1]) == (MAX_LAYERS, 0, 57)
 
 
 def test_demand_is_shown_with_what_ranks_hold_and_what_of_it_is_near() -> None:
@@ -153,16 +153,16 @@ def test_a_picture_is_drawn_or_it_is_said_why_not(tmp_path: Path, capsys: pytest
 
 
 def test_demand_by_rank_is_drawn_for_engines_of_the_model_that_want_something() -> None:
-    wanted = np.ones((2, 4))
+    relative = np.ones((2, 4))
     found: dict[str, Any] = {name: popularity.Placements(joined(name), FIRST, NOW) for name in ("a", "b")}
     pictures = popularity.rank_panels(
-        "m", {("a", 1): wanted, ("b", 0): np.ones((3, 4)), ("a", 9): wanted, ("gone", 0): wanted}, found
+        "m", {("a", 1): relative, ("b", 0): np.ones((3, 4)), ("a", 9): relative, ("gone", 0): relative}, found
     )
     assert list(pictures) == ["a"], "what b says is of another shape"
     title, rows = pictures["a"]
     assert [len(row) for row in rows] == [2, 2], "at the start, and now"
     assert title.startswith("a: ")
-    assert popularity.rank_panels("other", {("a", 1): wanted}, found) == {}
+    assert popularity.rank_panels("other", {("a", 1): relative}, found) == {}
 
 
 def test_before_needs_a_picture() -> None:

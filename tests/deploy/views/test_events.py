@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bus import Message, Received
-from deploy.views.events import _line, kind_of
+from deploy.views.events import kind_of, text_line
 from fleet.facts.activity import (
     CountsImported,
     DispatchMeasured,
@@ -20,7 +20,7 @@ from fleet.facts.migrations import PlanEvaluated
 from fleet.popularity import ExpertCounts, ExpertTable
 from fleet.requests.demand import PopularityDescribed, RankPopularity
 from fleet.signatures import ClusterModel, pack
-from tests.deploy.loop_figures import FORETOLD, START
+from tests.deploy.loop_figures import PREDICTED, START
 
 COUNTS = ExpertCounts.of(np.full((58, 256), 3))
 PROFILE = ExpertTable.of(np.full((58, 256), 1 / 256))
@@ -85,7 +85,7 @@ JUDGED = PlanEvaluated(
     epoch=1,
     verdict="harmful",
     predicted_before=START,
-    predicted_after=FORETOLD,
+    predicted_after=PREDICTED,
     plan_discount=0.5,
     reason="longer steps",
 )
@@ -168,7 +168,7 @@ DESCRIBED = PopularityDescribed(
 def test_a_message_of_any_size_is_one_line_that_says_what_it_amounts_to(
     message: Message, words: list[str]
 ) -> None:
-    line = _line(Received("s", 1, 0, 0.0, message))
+    line = text_line(Received("s", 1, 0, 0.0, message))
     assert kind_of(message) in line
     assert "\n" not in line
     assert len(line) < 400
@@ -178,7 +178,7 @@ def test_a_message_of_any_size_is_one_line_that_says_what_it_amounts_to(
 
 def test_a_signature_is_read_as_clusters_and_weights() -> None:
     message = RequestsFinished(model="m", tables=1, clusters=1, requests=())
-    assert "requests=()" in _line(Received("s", 1, 0, 0.0, message))
+    assert "requests=()" in text_line(Received("s", 1, 0, 0.0, message))
     single = REQUEST.__class__(decision="d", tokens=1, cached_tokens=0, signature=SIGNATURE)
-    line = _line(Received("s", 1, 0, 0.0, single))  # type: ignore[arg-type]
+    line = text_line(Received("s", 1, 0, 0.0, single))  # type: ignore[arg-type]
     assert "signature=[0:0.70 1:0.30]" in line

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from bus import Message, Received
 from deploy.client.fleet_status import EngineNow
-from deploy.views.event_lines import words
-from deploy.views.live_state import LAST_SECONDS, MOST_EVENTS, LiveState, figures, sound
+from deploy.views.event_lines import event_line
+from deploy.views.live_state import LAST_SECONDS, MAX_EVENTS, LiveState, figures, is_plausible
 from fleet.facts.activity import DispatchMeasured
 from fleet.facts.demand import PopularityShifted
 from fleet.facts.dynamo_kv import KvMetrics
@@ -27,7 +27,7 @@ from fleet.facts.migrations import (
 from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.layout import Layout
 from fleet.placement import linear
-from tests.deploy.loop_figures import FORETOLD, START
+from tests.deploy.loop_figures import PREDICTED, START
 
 WHO: dict[str, Any] = {"engine": "engine-0", "worker_id": 7}
 PLAN: dict[str, Any] = {**WHO, "plan": "cafe"}
@@ -51,7 +51,7 @@ PLANNED = MigrationPlanned(
     bytes=3000,
     reason="it pays",
     before=START,
-    after=FORETOLD,
+    after=PREDICTED,
     policy="roost",
 )
 COMMITTED = MigrationCommitted(
@@ -96,9 +96,9 @@ def received(message: Message, at: float = 1_700_000_000.0) -> Received:
 
 def live(*messages: Message, now: float = 0.0) -> LiveState:
     found = LiveState(0.0)
-    found.hear(received(JOINED), 0.0)
+    found.apply(received(JOINED), 0.0)
     for message in messages:
-        found.hear(received(message), now)
+        found.apply(received(message), now)
     return found
 
 
@@ -126,7 +126,7 @@ def test_figures_are_means_over_tokens_pairs_and_steps_of_the_layers_that_are_no
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 9)), min_size=1, max_size=6))
 def test_figures_do_not_depend_on_how_the_time_is_cut(parts: list[tuple[int, int]]) -> None:
-    said = [
+    output = [
         measured(
             tokens=tokens,
             pairs=2 * tokens,
@@ -137,12 +137,12 @@ def test_figures_do_not_depend_on_how_the_time_is_cut(parts: list[tuple[int, int
         for tokens, steps in parts
     ]
     names = ("steps", "step_seconds", "tokens", "pairs")
-    sums: dict[str, Any] = {name: sum(getattr(one, name) for one in said) for name in names}
+    sums: dict[str, Any] = {name: sum(getattr(one, name) for one in output) for name in names}
     layers = {
-        name: tuple(np.sum([getattr(one, name) for one in said], axis=0).tolist())
+        name: tuple(np.sum([getattr(one, name) for one in output], axis=0).tolist())
         for name in ("remote_ranks", "local", "served", "balance")
     }
-    apart, whole = figures(said), figures([measured(**sums, **layers)])
+    apart, whole = figures(output), figures([measured(**sums, **layers)])
     assert apart is not None
     assert whole is not None
     assert msgspec.structs.astuple(apart) == pytest.approx(msgspec.structs.astuple(whole))
@@ -162,7 +162,7 @@ def test_figures_do_not_depend_on_how_the_time_is_cut(parts: list[tuple[int, int
     ],
 )
 def test_what_cannot_have_been_measured_is_left_out(fields: dict[str, Any]) -> None:
-    assert not sound(measured(**fields))
+    assert not is_plausible(measured(**fields))
     assert live(measured(**fields)).figures() == {}
 
 
@@ -170,7 +170,7 @@ def test_only_the_last_seconds_of_the_newest_epoch_count() -> None:
     found = live(measured(local=(0.0, 40.0)), measured(epoch=1, local=(0.0, 20.0)), now=1.0)
     assert found.figures()["engine-0"].local == pytest.approx(0.5)
     assert found.tokens_per_second(2.0) == pytest.approx(20.0)
-    found.turn(1.1 + LAST_SECONDS)
+    found.drop_outdated(1.1 + LAST_SECONDS)
     assert found.figures() == {}
     assert found.tokens_per_second(12.0) == 0.0
 
@@ -188,13 +188,13 @@ def test_an_engine_is_silent_when_its_heart_is_not_heard_and_gone_when_it_left()
     (engine,) = found.engines.values()
     assert engine.heartbeat is not None
     assert list(engine.load) == [1], "it has no rank 9"
-    found.turn(2.0)
+    found.drop_outdated(2.0)
     assert engine.heartbeat is not None
-    found.turn(3.5)
+    found.drop_outdated(3.5)
     assert engine.heartbeat is None
-    found.hear(received(EngineLeft(engine="engine-0", worker_id=8, reason="an older life")), 4.0)
+    found.apply(received(EngineLeft(engine="engine-0", worker_id=8, reason="an older life")), 4.0)
     assert found.engines
-    found.hear(received(EngineLeft(**WHO, reason="told to")), 4.0)
+    found.apply(received(EngineLeft(**WHO, reason="told to")), 4.0)
     assert not found.engines
     assert found.figures() == {}
 
@@ -204,25 +204,23 @@ def test_plans_and_drains_are_followed() -> None:
     engine = found.engines["engine-0"]
     assert (engine.migrating, engine.drained(1)) == ("cafe", "fan")
     for message in (COMMITTED, RankDrained(**WHO, rank=1, draining=False)):
-        found.hear(received(message), 1.0)
+        found.apply(received(message), 1.0)
     assert (engine.migrating, engine.drained(1)) == ("", None)
 
 
 def test_what_the_log_says_again_does_not_undo_what_was_heard() -> None:
     found = live(EngineHeartbeat(**WHO, epoch=4), measured())
-    found.present([EngineNow(JOINED)])
+    found.set_members([EngineNow(JOINED)])
     assert found.engines["engine-0"].heartbeat is not None
     assert found.figures()
-    found.present([EngineNow(msgspec.structs.replace(JOINED, worker_id=8))])
+    found.set_members([EngineNow(msgspec.structs.replace(JOINED, worker_id=8))])
     assert found.engines["engine-0"].heartbeat is None
     assert found.figures() == {}
 
 
 def test_no_more_events_are_kept_than_can_be_looked_at() -> None:
-    found = live(
-        *(RankDrained(**WHO, rank=0, draining=bool(number % 2)) for number in range(2 * MOST_EVENTS))
-    )
-    assert (len(found.events), found.happened) == (MOST_EVENTS, 2 * MOST_EVENTS + 1)
+    found = live(*(RankDrained(**WHO, rank=0, draining=bool(number % 2)) for number in range(2 * MAX_EVENTS)))
+    assert (len(found.events), found.happened) == (MAX_EVENTS, 2 * MAX_EVENTS + 1)
 
 
 # Words
@@ -273,7 +271,7 @@ def test_no_more_events_are_kept_than_can_be_looked_at() -> None:
                 epoch=1,
                 verdict="harmful",
                 predicted_before=START,
-                predicted_after=FORETOLD,
+                predicted_after=PREDICTED,
                 plan_discount=0.5,
                 reason="steps got longer",
             ),
@@ -287,7 +285,7 @@ def test_no_more_events_are_kept_than_can_be_looked_at() -> None:
         ),
         (
             PopularityShifted(model="m", version=2, settled=True, divergence=0.0, threshold=0.0, layers=()),
-            "popularity of m has settled",
+            "popularity of m is stable again",
         ),
         (HOMES, "engine-0: new homes of clusters from epoch 1 on: they are foretold"),
         (EngineLeft(**WHO, reason="told to"), "engine-0 left: told to"),
@@ -304,11 +302,11 @@ def test_no_more_events_are_kept_than_can_be_looked_at() -> None:
     ],
 )
 def test_what_happens_is_a_line(message: Message, says: str | None) -> None:
-    assert words(message) == says
+    assert event_line(message) == says
 
 
 def test_homes_that_are_only_said_again_are_no_news() -> None:
     found = live(HOMES, HOMES, msgspec.structs.replace(HOMES, version=4, homes=b""))
-    said = [one.words for one in found.events if one.kind == "HomesPublished"]
-    assert len(said) == 2
-    assert "none" in said[1]
+    output = [one.words for one in found.events if one.kind == "HomesPublished"]
+    assert len(output) == 2
+    assert "none" in output[1]

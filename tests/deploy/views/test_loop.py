@@ -14,16 +14,16 @@ from bus import BusError, Message, StoreUse
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.client import control_loop
-from deploy.client.control_loop import NoAnswer, described, steered
+from deploy.client.control_loop import NoAnswer, described, set_paused
 from deploy.client.fleet_status import EngineNow
-from deploy.terminal.options import in_json
-from deploy.views.loop import foretold_of, overview, sparkline, story
+from deploy.terminal.output import in_json
+from deploy.views.loop import engine_report, overview, predicted_figures, sparkline
 from deploy.views.status import Loop, alarms, fitting, loop_of, loop_record, stores_of
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineHeartbeat, EngineJoined
 from fleet.requests.control_loop import LoopDescribed, SetLoopState
 from fleet.requests.refusal import RequestRefused
-from tests.deploy.loop_figures import ENGINE, FORETOLD, KEPT, NOW, ROLLBACK, START, loop
+from tests.deploy.loop_figures import ENGINE, KEPT, NOW, PREDICTED, ROLLBACK, START, loop
 
 SUBJECTS = Subjects()
 
@@ -115,7 +115,7 @@ def test_what_is_measured_stands_beside_the_start_and_what_was_foretold() -> Non
 
 
 def test_what_was_given_up_is_no_promise() -> None:
-    assert "predicted" in "\n".join(plain(story(loop(), ENGINE, NOW)))
+    assert "predicted" in "\n".join(plain(engine_report(loop(), ENGINE, NOW)))
     given_up = msgspec.structs.replace(
         ENGINE,
         plans=(
@@ -123,11 +123,11 @@ def test_what_was_given_up_is_no_promise() -> None:
             msgspec.structs.replace(KEPT, outcome="under way"),
         ),
     )
-    said = plain(story(loop(), given_up, NOW))
+    said = plain(engine_report(loop(), given_up, NOW))
     assert not any("at start   predicted" in line for line in said)
     assert any("under way" in line for line in said)
     undone = msgspec.structs.replace(ENGINE, plans=(ROLLBACK, KEPT))
-    assert not any("at start   predicted" in line for line in plain(story(loop(), undone, NOW)))
+    assert not any("at start   predicted" in line for line in plain(engine_report(loop(), undone, NOW)))
 
 
 def test_a_loop_that_has_done_nothing_yet_says_so() -> None:
@@ -142,7 +142,7 @@ def test_a_loop_that_has_done_nothing_yet_says_so() -> None:
         homes=0,
         homes_note="",
     )
-    said = "\n".join(plain(story(loop(), fresh, NOW)))
+    said = "\n".join(plain(engine_report(loop(), fresh, NOW)))
     for words in (
         "no recent measurements",
         "no decision yet; the engine is planned on request only",
@@ -164,7 +164,7 @@ def test_words_from_the_bus_give_the_terminal_no_commands_and_numbers_that_are_n
         decided="\x1b[2Jgone\r",
         measured=msgspec.structs.replace(ENGINE.measured, remote_ranks=math.nan),
     )  # type: ignore[type-var]
-    said = plain(story(loop(), odd, NOW))
+    said = plain(engine_report(loop(), odd, NOW))
     assert all(line.isprintable() for line in said)
     assert said[1].split()[3:] == ["token", "-", "1.969", "1.430", "-"]
 
@@ -182,12 +182,12 @@ def test_a_sparkline_shows_the_worst_of_each_group_of_many_layers() -> None:
 def test_a_step_is_foretold_as_a_share_of_the_one_that_was_measured() -> None:
     model = {
         "predicted_before": msgspec.structs.replace(START, step_seconds=0.002),
-        "predicted_after": msgspec.structs.replace(FORETOLD, step_seconds=0.001),
+        "predicted_after": msgspec.structs.replace(PREDICTED, step_seconds=0.001),
     }
-    found = foretold_of((msgspec.structs.replace(KEPT, **model),))
+    found = predicted_figures((msgspec.structs.replace(KEPT, **model),))
     assert found is not None
     assert found.step_seconds == pytest.approx(START.step_seconds / 2)
-    alone = foretold_of((msgspec.structs.replace(KEPT, **model, measured_before=None),))
+    alone = predicted_figures((msgspec.structs.replace(KEPT, **model, measured_before=None),))
     assert alone is not None
     assert alone.step_seconds == 0.001
 
@@ -219,19 +219,19 @@ async def test_a_planner_that_declines_is_quoted(bus: MemoryBus) -> None:
         with pytest.raises(NoAnswer, match="this one only stands by"):
             await described(bus, SUBJECTS)
         with pytest.raises(NoAnswer, match="this one only stands by"):
-            await steered(bus, SUBJECTS, True, "", lambda _: None)
+            await set_paused(bus, SUBJECTS, True, "", lambda _: None)
 
 
 async def test_pausing_is_asked_of_the_planner_and_what_it_says_comes_back(bus: MemoryBus) -> None:
-    heard: list[Message] = []
+    received: list[Message] = []
 
     async def steer(message: Message) -> Message:
-        heard.append(message)
+        received.append(message)
         return loop(paused=isinstance(message, SetLoopState) and message.paused)
 
     async with bus.serve(SUBJECTS.loop, steer):
-        assert (await steered(bus, SUBJECTS, True, "new fan", lambda _: None)).paused
-        assert heard == [SetLoopState(paused=True, reason="new fan")]
+        assert (await set_paused(bus, SUBJECTS, True, "new fan", lambda _: None)).paused
+        assert received == [SetLoopState(paused=True, reason="new fan")]
         told = await loop_of(bus, SUBJECTS)
     assert isinstance(told, LoopDescribed)
     assert not told.paused
@@ -243,7 +243,7 @@ async def test_a_planner_that_takes_over_is_waited_for_and_then_given_up(
     monkeypatch.setattr(control_loop, "TAKEOVER_SECONDS", 0.01)
     said: list[str] = []
     with pytest.raises(NoAnswer, match="nothing was changed"):
-        await steered(bus, SUBJECTS, True, "", said.append)
+        await set_paused(bus, SUBJECTS, True, "", said.append)
     assert said == ["no planner is running; waiting for one to take over"]
 
 
@@ -264,12 +264,12 @@ async def test_where_a_planner_may_have_heard_it_is_not_said_that_nothing_was_ch
     said: list[str] = []
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(bus.serve(SUBJECTS.loop, hang))
-        steering = asyncio.ensure_future(steered(bus, SUBJECTS, True, "", said.append))
+        pausing = asyncio.ensure_future(set_paused(bus, SUBJECTS, True, "", said.append))
         if then == "is gone":
             await asyncio.sleep(3.5)
             await stack.aclose()
         with pytest.raises(NoAnswer, match=r"the outcome is unknown.*roost migration status") as told:
-            await steering
+            await pausing
     assert "nothing was changed" not in str(told.value)
     assert ("only stands by" in str(told.value)) == (then == "declines")
     assert said == ["the planner does not answer; asking again"]

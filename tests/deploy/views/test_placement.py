@@ -56,19 +56,19 @@ def shown(
 def test_an_even_split_is_not_spoken_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = shown(EVEN, monkeypatch, capsys)
-    assert "1 0* 2*" in said
-    assert "%" not in said
+    output = shown(EVEN, monkeypatch, capsys)
+    assert "1 0* 2*" in output
+    assert "%" not in output
     assert json.loads(shown(EVEN, monkeypatch, capsys, as_json=True))["a"]["split"] is None
 
 
 def test_a_replica_that_takes_another_share_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = shown(uneven(), monkeypatch, capsys)
-    assert "1 0* 2*30%" in said
-    assert "3 0* 2*70%,k50%" in said, "an expert with one replica goes there in any case"
-    assert "3 0*n20% 2*" in said
-    assert "the tokens that no rank keeps" in said
+    output = shown(uneven(), monkeypatch, capsys)
+    assert "1 0* 2*30%" in output
+    assert "3 0* 2*70%,k50%" in output, "an expert with one replica goes there in any case"
+    assert "3 0*n20% 2*" in output
+    assert "the tokens that no rank keeps" in output
     split = json.loads(shown(uneven(), monkeypatch, capsys, 0, as_json=True))["a"]["split"]
     assert split["keep"] == {"0": [[FULL, FULL, FULL], [FULL // 2, FULL // 2, FULL]]}

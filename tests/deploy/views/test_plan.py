@@ -99,11 +99,11 @@ def test_a_plan_is_shown_with_what_it_changes_what_it_costs_and_why(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     print_plan(PLAN)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "plan cafe: 1 copy (0.1% of the slots, 44 MB) in 2 handovers of 0.20 s",
-        "400.00 us shorter, which is 100.00 ms in each second of serving\npaid back after 2.5 s",
-        "judged on the next window",
+        "400 us shorter, which is 100.00 ms in each second of serving\npaid back after 2.5 s",
+        "evaluated on the next window",
         "0.999 with even shares",
         "expert 5 from rank 0 to rank 3",
         "it is hot",
@@ -113,8 +113,8 @@ def test_a_plan_is_shown_with_what_it_changes_what_it_costs_and_why(
         "two kinds of requests",
         "dry run",
     ):
-        assert words in said, (words, said)
-    assert [line.split()[-2:] for line in said.splitlines() if line.startswith("served where")] == [
+        assert words in output, (words, output)
+    assert [line.split()[-2:] for line in output.splitlines() if line.startswith("served where")] == [
         ["25.0%", "31.0%"]
     ]
     print_plan(PLAN, everything=True)
@@ -137,10 +137,10 @@ def test_a_refusal_is_shown_with_its_reasons_and_the_present_figures(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     print_plan(PlanRecord(**PLAIN, refused="no gain beyond sampling noise"))
-    said = capsys.readouterr().out
-    assert "nothing to do: no gain beyond sampling noise" in said
-    assert "- new shares: no bytes; it helps" in said
-    assert "0.610" in said
+    output = capsys.readouterr().out
+    assert "nothing to do: no gain beyond sampling noise" in output
+    assert "- new shares: no bytes; it helps" in output
+    assert "0.610" in output
     print_plan(PlanRecord(**{**PLAIN, "before": None}, refused="insufficient data: 3 pairs per layer of 512"))
     assert "balance" not in capsys.readouterr().out
 
@@ -166,13 +166,13 @@ def test_the_memory_curve_and_lost_ranks_are_shown(capsys: pytest.CaptureFixture
         memory=(point,),
     )
     print_plan(lost)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "plan cafe: 1 copy (0.1% of the slots, 44 MB) in 2 handovers of 0.20 s together\n2 experts of 1"
-        " layers" in said
+        " layers" in output
     )
-    assert "2.55 GB" in said
-    assert "for ever" in said
+    assert "2.55 GB" in output
+    assert "for ever" in output
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_budget_is_read_with_its_unit(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "complaint"),
     [
         (("--budget", "2 parsecs"), "'2 parsecs': use a number and B, kB"),
         (("--policy", "best"), "no policy 'best'; there are: roost"),
@@ -203,10 +203,12 @@ def test_a_budget_is_read_with_its_unit(text: str, count: int) -> None:
         (("--profile", "{profile}", "--ranks", "4", "--out", "no/such/folder/x.json"), "cannot write"),
     ],
 )
-def test_what_cannot_work_is_refused_in_words(profile: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_what_cannot_work_is_refused_in_words(
+    profile: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
     result = roost(*(argument.format(profile=profile) for argument in arguments))
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert complaint in result.stderr
 
 
 def test_a_first_placement_is_written_for_an_engine_that_begins_with_it(
@@ -249,17 +251,17 @@ async def joined(bus: MemoryBus, engine: str = "a") -> None:
 
 
 async def test_the_planner_is_asked_about_the_only_engine_with_experts() -> None:
-    bus, heard = MemoryBus(), list[Message]()
+    bus, received = MemoryBus(), list[Message]()
     await joined(bus)
 
     async def planner(message: Message) -> Message:
-        heard.append(message)
+        received.append(message)
         return PlanDescribed(engine="a", worker_id=1, record=msgspec.json.encode(PLAN))
 
     async with bus.serve(SUBJECTS.describe_plan, planner):
         answer = await described(bus, SUBJECTS, PlanQuery(None, "uniform", 5, True, (1,), (0,)))
         assert msgspec.json.decode(answer.record, type=PlanRecord) == PLAN
-        assert heard == [
+        assert received == [
             DescribePlan(engine="a", policy="uniform", budget_bytes=5, memory=True, dead=(1,), layers=(0,))
         ]
         await joined(bus, "b")

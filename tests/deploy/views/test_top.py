@@ -54,7 +54,7 @@ async def bus(broker: MemoryBroker) -> AsyncIterator[MemoryBus]:
 async def watching(bus: Bus) -> AsyncIterator[FleetWatch]:
     """With an engine that speaks and a planner that answers."""
     watch = FleetWatch(bus, SUBJECTS, "NATS somewhere")
-    async with asyncio.timeout(10), bus.serve(SUBJECTS.loop, here), watch.going_on(0.01):
+    async with asyncio.timeout(10), bus.serve(SUBJECTS.loop, here), watch.following(0.01):
         await bus.publisher(SUBJECTS.heartbeats("engine-0")).publish(
             EngineHeartbeat(engine="engine-0", worker_id=7, epoch=4)
         )
@@ -86,8 +86,8 @@ async def test_the_page_shows_engines_the_loop_and_what_happens(bus: MemoryBus) 
         await bus.record(SUBJECTS.migrations("engine-0"), COMMITTED)
         await bus.publisher(SUBJECTS.dispatched("engine-0")).publish(measured())
         await until(watch, watch.live.figures)
-        said = plain(watch)
-        assert len(said) <= 40
+        output = plain(watch)
+        assert len(output) <= 40
         for words in (
             "tokens/s",
             "engine-0: m, epoch 4",
@@ -96,8 +96,8 @@ async def test_the_page_shows_engines_the_loop_and_what_happens(bus: MemoryBus) 
             "plan cafe of the planner begins",
             "plan cafe is done",
         ):
-            assert any(words in line for line in said), words
-        assert "being carried out" not in "\n".join(said)
+            assert any(words in line for line in output), words
+        assert "being carried out" not in "\n".join(output)
 
 
 @pytest.mark.parametrize("height", [3, 10, 24, 40, 60])
@@ -116,9 +116,9 @@ async def test_a_planner_that_is_gone_is_said_and_measurements_go_on(bus: Memory
         await bus.publisher(SUBJECTS.dispatched("engine-0")).publish(measured())
         await until(watch, watch.live.figures)
         watch.loop = top.NoAnswer("nobody is there")
-        said = plain(watch)
-        assert any("nobody is there" in line for line in said)
-        assert any(line.startswith("served locally") for line in said)
+        output = plain(watch)
+        assert any("nobody is there" in line for line in output)
+        assert any(line.startswith("served locally") for line in output)
 
 
 async def test_pages_of_text_and_json_tell_an_event_once(
@@ -155,11 +155,10 @@ async def test_without_a_bus_for_a_while_it_says_so_and_goes_on(
 
 async def test_nothing_stale_is_shown_as_new(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
     async with watching(bus) as watch:
-        monkeypatch.setattr(watch.live, "hear", lambda received, now: 1 / 0)
+        monkeypatch.setattr(watch.live, "apply", lambda received, now: 1 / 0)
         await bus.record(SUBJECTS.migrations("engine-0"), PLANNED)
-        await until(watch, lambda: any(task.done() for task in watch._tasks))
         with pytest.raises(ZeroDivisionError):
-            watch.turn()
+            await until(watch, watch.check)
 
 
 def test_a_clock_that_says_nonsense_is_shown_as_none() -> None:
@@ -191,15 +190,15 @@ async def test_the_screen_is_a_page_of_its_own_also_when_something_fails(
     drawn = io.StringIO()
     console = Console(file=drawn, force_terminal=True, width=80, height=24)
     async with watching(bus) as watch:
-        with top._screen(console, asyncio.Event()) as screen:
+        with top.on_screen(console, asyncio.Event()) as screen:
             screen.show(watch)
-        with pytest.raises(ZeroDivisionError), top._screen(console, asyncio.Event()):
+        with pytest.raises(ZeroDivisionError), top.on_screen(console, asyncio.Event()):
             _ = 1 / 0
-    said = drawn.getvalue()
-    assert "engine-0: m, epoch 4" in said
-    assert said.index("\x1b[?1049h") < said.index("engine-0") < said.index("\x1b[?1049l")
-    assert said.count("\x1b[?1049h") == said.count("\x1b[?1049l") == 2
-    assert said.count("\x1b[?25l") == said.count("\x1b[?25h") == 2
+    output = drawn.getvalue()
+    assert "engine-0: m, epoch 4" in output
+    assert output.index("\x1b[?1049h") < output.index("engine-0") < output.index("\x1b[?1049l")
+    assert output.count("\x1b[?1049h") == output.count("\x1b[?1049l") == 2
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 2
 
 
 # As commands
@@ -226,8 +225,8 @@ def test_the_loop_is_watched_paused_and_resumed_from_the_command_line(
         found = json.loads(roost("top", "--once", "--json", "--nats", nats_url).stdout)
         assert found["loop"]["engines"][0]["engine"] == "engine-0"
         assert "loop: automatic" in roost("top", "--once", "--nats", nats_url).stdout
-        told = roost("status", "engine-0", "--nats", nats_url)
-        assert "discount 0.85" in told.stdout
+        answer = roost("status", "engine-0", "--nats", nats_url)
+        assert "discount 0.85" in answer.stdout
         assert (
             "no engine 'engine-9'; there are: engine-0"
             in roost("status", "engine-9", "--nats", nats_url).stderr

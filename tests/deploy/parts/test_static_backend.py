@@ -10,7 +10,7 @@ from aiohttp import web
 from bus.claims import NameTaken
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy.parts.plain import represent
+from deploy.parts.static_backend import represent
 from deploy.process import alongside, first_of
 from engine_adapter.config import AgentConfig
 from engine_adapter.openai_backend import BackendAgentConfig
@@ -49,13 +49,13 @@ async def test_it_joins_leaves_with_the_reason_and_joins_again_as_another(server
         asyncio.timeout(10),
         alongside(represent(MemoryBus(broker), SUBJECTS, "plain", plain, CONFIG), "plain"),
     ):
-        heard = MemoryBus(broker).replay(SUBJECTS.membership("plain"))
+        received = MemoryBus(broker).replay(SUBJECTS.membership("plain"))
         server.status = 200
-        joined = (await anext(heard)).message
+        joined = (await anext(received)).message
         server.status = 503
-        left = (await anext(heard)).message
+        left = (await anext(received)).message
         server.status = 200
-        again = (await anext(heard)).message
+        again = (await anext(received)).message
     assert isinstance(joined, EngineJoined)
     assert isinstance(left, EngineLeft)
     assert isinstance(again, EngineJoined)

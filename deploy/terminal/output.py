@@ -1,0 +1,68 @@
+"""Output of commands: text, tables, JSON, and user-facing errors."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from deploy.process import FAILURE, print_error
+
+USAGE = 2
+"""Exit status of a command with invalid arguments or configuration."""
+
+LARGEST_EXACT = 2**53
+"""Largest magnitude below which every integer is exact as a double."""
+
+
+def show(text: str) -> None:
+    """Print plain text to standard output and flush: a pipe may wait for each line."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Print a remark to standard error."""
+    sys.stderr.write(f"roost: {text}\n")
+
+
+def in_json(value: Any) -> str:
+    """Return JSON for programs; integers that a double cannot represent (64-bit ids) become text."""
+    return msgspec.json.encode(_safe(msgspec.to_builtins(value))).decode()
+
+
+def _safe(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _safe(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_safe(inner) for inner in value]
+    return str(value) if isinstance(value, int) and abs(value) > LARGEST_EXACT else value
+
+
+def console() -> Console:
+    """Return the console for coloured text on standard output, if that is a terminal. Lines are never cut."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Remove terminal control sequences from text of other sources."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print aligned columns; nothing is wrapped or cut, whatever the width of the terminal."""
+    lines = [[escape(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(head, *lines, strict=True)]
+    out = console()
+    for row in (head, *lines):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        out.print(f"[bold]{text}[/bold]" if row is head else text)
+
+
+def fail(text: str, status: int = FAILURE) -> NoReturn:
+    """End the command with a user-facing error."""
+    print_error(text)
+    raise typer.Exit(status)

@@ -1,0 +1,42 @@
+"""The wheel holds what running needs, and nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy.settings import DEMO_CHECKPOINT
+
+wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling (extra dev) builds the wheel")
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "deploy")
+BOARDS = {"deploy/dashboards/loop.json", "deploy/dashboards/router.json"}
+DEMO_MODEL = {
+    f"deploy/demo_model/checkpoint/{name}"
+    for name in (
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def files() -> set[str]:
+    """Return the paths in the wheel, as the build back end chooses them."""
+    builder = wheel.WheelBuilder(str(ROOT))
+    return {file.distribution_path for file in builder.recurse_included_files()}
+
+
+def test_the_wheel_holds_boards_the_demo_model_and_marks_of_typed_packages(files: set[str]) -> None:
+    data = {file for file in files if not file.endswith(".py")}
+    assert data == BOARDS | DEMO_MODEL | {f"{package}/py.typed" for package in PACKAGES}
+    assert f"{DEMO_CHECKPOINT.relative_to(ROOT)}/model.safetensors" in files
+
+
+def test_the_wheel_holds_every_module(files: set[str]) -> None:
+    modules = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert {file for file in files if file.endswith(".py")} == modules
