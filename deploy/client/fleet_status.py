@@ -1,18 +1,18 @@
 """Fleet state as seen on the bus: joined engines, their ranks' load, their epochs and running plans."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus import Bus, Received
+from bus import Bus, Message
 from bus.joins import vouched
 from bus.protocol.subjects import Subjects
 from deploy.client.last_plan_entry import before_verdicts
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
-from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, MigrationStaged
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 
 LISTEN_SECONDS = 1.5
 """Listening time; longer than the interval of heartbeats and load reports."""
@@ -36,6 +36,22 @@ class EngineNow:
         """Return the reason why a rank is drained; None: it is not."""
         return self.drains.get(None, self.drains.get(rank))
 
+    def apply(self, message: Message) -> None:
+        """Apply a message about this incarnation: heartbeat, load, drain, or progress of a plan."""
+        match message:
+            case EngineHeartbeat():
+                self.heartbeat = message
+            case KvMetrics() if 0 <= message.dp_rank < len(self.joined.urls):
+                self.load[message.dp_rank] = message
+            case RankDrained(draining=True):
+                self.drains[message.rank] = message.reason
+            case RankDrained():
+                self.drains.pop(message.rank, None)
+            case MigrationPlanned() | MigrationStaged() | MigrationCommitted(last=False):
+                self.migrating = message.plan
+            case MigrationCommitted() | MigrationAborted():
+                self.migrating = ""
+
     @property
     def complete(self) -> bool:
         """Return whether a heartbeat and the load of every rank have arrived."""
@@ -50,11 +66,10 @@ async def engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], di
         reports = await stack.enter_async_context(bus.subscribe(subjects.heartbeats(), subjects.kv_metrics))
         engines = await members(bus, subjects)
         await note_plans(bus, subjects, engines)
-        by_worker = {engine.joined.worker_id: engine for engine in engines}
         try:
             async with asyncio.timeout(LISTEN_SECONDS):
                 async for received in reports:
-                    note_load(by_worker, received)
+                    _apply(engines, received.message)
                     if all(engine.complete for engine in engines):
                         break
         except TimeoutError:
@@ -70,44 +85,29 @@ async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
     ):
         if isinstance(received.message, EngineJoined | EngineLeft):
             last[received.message.engine] = received.message
-    found = {
-        joined.engine: EngineNow(joined)
-        for _, joined in sorted(last.items())
-        if isinstance(joined, EngineJoined)
-    }
+    found = [EngineNow(joined) for _, joined in sorted(last.items()) if isinstance(joined, EngineJoined)]
     async for received in bus.replay(subjects.drains(), latest=True, follow=False):
-        message = received.message
-        if (
-            isinstance(message, RankDrained)
-            and message.draining
-            and message.engine in found
-            and found[message.engine].joined.worker_id == message.worker_id
-        ):
-            found[message.engine].drains[message.rank] = message.reason
-    return list(found.values())
+        _apply(found, received.message)
+    return found
 
 
 async def note_plans(bus: Bus, subjects: Subjects, engines: Sequence[EngineNow]) -> None:
     """Set `migrating` from the last log entry of each engine's plans. Verdicts on earlier plans are
     skipped."""
-    by_worker = {engine.joined.worker_id: engine for engine in engines}
+    workers = {engine.joined.worker_id for engine in engines}
     stored = [received async for received in bus.replay(subjects.migrations(), latest=True, follow=False)]
-    here = (received for received in stored if getattr(received.message, "worker_id", None) in by_worker)
+    here = (received for received in stored if getattr(received.message, "worker_id", None) in workers)
     for message in await asyncio.gather(*(before_verdicts(bus, newest) for newest in here)):
-        match message:
-            case MigrationPlanned() | MigrationStaged() | MigrationCommitted(last=False) if (
-                message.worker_id in by_worker
-            ):
-                by_worker[message.worker_id].migrating = message.plan
+        if message is not None:
+            _apply(engines, message)
 
 
-def note_load(by_worker: dict[int, EngineNow], received: Received) -> None:
-    """Apply a heartbeat or a load report."""
-    message = received.message
-    if isinstance(message, EngineHeartbeat) and message.worker_id in by_worker:
-        by_worker[message.worker_id].heartbeat = message
-    elif isinstance(message, KvMetrics) and message.worker_id in by_worker:
-        by_worker[message.worker_id].load[message.dp_rank] = message
+def _apply(engines: Iterable[EngineNow], message: Message) -> None:
+    """Apply a message to the engine that it is about."""
+    worker_id = getattr(message, "worker_id", None)
+    for engine in engines:
+        if engine.joined.worker_id == worker_id:
+            engine.apply(message)
 
 
 def as_record(engine: EngineNow) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import socket
 from typing import Protocol
 
 from deploy.launch_spec import RankLaunch
-from engine_adapter.agent.engine_agent import Agent, AgentIdentity
+from engine_adapter.agent.engine_agent import Agent
+from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.engine import EngineFailed
 
 

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from deploy.process import FAILURE, print_error
 
@@ -54,12 +53,17 @@ def printable(text: str) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print aligned columns; nothing is wrapped or cut, whatever the width of the terminal."""
-    lines = [[escape(cell) for cell in row] for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(head, *lines, strict=True)]
     out = console()
-    for row in (head, *lines):
-        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        out.print(f"[bold]{text}[/bold]" if row is head else text)
+    for number, line in enumerate(aligned([head, *rows])):
+        out.print(line, markup=False, style="" if number else "bold")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line per row, in columns of the width of their longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def fail(text: str, status: int = FAILURE) -> NoReturn:

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-import typer
 
-from deploy.process import FAILURE
-from deploy.terminal.output import console, in_json, note, printable, show
+from deploy.terminal.output import aligned, console, in_json, printable, show
 from deploy.views.decision import RouterAddress
+from deploy.views.drain_report import drained, end_unless_idle
 from fleet.text import counted
 from router.api.backend_record import BackendSpeed, BackendStatus
 
@@ -51,11 +50,7 @@ def backends_if_any(router: RouterAddress) -> list[BackendStatus]:
 
 def backend_lines(backends: Sequence[BackendStatus]) -> list[str]:
     """Return aligned columns, one line per backend."""
-    rows = [HEAD, *(_row(one) for one in backends)]
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return aligned([HEAD, *map(_row, backends)])
 
 
 def show_backends(router: RouterAddress, backends: Sequence[BackendStatus], *, as_json: bool) -> None:
@@ -98,16 +93,9 @@ def drain_backend(
     idle = None if wait is None else not now.requests
     if as_json:
         show(in_json({"backend": now, "draining": not undo, "reason": reason, "idle": idle}))
-    elif undo:
-        show(f"{name} takes new requests again")
     else:
-        show(
-            f"{name} takes no new requests{' and is idle' if idle else ''}; undo it with: roost drain {name}"
-            f" --undo --url {router.url}"
-        )
-    if idle is False:
-        note(f"{name} is not idle after {wait:g} s; it continues to drain")
-        raise typer.Exit(FAILURE)
+        show(drained(name, f"{name} --undo --url {router.url}", undo=undo, idle=idle))
+    end_unless_idle(name, idle, wait)
 
 
 def _row(one: BackendStatus) -> tuple[str, ...]:

@@ -9,9 +9,8 @@ from bus import Received
 from deploy.client.fleet_status import EngineNow
 from deploy.views.event_lines import event_line
 from fleet.facts.activity import DispatchMeasured
-from fleet.facts.dynamo_kv import KvMetrics
-from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
-from fleet.facts.migrations import LoopFigures, MigrationAborted, MigrationCommitted, MigrationPlanned
+from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
+from fleet.facts.migrations import LoopFigures
 from fleet.facts.placements import HomesPublished
 from fleet.membership import SILENT_SECONDS, Heartbeats
 
@@ -89,24 +88,14 @@ class LiveState:
         engine = self._worker(getattr(message, "worker_id", None))
         if engine is None:
             return
+        engine.apply(message)
         match message:
             case EngineHeartbeat():
-                engine.heartbeat = message
                 self._heartbeats.beat(message.worker_id, now)
-            case KvMetrics() if 0 <= message.dp_rank < len(engine.joined.urls):
-                engine.load[message.dp_rank] = message
             case DispatchMeasured() if is_plausible(message):
                 self._measured.setdefault(message.worker_id, deque(maxlen=MAX_MEASURED)).append(
                     (now, message)
                 )
-            case RankDrained(draining=True):
-                engine.drains[message.rank] = message.reason
-            case RankDrained():
-                engine.drains.pop(message.rank, None)
-            case MigrationPlanned():
-                engine.migrating = message.plan
-            case MigrationCommitted(last=True) | MigrationAborted():
-                engine.migrating = ""
 
     def _worker(self, worker_id: int | None) -> EngineNow | None:
         return next(

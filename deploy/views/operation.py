@@ -16,6 +16,7 @@ from deploy.run_directory import Running
 from deploy.security.credentials import of_run
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.output import fail, in_json, note, show
+from deploy.views.drain_report import drained, end_unless_idle
 from fleet.facts.engines import ConfigChanged
 from fleet.settings import FilePath
 
@@ -47,16 +48,11 @@ def show_drain(
             "reason": reason,
         }
         show(in_json({**about, "changed": changed, "idle": idle}))
-    elif undo:
-        show(f"{found.name} takes new requests again" if changed else f"{found.name} was not draining")
+    elif not changed:
+        show(f"{found.name} was not draining")
     else:
-        show(
-            f"{found.name} takes no new requests{' and is idle' if idle else ''}; undo it with: roost drain"
-            f" {found.name} --undo"
-        )
-    if idle is False:
-        note(f"{found.name} is not idle after {wait:g} s; it continues to drain")
-        raise typer.Exit(FAILURE)
+        show(drained(found.name, f"{found.name} --undo", undo=undo, idle=idle))
+    end_unless_idle(found.name, idle, wait)
 
 
 def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> None:

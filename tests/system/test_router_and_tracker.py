@@ -30,6 +30,7 @@ from router.scheduling.decision import Decision
 from router.scheduling.scheduler import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
+from tests.router.metric_values import value_of
 from tests.router.router_fixture import until
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService
@@ -151,7 +152,7 @@ class Loop:
 
     @property
     def refused(self) -> float:
-        return float(self.router.metrics.bus_refused._value.get())
+        return value_of(self.router.metrics.bus_refused)
 
 
 @asynccontextmanager
@@ -196,7 +197,7 @@ async def test_requests_find_the_rank_where_their_experts_live_once_the_tracker_
         assert before < 0.75
         assert after > 0.9, "cold requests, told apart by their words"
         assert loop.refused == 0
-        assert tracker.metrics.finished._value.get() > 0
+        assert value_of(tracker.metrics.finished) > 0
 
 
 class Blind(Loop):
@@ -213,6 +214,6 @@ async def test_where_nothing_can_be_known_prediction_switches_itself_off() -> No
         gains = []
         for _ in range(8):
             await loop.serve(100)
-            await until(lambda: tracker.metrics.finished._value.get() >= loop.asked, 20)
+            await until(lambda: value_of(tracker.metrics.finished) >= loop.asked, 20)
             gains.append(loop.gain)
         assert max(gains[4:]) < 0.1
