@@ -24,7 +24,7 @@ from fleet.shared_secret import SharedSecret
 from tests.faults.plans import Impossible, series
 from tests.faults.records import Records
 from tests.system.fleets import Fleet
-from tests.system.load_clients import TAG_LENGTH, Open, Told
+from tests.system.load_clients import TAG_LENGTH, Open, Outcomes
 
 SETTLED_SECONDS = 240.0
 """the fleet is whole again after a mishap within this time, at the latest"""
@@ -100,7 +100,7 @@ class Mischief:
         fleet: Fleet,
         http: aiohttp.ClientSession,
         records: Records,
-        told: Told,
+        outcomes: Outcomes,
         dice: np.random.Generator,
         *,
         engines: int,
@@ -118,7 +118,7 @@ class Mischief:
         self._dice = dice
         self._engines = tuple(f"engine-{number}" for number in range(engines))
         self._ranks = ranks
-        self._told = told
+        self._outcomes = outcomes
         self._drain_seconds = drain_seconds
         self._simulated = simulated
         self._stopping: set[str] = set()
@@ -184,11 +184,11 @@ class Mischief:
         began = self.now
         while not await self._whole():
             if self.now - began > SETTLED_SECONDS:
-                said = (
+                message = (
                     f"{began:.1f} s: not whole {SETTLED_SECONDS:.0f} s after {what}; processes:"
                     f" {sorted(self._fleet.processes())}"
                 )
-                self.happened.wrong.append(said)
+                self.happened.wrong.append(message)
                 break
             await asyncio.sleep(0.2)
         return self.now - began
@@ -273,8 +273,8 @@ class Mischief:
         if not tag or not self._may(name):
             return None
         now = asyncio.get_running_loop().time()
-        streams = [one for one in self._told.open if one.stream and one.tag == tag]
-        stop = GentleStop(now, name, tag, streams, [one for one in self._told.open if not one.tag])
+        streams = [one for one in self._outcomes.open if one.stream and one.tag == tag]
+        stop = GentleStop(now, name, tag, streams, [one for one in self._outcomes.open if not one.tag])
         self.happened.gentle_stops.append(stop)
         self._stopping.add(name)
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -353,7 +353,7 @@ class Mischief:
         await asyncio.to_thread(shutil.rmtree, lost)
         self.happened.stores_lost.append(asyncio.get_running_loop().time())
         self.happened.forgotten |= {
-            said.plan for history in self._records.histories.values() for said in history.migrations
+            message.plan for history in self._records.histories.values() for message in history.migrations
         }
         return found
 

@@ -61,7 +61,7 @@ class Home:
             check=False,
         )
 
-    def told(self, *arguments: str) -> str:
+    def output(self, *arguments: str) -> str:
         """What a command prints that works."""
         done = self.run(*arguments)
         assert done.returncode == 0, done.stderr
@@ -200,7 +200,7 @@ class Fleet:
     def status(self) -> dict[str, Any]:
         """By engine name, as `roost status` tells it."""
         return {
-            engine["engine"]: engine for engine in json.loads(self.home.told("status", "--json"))["engines"]
+            engine["engine"]: engine for engine in json.loads(self.home.output("status", "--json"))["engines"]
         }
 
     def serving(self, engines: int, ranks: int) -> bool:

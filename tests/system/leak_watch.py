@@ -119,7 +119,7 @@ class Memories:
             life.at.append(now)
             life.resident.append(resident)
         self._present = {process.pid: self._present[process.pid] for process in there.values()}
-        self.left_over += [said for said in strays(self._fleet) if said not in self.left_over]
+        self.left_over += [entries for entries in strays(self._fleet) if entries not in self.left_over]
 
 
 def strays(fleet: Fleet) -> list[str]:
@@ -147,16 +147,16 @@ def _below(fleet: Fleet) -> set[int]:
 class Epochs:
     """What an independent listener hears of epochs, and what is wrong with it."""
 
-    heard: int = 0
+    messages: int = 0
     committed: int = 0
     highest: dict[tuple[int, int], int] = field(default_factory=dict)
     """by worker and rank: what it said last that it serves; rank -1: what is stored of the worker"""
     wrong: list[str] = field(default_factory=list)
 
-    def said(self, received: Received) -> None:
+    def note(self, received: Received) -> None:
         match received.message:
             case ExpertsActivated() as counts:
-                self.heard += 1
+                self.messages += 1
                 self._forward((counts.worker_id, counts.rank), counts.epoch, counts.engine)
             case PlacementCommitted() as committed:
                 self.committed += 1
@@ -181,13 +181,13 @@ async def listen(bus: Bus, subjects: Subjects, epochs: Epochs) -> None:
     """For ever: to what ranks say that they serve, and to what is stored."""
 
     async def hear() -> None:
-        async with bus.subscribe(subjects.experts()) as heard:
-            async for received in heard:
-                epochs.said(received)
+        async with bus.subscribe(subjects.experts()) as messages:
+            async for received in messages:
+                epochs.note(received)
 
     async def follow() -> None:
         async for received in bus.replay(subjects.placements()):
-            epochs.said(received)
+            epochs.note(received)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(hear(), name="hears which epochs are served")
@@ -197,12 +197,12 @@ async def listen(bus: Bus, subjects: Subjects, epochs: Epochs) -> None:
 Plans = Sequence[MigrationPlanned | MigrationCommitted | MigrationAborted | object]
 
 
-def unended(said: Plans) -> list[str]:
+def unended(entries: Plans) -> list[str]:
     """Plans of one engine that began, and of which nothing says that they ended."""
-    begun = [one.plan for one in said if isinstance(one, MigrationPlanned)]
+    begun = [one.plan for one in entries if isinstance(one, MigrationPlanned)]
     ended = {
         one.plan
-        for one in said
+        for one in entries
         if isinstance(one, MigrationAborted) or (isinstance(one, MigrationCommitted) and one.last)
     }
     return [plan for plan in dict.fromkeys(begun) if plan not in ended]

@@ -156,7 +156,7 @@ Cause = Literal["refused", "not connected", "broken"]
 class Break:
     """A connection that broke, or never stood. Seconds of the event loop."""
 
-    asked: float
+    requested_at: float
     at: float
     tag: str
     """of the router process that answered; empty: no head of an answer came"""
@@ -167,7 +167,7 @@ class Break:
 class Open:
     """One try of one request, from its asking on."""
 
-    asked: float
+    requested_at: float
     stream: bool
     tag: str = ""
     """of the router process that answers, once its head has come"""
@@ -177,7 +177,7 @@ class Open:
 
 
 @dataclass
-class Told:
+class Outcomes:
     """What users got."""
 
     came: int = 0
@@ -230,7 +230,7 @@ class Crowd:
         per_second: float,
         dice: np.random.Generator,
     ) -> None:
-        self.told = Told()
+        self.outcomes = Outcomes()
         self._http = http
         self._library = library
         self._course = course
@@ -246,7 +246,7 @@ class Crowd:
         began = now = loop.time()
         async with asyncio.TaskGroup() as users:
             while now - began < seconds:
-                self.told.came += 1
+                self.outcomes.came += 1
                 if self._open < MOST_OPEN:
                     domain = int(
                         self._dice.choice(len(self._library.domains), p=shares_at(self._course, now - began))
@@ -256,7 +256,7 @@ class Crowd:
                         self._ask(prompt, bool(self._dice.integers(2))), name=f"asks prompt {prompt.number}"
                     )
                 else:
-                    self.told.turned_away += 1
+                    self.outcomes.turned_away += 1
                 now += float(self._dice.exponential(1.0 / self._per_second))
                 await asyncio.sleep(now - loop.time())
 
@@ -267,16 +267,16 @@ class Crowd:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 answer = await self._insist(prompt, stream)
         except (_NotWhole, aiohttp.ClientError, TimeoutError) as error:
-            self.told.lost.append(
+            self.outcomes.lost.append(
                 f"prompt {prompt.number}, {'streamed' if stream else 'plain'}, asked at {began:.1f}: {error!r}"[
                     :500
                 ]
             )
         else:
-            self.told.answered += 1
-            self.told.streamed += stream
-            self.told.tokens += len(answer.tokens)
-            self.told.seconds.append(asyncio.get_running_loop().time() - began)
+            self.outcomes.answered += 1
+            self.outcomes.streamed += stream
+            self.outcomes.tokens += len(answer.tokens)
+            self.outcomes.seconds.append(asyncio.get_running_loop().time() - began)
             self._compare(prompt, answer)
         finally:
             self._open -= 1
@@ -287,12 +287,12 @@ class Crowd:
         first: Cause | None = None
         while True:
             attempt = Open(clock(), stream)
-            self.told.open.add(attempt)
+            self.outcomes.open.add(attempt)
             try:
                 answer = await (self._streamed(prompt, attempt) if stream else self._plain(prompt, attempt))
             except _ComeAgain as refusal:
                 attempt.outcome = "finished"
-                self.told.refused[refusal.status] += 1
+                self.outcomes.refused[refusal.status] += 1
                 cause, pause = "refused", refusal.seconds
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 attempt.outcome = "broken"
@@ -300,37 +300,37 @@ class Crowd:
                     "not connected" if isinstance(error, aiohttp.ClientConnectorError) else "broken",
                     0.1,
                 )
-                self.told.broken.append(Break(attempt.asked, clock(), attempt.tag, cause))
+                self.outcomes.broken.append(Break(attempt.requested_at, clock(), attempt.tag, cause))
             except BaseException:
                 attempt.outcome = "broken"
                 raise
             else:
                 attempt.outcome = "finished"
                 if first is not None:
-                    self.told.asked_again[first] += 1
+                    self.outcomes.asked_again[first] += 1
                 if stream:
-                    self.told.streamed_seconds.append(clock() - attempt.asked)
+                    self.outcomes.streamed_seconds.append(clock() - attempt.requested_at)
                 return answer
             finally:
-                self.told.open.discard(attempt)
+                self.outcomes.open.discard(attempt)
             first = first or cause
             await asyncio.sleep(pause)
 
     async def _plain(self, prompt: Prompt, attempt: Open) -> Answer:
         more = {} if self._library.expected(prompt) else {"logprobs": 2}
-        async with self._http.post("/v1/completions", json={**_body(prompt), **more}) as said:
-            attempt.tag = _tag(said)
-            await _must_be_good(said)
-            choice: dict[str, Any] = (await said.json())["choices"][0]
+        async with self._http.post("/v1/completions", json={**_body(prompt), **more}) as response:
+            attempt.tag = _tag(response)
+            await _must_be_good(response)
+            choice: dict[str, Any] = (await response.json())["choices"][0]
         return _whole(prompt, choice["token_ids"], margins(choice) if more else [], choice["finish_reason"])
 
     async def _streamed(self, prompt: Prompt, attempt: Open) -> Answer:
         tokens: list[int] = []
         finish, ended = None, False
-        async with self._http.post("/v1/completions", json={**_body(prompt), "stream": True}) as said:
-            attempt.tag = _tag(said)
-            await _must_be_good(said)
-            async for line in said.content:
+        async with self._http.post("/v1/completions", json={**_body(prompt), "stream": True}) as response:
+            attempt.tag = _tag(response)
+            await _must_be_good(response)
+            async for line in response.content:
                 if line.startswith(b"data: [DONE]"):
                     ended = True
                 elif line.startswith(b"data: "):
@@ -348,7 +348,7 @@ class Crowd:
     def _compare(self, prompt: Prompt, answer: Answer) -> None:
         expected = self._library.expected(prompt)
         if expected is not None:
-            self.told.compared += 1
+            self.outcomes.compared += 1
             apart = next(
                 (
                     at
@@ -358,7 +358,7 @@ class Crowd:
                 None,
             )
             if apart is not None:
-                self.told.wrong.append(
+                self.outcomes.wrong.append(
                     f"prompt {prompt.number}, token {apart} of {prompt.tokens}: {answer.tokens[apart]}, not"
                     f" {expected[apart]}"
                 )
@@ -368,7 +368,7 @@ class Crowd:
             if answer.margins:
                 self._known[prompt.number] = answer
             return
-        self.told.compared += 1
+        self.outcomes.compared += 1
         apart = next(
             (
                 at
@@ -380,13 +380,13 @@ class Crowd:
         if apart is None:
             return
         if known.margins[apart] > MARGIN:
-            said = (
+            difference = (
                 f"prompt {prompt.number}, token {apart}: {answer.tokens[apart]}, not {known.tokens[apart]};"
                 f" margin {known.margins[apart]:.4f}"
             )
-            self.told.wrong.append(said)
+            self.outcomes.wrong.append(difference)
         else:
-            self.told.close += 1
+            self.outcomes.close += 1
 
 
 def _body(prompt: Prompt) -> dict[str, Any]:
@@ -400,17 +400,19 @@ def _body(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-async def _must_be_good(said: aiohttp.ClientResponse) -> None:
-    if said.status in COME_AGAIN:
-        await said.read()
-        raise _ComeAgain(said.status, min(float(said.headers.get("retry-after", 1.0)), LONGEST_PAUSE_SECONDS))
-    if said.status != 200:
-        raise _NotWhole(f"{said.status}: {await said.text()}")
+async def _must_be_good(response: aiohttp.ClientResponse) -> None:
+    if response.status in COME_AGAIN:
+        await response.read()
+        raise _ComeAgain(
+            response.status, min(float(response.headers.get("retry-after", 1.0)), LONGEST_PAUSE_SECONDS)
+        )
+    if response.status != 200:
+        raise _NotWhole(f"{response.status}: {await response.text()}")
 
 
-def _tag(said: aiohttp.ClientResponse) -> str:
+def _tag(response: aiohttp.ClientResponse) -> str:
     """Of the router process that answers: the beginning of the ids of its decisions."""
-    return said.headers.get("x-roost-decision-id", "")[:TAG_LENGTH]
+    return response.headers.get("x-roost-decision-id", "")[:TAG_LENGTH]
 
 
 def _whole(prompt: Prompt, tokens: list[int], margins: list[float], finish: str | None) -> Answer:

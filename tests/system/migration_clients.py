@@ -56,9 +56,9 @@ async def answer(http: aiohttp.ClientSession, prompt: list[int], count: int) -> 
         "return_token_ids": True,
         "ignore_eos": True,
     }
-    async with http.post("/v1/completions", json=body) as said:
-        assert said.status == 200, f"{said.status}: {await said.text()}"
-        choice: dict[str, Any] = (await said.json())["choices"][0]
+    async with http.post("/v1/completions", json=body) as answer:
+        assert answer.status == 200, f"{answer.status}: {await answer.text()}"
+        choice: dict[str, Any] = (await answer.json())["choices"][0]
     apart = margins(choice)
     assert len(choice["token_ids"]) == len(apart) == count, choice
     return Answer(choice["token_ids"], apart)
@@ -71,7 +71,7 @@ def margins(choice: dict[str, Any]) -> list[float]:
 
 
 @dataclass
-class Told:
+class Outcomes:
     """What clients got, against the reference."""
 
     answers: int = 0
@@ -96,7 +96,7 @@ class Clients:
     """Ask the same things over and over, and compare with what was said before anything moved."""
 
     def __init__(self, http: aiohttp.ClientSession) -> None:
-        self.told = Told()
+        self.outcomes = Outcomes()
         self._http = http
         tokenizer = Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json"))
         self._prompts = [list(tokenizer.encode(text).ids) for text in TEXTS]
@@ -108,9 +108,9 @@ class Clients:
         self._whole = [await answer(self._http, prompt, TOKENS) for prompt in self._prompts]
 
     @asynccontextmanager
-    async def asking(self, at_once: int) -> AsyncIterator[Told]:
+    async def asking(self, at_once: int) -> AsyncIterator[Outcomes]:
         """So many clients ask while the context lasts; their last requests are answered before it ends."""
-        self.told, going = Told(), True
+        self.outcomes, going = Outcomes(), True
 
         async def client() -> None:
             while going:
@@ -120,7 +120,7 @@ class Clients:
             for _ in range(at_once):
                 tasks.create_task(client(), name="asks one thing after another")
             try:
-                yield self.told
+                yield self.outcomes
             finally:
                 going = False
 
@@ -130,13 +130,13 @@ class Clients:
         try:
             found = await answer(self._http, self._prompts[at], TOKENS)
             exact = found.tokens == self._whole[at].tokens
-            self.told.answers += 1
-            self.told.exact += exact
-            self.told.tokens += TOKENS
+            self.outcomes.answers += 1
+            self.outcomes.exact += exact
+            self.outcomes.tokens += TOKENS
             if not exact:
                 await self._look_closer(at, found.tokens)
         except (AssertionError, aiohttp.ClientError, TimeoutError) as error:
-            self.told.gone.append(repr(error)[:500])
+            self.outcomes.gone.append(repr(error)[:500])
 
     async def _look_closer(self, at: int, tokens: list[int]) -> None:
         """Where it differs for the first time, and from there on again with the reference's token in its
@@ -150,12 +150,12 @@ class Clients:
             if apart is None:
                 return
             if whole.margins[apart] > MARGIN:
-                self.told.wrong.append(
+                self.outcomes.wrong.append(
                     f"prompt {at}, token {apart}: {tokens[apart - begun]}, not {whole.tokens[apart]}; margin"
                     f" {whole.margins[apart]:.4f}"
                 )
                 return
-            self.told.misses += 1
+            self.outcomes.misses += 1
             begun = apart + 1
             if begun == TOKENS:
                 return
@@ -200,19 +200,23 @@ class Movers:
         found = []
         for rank in range(len(joined.urls)):
             try:
-                said = await self.records.bus.request(
+                answer = await self.records.bus.request(
                     self.records.subjects.handover(engine, joined.worker_id, rank),
                     DescribeHandover(worker_id=joined.worker_id, rank=rank),
                     1.0,
                 )
             except Exception:  # noqa: BLE001 whatever it is, it does not answer
                 return []
-            if isinstance(said, HandoverDescribed) and (said.state, said.quarantined, said.draining) == (
+            if isinstance(answer, HandoverDescribed) and (
+                answer.state,
+                answer.quarantined,
+                answer.draining,
+            ) == (
                 "serving",
                 0,
                 0,
             ):
-                found.append(said.served)
+                found.append(answer.served)
         return found if len(found) == len(joined.urls) else []
 
 

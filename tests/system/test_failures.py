@@ -130,7 +130,7 @@ def test_many_streams_survive_a_killed_engine(whole: Fleet) -> None:
 def test_nats_restarted_while_serving_loses_nothing_that_was_promised(fleet: Fleet) -> None:
     joins = [
         line
-        for line in fleet.home.told("events", "--since", "1h", "--no-follow", "--json").splitlines()
+        for line in fleet.home.output("events", "--since", "1h", "--no-follow", "--json").splitlines()
         if "EngineJoined" in line
     ]
     unbroken = fleet.text(STORY, max_tokens=200)
@@ -143,7 +143,7 @@ def test_nats_restarted_while_serving_loses_nothing_that_was_promised(fleet: Fle
     assert fleet.text(STORY, max_tokens=200) == unbroken
     until(lambda: fleet.home.run("status").returncode == 0, "NATS to be back", 20)
     until(lambda: fleet.status()["engine-0"]["alive"], "heartbeats to be heard again", 20)
-    replayed = fleet.home.told("events", "--since", "1h", "--no-follow", "--json").splitlines()
+    replayed = fleet.home.output("events", "--since", "1h", "--no-follow", "--json").splitlines()
     assert [line for line in replayed if "EngineJoined" in line][: len(joins)] == joins
     assert not any("EngineLeft" in line for line in replayed)
     assert fleet.serving(1, 2)
@@ -164,8 +164,8 @@ def test_killed_router_tracker_and_planner_come_back_and_no_connection_is_refuse
     assert all(fleet.processes()[name].pid != before[name].pid for name in ("router", "tracker", "planner"))
 
 
-def _login(said: dict[str, str]) -> dict[str, str]:
-    return {key: said[key] for key in ("user", "password", "inbox_prefix")}
+def _login(message: dict[str, str]) -> dict[str, str]:
+    return {key: message[key] for key in ("user", "password", "inbox_prefix")}
 
 
 def test_garbage_on_every_subject_disturbs_nobody(fleet: Fleet) -> None:

@@ -49,15 +49,15 @@ async def text_of(http: aiohttp.ClientSession, number: int, *, stream: bool) -> 
         pieces: list[str] = []
         async for line in answer.content:
             if line.startswith(b"data: {"):
-                said = json.loads(line[6:])
-                if "error" in said:
-                    return 200, f"error: {said['error']}"
-                pieces += [choice["delta"].get("content") or "" for choice in said["choices"]]
+                answer = json.loads(line[6:])
+                if "error" in answer:
+                    return 200, f"error: {answer['error']}"
+                pieces += [choice["delta"].get("content") or "" for choice in answer["choices"]]
         return 200, "".join(pieces)
 
 
 @dataclass
-class Told:
+class Outcomes:
     """What clients got."""
 
     answers: int = 0
@@ -65,10 +65,10 @@ class Told:
     retries: Counter[str] = field(default_factory=Counter)
 
 
-async def under_load(fleet: Fleet, seconds: float, disturb: Callable[[], Awaitable[None]]) -> Told:
+async def under_load(fleet: Fleet, seconds: float, disturb: Callable[[], Awaitable[None]]) -> Outcomes:
     """Ask from many clients for so long while something is disturbed, and compare each answer with the
     undisturbed one."""
-    told, numbers = Told(), itertools.count()
+    outcomes, numbers = Outcomes(), itertools.count()
     limits = aiohttp.ClientTimeout(total=60)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # each request may meet the other router
     async with aiohttp.ClientSession(fleet.router, timeout=limits, connector=connector) as http:
@@ -85,9 +85,9 @@ async def under_load(fleet: Fleet, seconds: float, disturb: Callable[[], Awaitab
             while time.monotonic() < end:
                 number = next(numbers)
                 status, text = await text_of(http, number % PROMPTS, stream=bool(number % 4))
-                told.answers += 1
+                outcomes.answers += 1
                 if (status, text) != whole[number % PROMPTS]:
-                    told.wrong.append(f"{status} {text[:300]}")
+                    outcomes.wrong.append(f"{status} {text[:300]}")
 
         async def disturber() -> None:
             while time.monotonic() < end:
@@ -97,7 +97,7 @@ async def under_load(fleet: Fleet, seconds: float, disturb: Callable[[], Awaitab
             tasks.create_task(disturber(), name="disturbs")
             for _ in range(AT_ONCE):
                 tasks.create_task(client(), name="asks one request after another")
-    return told
+    return outcomes
 
 
 def counted(fleet: Fleet, family: str) -> float:
@@ -121,14 +121,14 @@ def test_an_engine_killed_every_five_seconds_for_half_a_minute_loses_no_request(
         fleet.processes()[victim].send_signal(signal.SIGKILL)
         killed.append(victim)
 
-    told = asyncio.run(under_load(fleet, 31.0, kill))
+    outcomes = asyncio.run(under_load(fleet, 31.0, kill))
     print(  # noqa: T201
-        f"{told.answers} answers, {len(told.wrong)} wrong, {len(killed)} kills,"
+        f"{outcomes.answers} answers, {len(outcomes.wrong)} wrong, {len(killed)} kills,"
         f" {counted(fleet, 'retries_total'):.0f} retries"
     )
-    assert not told.wrong, told.wrong[:5]
+    assert not outcomes.wrong, outcomes.wrong[:5]
     assert len(killed) >= 5
-    assert told.answers > 100
+    assert outcomes.answers > 100
     assert counted(fleet, "retries_total") > 0
     assert counted(fleet, "retries_refused_total") == 0
     until(
@@ -160,10 +160,10 @@ def test_a_tenth_of_all_forwards_failing_before_two_routers_loses_no_request(fle
         begun = True
         await asyncio.sleep(1)
 
-    told = asyncio.run(under_load(fleet, 20.0, fail))
+    outcomes = asyncio.run(under_load(fleet, 20.0, fail))
     retries = counted(fleet, "retries_total")
-    print(f"{told.answers} answers, {len(told.wrong)} wrong, {retries:.0f} retries")  # noqa: T201
-    assert not told.wrong, told.wrong[:5]
-    assert told.answers > 100
-    assert retries > 0.05 * told.answers
+    print(f"{outcomes.answers} answers, {len(outcomes.wrong)} wrong, {retries:.0f} retries")  # noqa: T201
+    assert not outcomes.wrong, outcomes.wrong[:5]
+    assert outcomes.answers > 100
+    assert retries > 0.05 * outcomes.answers
     assert counted(fleet, "retries_refused_total") == 0

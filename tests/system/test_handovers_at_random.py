@@ -44,7 +44,7 @@ class Trial:
         self.group = group
         self.dice = random.Random(seed)
         self.services: list[MigrationService] = []
-        self.asked: list[asyncio.Task[str]] = []
+        self.requests: list[asyncio.Task[str]] = []
         self._stacks: list[AsyncExitStack] = []
 
     # the house
@@ -74,23 +74,23 @@ class Trial:
 
     def request(self) -> None:
         """Somebody wants an expert somewhere; what becomes of that is not waited for."""
-        wanted = MigrateExpert(
+        request = MigrateExpert(
             engine="a", layer=self.dice.randrange(2), expert=self.dice.randrange(8), rank=self.dice.randrange(3), move=self.dice.random() < 0.5
         )  # fmt: skip
-        self.asked.append(asyncio.create_task(self.wish(wanted)))
+        self.requests.append(asyncio.create_task(self.wish(request)))
 
-    async def wish(self, wanted: MigrateExpert) -> str:
+    async def wish(self, request: MigrateExpert) -> str:
         try:
-            return (await ask(MemoryBus(self.group.broker), wanted)).plan
+            return (await ask(MemoryBus(self.group.broker), request)).plan
         except BusError:
             return ""
 
-    async def insist(self, wanted: MigrateExpert) -> None:
+    async def insist(self, request: MigrateExpert) -> None:
         """Ask until somebody leads and answers."""
         async with asyncio.timeout(30):
             while True:
                 try:
-                    await ask(self.group.bus, wanted)
+                    await ask(self.group.bus, request)
                 except BusTimeout:
                     await asyncio.sleep(0.5)
                 else:
@@ -142,7 +142,7 @@ class Trial:
         """Return once nothing is open any more, durably or on a rank."""
         for way in self.group.transfers:
             way.faults.clear()
-        await asyncio.gather(*self.asked)
+        await asyncio.gather(*self.requests)
         async with asyncio.timeout(120):
             while True:
                 if await self._rests():

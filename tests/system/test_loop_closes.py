@@ -118,13 +118,13 @@ class World:
                 "temperature": 0,
                 "ignore_eos": True,
             }
-            async with self.http.post("/v1/completions", json=body) as said:
-                assert said.status == 200, await said.text()
-                await said.read()
-                decision = said.headers["x-roost-decision-id"]
-            async with self.http.get(f"/v1/decisions/{decision}") as said:
-                if said.status == 200:
-                    self.served.append((kind, (await said.json())["chosen"]))
+            async with self.http.post("/v1/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                await answer.read()
+                decision = answer.headers["x-roost-decision-id"]
+            async with self.http.get(f"/v1/decisions/{decision}") as answer:
+                if answer.status == 200:
+                    self.served.append((kind, (await answer.json())["chosen"]))
 
     def remote(self, since: float, until_: float) -> float:
         """Distinct remote ranks per token and layer that ranks measured in a time of the event loop."""
@@ -150,9 +150,9 @@ class World:
                 if (
                     isinstance(answer, LoopDescribed)
                     and answer.engines
-                    and (told := answer.engines[0]).decided_at is not None
+                    and (outcomes := answer.engines[0]).decided_at is not None
                 ):
-                    self.decided[told.decided_at] = told.decided
+                    self.decided[outcomes.decided_at] = outcomes.decided
             await asyncio.sleep(0.5)
 
     def own(self) -> list[MigrationPlanned]:
@@ -176,7 +176,7 @@ async def living(fleet: Fleet) -> AsyncIterator[World]:
     connector = aiohttp.TCPConnector(limit=0)
     try:
         async with (
-            bus.subscribe(subjects.dispatched(), subjects.homes, subjects.shifts) as heard,
+            bus.subscribe(subjects.dispatched(), subjects.homes, subjects.shifts) as messages,
             aiohttp.ClientSession(
                 fleet.router, timeout=aiohttp.ClientTimeout(total=60), connector=connector
             ) as http,
@@ -185,20 +185,20 @@ async def living(fleet: Fleet) -> AsyncIterator[World]:
             world = World(http, records, await asyncio.to_thread(Texts), KINDS)
 
             async def hear() -> None:
-                async for received in heard:
+                async for received in messages:
                     match received.message:
-                        case DispatchMeasured() as said if said.tokens:
+                        case DispatchMeasured() as answer if answer.tokens:
                             world.sent.append(
                                 (
                                     loop.time(),
-                                    sum(said.remote_ranks) / len(said.remote_ranks) / said.tokens,
-                                    said.tokens,
+                                    sum(answer.remote_ranks) / len(answer.remote_ranks) / answer.tokens,
+                                    answer.tokens,
                                 )
                             )
-                        case HomesPublished() as said:
-                            world.homes = said
-                        case PopularityShifted() as said:
-                            world.shifts.append(said)
+                        case HomesPublished() as answer:
+                            world.homes = answer
+                        case PopularityShifted() as answer:
+                            world.shifts.append(answer)
 
             async with (
                 alongside(hear(), "hears"),

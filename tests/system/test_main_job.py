@@ -93,17 +93,17 @@ def test_one_trace_runs_from_the_client_through_the_router_into_the_engine(fleet
 
 
 def test_a_dry_run_decides_without_running(fleet: Fleet) -> None:
-    said = fleet.home.told("explain", "A prompt that nobody has asked before, for sure.")
-    assert "chosen" in said
-    assert "runner-up" in said
-    assert "epochs: placement engine-0 0" in said
-    record = json.loads(fleet.home.told("explain", PROMPT, "--max-tokens", "5", "--json"))
+    explanation = fleet.home.output("explain", "A prompt that nobody has asked before, for sure.")
+    assert "chosen" in explanation
+    assert "runner-up" in explanation
+    assert "epochs: placement engine-0 0" in explanation
+    record = json.loads(fleet.home.output("explain", PROMPT, "--max-tokens", "5", "--json"))
     assert record["expected_output_tokens"] == 5
 
 
 def test_explain_reads_a_served_decision_back(fleet: Fleet) -> None:
     decision_id = fleet.chat(PROMPT).headers["x-roost-decision-id"]
-    assert json.loads(fleet.home.told("explain", "--id", decision_id, "--json")) == fleet.decision(
+    assert json.loads(fleet.home.output("explain", "--id", decision_id, "--json")) == fleet.decision(
         decision_id
     )
     done = fleet.home.run("explain", "--id", "nonsense")
@@ -114,34 +114,34 @@ def test_status_shows_engines_ranks_load_and_epochs(fleet: Fleet) -> None:
     engine = fleet.status()["engine-0"]
     assert (engine["alive"], engine["epoch"], engine["model"]) == (True, 0, MODEL)
     assert [rank["running"] for rank in engine["ranks"]] == [0, 0]
-    table = fleet.home.told("status")
+    table = fleet.home.output("status")
     assert fleet.nats in table
     assert f"engine-0: {MODEL}, dp h=0, epoch 0" in table
     assert re.search(r"^ +1 +alive +0 +0 +0 +\d+/2048 +http://127", table, re.MULTILINE)
 
 
 def test_placement_shows_which_expert_is_where(fleet: Fleet) -> None:
-    placement = json.loads(fleet.home.told("placement", "--json"))["engine-0"]
+    placement = json.loads(fleet.home.output("placement", "--json"))["engine-0"]
     assert (placement["epoch"], placement["ranks"]) == (0, 2)
     for ranks in placement["expert_of_slot"].values():
         assert sorted(expert for slots in ranks for expert in slots) == list(range(placement["experts"]))
-    assert "0-15    16-31" in fleet.home.told("placement", "--layer", "1")
+    assert "0-15    16-31" in fleet.home.output("placement", "--layer", "1")
     assert "layers 0 to 3, not 99" in fleet.home.run("placement", "--layer", "99").stderr
 
 
 def test_stored_events_are_replayed_and_telemetry_is_followed(fleet: Fleet) -> None:
     replayed = [
         json.loads(line)
-        for line in fleet.home.told("events", "--since", "1h", "--no-follow", "--json").splitlines()
+        for line in fleet.home.output("events", "--since", "1h", "--no-follow", "--json").splitlines()
     ]
     assert {"EngineJoined", "PlacementCommitted"} <= {event["kind"] for event in replayed}
     following = fleet.home.start("events", "--json", "--kind", "ExpertsActivated", "--kind", "KvEvents")
 
-    def heard() -> set[str]:
+    def kinds() -> set[str]:
         fleet.chat(f"Something new, number {len(following.output)}.")
         return {json.loads(line)["kind"] for line in following.output.splitlines()}
 
-    until(lambda: heard() == {"ExpertsActivated", "KvEvents"}, "experts and KV events of a request", 20)
+    until(lambda: kinds() == {"ExpertsActivated", "KvEvents"}, "experts and KV events of a request", 20)
     assert following.stop() == 0
 
 

@@ -78,10 +78,10 @@ async def test_a_hundred_migrations_under_load_change_no_token(both: tuple[Clien
     async with clients.asking(AT_ONCE) as still:
         await asyncio.sleep(seconds / 2)
     print(f"\n{movers.committed} migrations: {moved}\nnone (A/A): {still}")  # noqa: T201
-    for told in (moved, still):
-        assert not told.wrong, told.wrong[:5]
-        assert not told.gone, told.gone[:5]
-        assert told.answers > 10
+    for outcomes in (moved, still):
+        assert not outcomes.wrong, outcomes.wrong[:5]
+        assert not outcomes.gone, outcomes.gone[:5]
+        assert outcomes.answers > 10
 
 
 # what can fail; each takes the plan's engine and what it needs to know, and returns when the fault is over
@@ -240,7 +240,7 @@ async def test_a_fault_while_experts_move_loses_no_request_and_leaves_one_epoch(
 ) -> None:
     clients, movers = both
     await until(lambda: moving.serving(2, 2), "both engines serve", 60)
-    async with clients.asking(AT_ONCE) as told:
+    async with clients.asking(AT_ONCE) as outcomes:
         for time, engine in enumerate(ENGINES):
             scene = Scene(
                 moving, movers, engine, np.random.default_rng((zlib.crc32(fault.__name__.encode()), time))
@@ -259,9 +259,9 @@ async def test_a_fault_while_experts_move_loses_no_request_and_leaves_one_epoch(
                     assert joined.placement.epoch >= epoch, (
                         f"{name} began anew at epoch {joined.placement.epoch}, and had served {epoch}"
                     )
-    assert not told.wrong, told.wrong[:5]
-    assert not told.gone, told.gone[:5]
-    assert told.answers > 0
+    assert not outcomes.wrong, outcomes.wrong[:5]
+    assert not outcomes.gone, outcomes.gone[:5]
+    assert outcomes.answers > 0
 
 
 async def settled(fleet: Fleet, movers: Movers) -> bool:

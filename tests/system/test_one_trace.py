@@ -72,8 +72,8 @@ async def say_shift(broker: MemoryBroker) -> None:
     shift = PopularityShifted(
         model="m", version=1, settled=False, divergence=0.3, threshold=0.01, layers=(0, 1)
     )
-    with ShiftTracing().saying(shift) as said:
-        await MemoryBus(broker).publisher(SUBJECTS.shifts).publish(said)
+    with ShiftTracing().saying(shift) as shift_message:
+        await MemoryBus(broker).publisher(SUBJECTS.shifts).publish(shift_message)
 
 
 def context_of(span: ReadableSpan) -> SpanContext:
@@ -95,12 +95,12 @@ async def test_from_the_shift_to_the_verdict_everything_is_one_trace(spans: InMe
             await say_shift(group.broker)
             planned = await world.until(MigrationPlanned)
             world.balance = 0.9
-            judged = await world.until(PlanEvaluated)
+            evaluated = await world.until(PlanEvaluated)
             committed = [
                 one.message async for one in world.bus.replay(SUBJECTS.placements("a"), follow=False)
             ]
             await asyncio.sleep(1)
-    assert judged.plan == planned.plan
+    assert evaluated.plan == planned.plan
     assert {one.plan for one in committed if isinstance(one, PlacementCommitted) and one.placement.epoch} == {
         planned.plan
     }
@@ -131,7 +131,7 @@ async def test_from_the_shift_to_the_verdict_everything_is_one_trace(spans: InMe
         assert {span.parent.span_id for span in below if span.parent is not None} == {
             context_of(span).span_id for span in above
         }
-    assert dict(verdict.attributes or {})["roost.verdict"] == judged.verdict
+    assert dict(verdict.attributes or {})["roost.verdict"] == evaluated.verdict
 
 
 async def test_a_plan_of_the_cycle_is_a_trace_of_its_own(spans: InMemorySpanExporter) -> None:

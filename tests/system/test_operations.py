@@ -50,8 +50,8 @@ def test_a_drained_engine_gets_nothing_new_from_any_router_and_finishes_what_it_
         lines = stream.iter_lines()
         next(lines)
         engine = fleet.decision(stream.headers["x-roost-decision-id"])["chosen"].split("/")[0]
-        told = fleet.home.told("drain", engine, "--reason", "new fan")
-        assert f"{engine} takes no new requests; undo it with: roost drain {engine} --undo" in told
+        outcomes = fleet.home.output("drain", engine, "--reason", "new fan")
+        assert f"{engine} takes no new requests; undo it with: roost drain {engine} --undo" in outcomes
         for url in routers(fleet):
             until(lambda url=url: len(decided(url)["excluded"]) == 2, "every router to have heard of it", 5)
             assert {(out["engine"], out["reason"]) for out in decided(url)["excluded"]} == {
@@ -62,8 +62,8 @@ def test_a_drained_engine_gets_nothing_new_from_any_router_and_finishes_what_it_
     assert (idle.returncode, json.loads(idle.stdout)["idle"]) == (0, True)
     assert f"{engine}: idle" in idle.stderr
     assert fleet.status()[engine]["ranks"][0]["draining"] == "new fan"
-    assert "alive, draining: new fan" in fleet.home.told("status")
-    assert f"{engine} takes new requests again" in fleet.home.told("drain", engine, "--undo")
+    assert "alive, draining: new fan" in fleet.home.output("status")
+    assert f"{engine} takes new requests again" in fleet.home.output("drain", engine, "--undo")
     for url in routers(fleet):
         until(lambda url=url: not decided(url)["excluded"], "every router to have heard that, too", 5)
 
@@ -72,7 +72,7 @@ def test_settings_are_read_again_by_every_router_or_refused_and_both_can_be_read
     file = fleet.home.state / "roost.toml"
     pids = {name: process.pid for name, process in fleet.processes().items()}
     file.write_text('[router]\nqueue_weight = 2.5\npolicy = "kv"\n')
-    assert sorted(fleet.home.told("reload").splitlines()) == sorted(
+    assert sorted(fleet.home.output("reload").splitlines()) == sorted(
         [
             *(2 * ['router: policy = "kv"  (was "cost")', "router: queue_weight = 2.5  (was 1.0)"]),
             "planner: nothing differs",
@@ -80,7 +80,7 @@ def test_settings_are_read_again_by_every_router_or_refused_and_both_can_be_read
     )
     for url in routers(fleet):
         assert (decided(url)["policy"], decided(url)["weights"]["queue"]) == ("kv", 2.5)
-    assert 'policy = "kv"' in fleet.home.told("config", "--running")
+    assert 'policy = "kv"' in fleet.home.output("config", "--running")
     file.write_text("[router]\nqueue_weight = 3.5\n[tracker]\nclusters = 8\n")
     refused = fleet.home.run("reload")
     assert refused.returncode == 1
@@ -89,7 +89,7 @@ def test_settings_are_read_again_by_every_router_or_refused_and_both_can_be_read
         assert decided(url)["weights"]["queue"] == 2.5
     events = [
         json.loads(line)["message"]
-        for line in fleet.home.told(
+        for line in fleet.home.output(
             "events", "--kind", "config", "--since", "1h", "--no-follow", "--json"
         ).splitlines()
     ]

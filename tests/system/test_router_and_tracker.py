@@ -64,11 +64,11 @@ class Loop:
     bus: MemoryBus
     chance: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
     clusters: ClusterModel | None = None
-    asked: int = 0
+    requests: int = 0
 
     async def follow_clusters(self) -> None:
-        async with self.bus.subscribe(self.bus.broker.subjects.clusters) as said:
-            async for received in said:
+        async with self.bus.subscribe(self.bus.broker.subjects.clusters) as report:
+            async for received in report:
                 assert isinstance(received.message, ClustersPublished)
                 self.clusters = ClusterModel.from_record(received.message.record)
 
@@ -91,7 +91,7 @@ class Loop:
                 profiles[decision.target.rank].append(profile)
             for rank, found in profiles.items():
                 version = 0 if self.clusters is None else self.clusters.version
-                said = RequestsProfiled(
+                report = RequestsProfiled(
                     engine="e",
                     worker_id=ENGINE.worker_id,
                     rank=rank,
@@ -100,16 +100,16 @@ class Loop:
                     clusters=version,
                     requests=tuple(found),
                 )
-                await self.bus.publisher(self.bus.broker.subjects.requests_profiled("e")).publish(said)
+                await self.bus.publisher(self.bus.broker.subjects.requests_profiled("e")).publish(report)
             await asyncio.sleep(0.02)
         return at_home / count
 
     def _one(self, kind: int) -> tuple[Decision, RequestProfile]:
-        self.asked += 1
+        self.requests += 1
         ids = self.prompt(kind)
         prompt, exchange = (
             TokenPrompt(ids),
-            RequestLog(f"r{self.asked}", f"d{self.asked}", "/v1/completions", 0.0),
+            RequestLog(f"r{self.requests}", f"d{self.requests}", "/v1/completions", 0.0),
         )
         exchange.model = "demo"
         decision, booking = self.router.book(
@@ -123,9 +123,11 @@ class Loop:
     def _run(self, kind: int, decision: Decision, ids: list[int]) -> RequestProfile:
         """What the rank would report: 64 prompt and 32 further tokens, four fifths of their pairs on the
         kind's own half of the experts."""
-        wanted = np.full(8, 0.05)
-        wanted[4 * kind : 4 * kind + 4] = 0.2
-        prompt, completion = (self.chance.multinomial(2 * tokens, wanted, size=4) for tokens in (64, 32))
+        probabilities = np.full(8, 0.05)
+        probabilities[4 * kind : 4 * kind + 4] = 0.2
+        prompt, completion = (
+            self.chance.multinomial(2 * tokens, probabilities, size=4) for tokens in (64, 32)
+        )
         counts = prompt + completion
         held = slice(4 * decision.target.rank, 4 * decision.target.rank + 4)
         hashes = sequence_hashes(local_hashes(ids))
@@ -214,6 +216,6 @@ async def test_where_nothing_can_be_known_prediction_switches_itself_off() -> No
         gains = []
         for _ in range(8):
             await loop.serve(100)
-            await until(lambda: value_of(tracker.metrics.finished) >= loop.asked, 20)
+            await until(lambda: value_of(tracker.metrics.finished) >= loop.requests, 20)
             gains.append(loop.gain)
         assert max(gains[4:]) < 0.1

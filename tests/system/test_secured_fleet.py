@@ -54,13 +54,13 @@ class Secured:
 def secured(home: Home, tmp_path: Path) -> Iterator[Secured]:
     made = certificate(tmp_path, "127.0.0.1")
     keys = tmp_path / "keys"
-    doors = f'tls_cert = "{made.cert}"\ntls_key = "{made.key}"\n'
+    tls_settings = f'tls_cert = "{made.cert}"\ntls_key = "{made.key}"\n'
     settings = (
         f'[router]\nhost = "0.0.0.0"\nupstream_ca = "{made.ca}"\napi_key_file ='
-        f' "{keys}"\n{doors}[worker]\n{doors}'
+        f' "{keys}"\n{tls_settings}[worker]\n{tls_settings}'
     )
     (home.state / "roost.toml").write_text(settings)
-    key = home.told("key", "new", "acme", "--rights", "all").strip()
+    key = home.output("key", "new", "acme", "--rights", "all").strip()
     up = home.start("up", "--engine", "simulated", "--ranks", "2", "--port", "0")
     try:
         up.says("Ctrl-C stops everything")
@@ -76,7 +76,7 @@ def test_every_door_speaks_tls_to_those_who_may_come_in_and_shows_no_secret(secu
     assert secured.status(f"{router}/v1/chat/completions", None, ASK) == 401
     assert secured.status(f"{router}/v1/chat/completions", secured.secret, ASK) == 401
     (secured.home.state / "key").write_text(secured.key)
-    explained = secured.home.told(
+    explained = secured.home.output(
         "explain",
         "the river",
         "--router",
@@ -94,16 +94,16 @@ def test_every_door_speaks_tls_to_those_who_may_come_in_and_shows_no_secret(secu
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(router.replace("https", "http"), trust_env=False)
 
-    new = secured.home.told("key", "new", "acme").strip()
+    new = secured.home.output("key", "new", "acme").strip()
     assert secured.status(f"{router}/v1/models", new) == 401
-    assert "api_key_file contents" in secured.home.told("reload")
+    assert "api_key_file contents" in secured.home.output("reload")
     assert (
         secured.status(f"{router}/v1/models", new)
         == secured.status(f"{router}/v1/models", secured.key)
         == 200
     )
 
-    seen = [secured.up.output, secured.home.told("config"), secured.home.told("config", "--running")]
+    seen = [secured.up.output, secured.home.output("config"), secured.home.output("config", "--running")]
     seen += [
         file.read_text()
         for file in secured.directory.rglob("*")
@@ -120,7 +120,7 @@ def test_certificates_of_router_and_ranks_are_renewed_by_a_reload(secured: Secur
     secured.certificate.renew("127.0.0.1")
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
         secured.status(f"{router}/health", None)
-    secured.home.told("reload")
+    secured.home.output("reload")
     for url in (router, rank):
         until(lambda url=url: _answers(secured, f"{url}/health"), f"{url} to show the new certificate")
     assert (

@@ -18,7 +18,7 @@ def twins() -> Iterator[Fleet]:
     leave_nothing(fleet)
 
 
-def asked(fleet: Fleet, url: str) -> dict[str, float]:
+def request_counts(fleet: Fleet, url: str) -> dict[str, float]:
     """Requests that one process has answered, by outcome."""
     text = httpx.get(f"{url}/metrics", trust_env=False).text
     lines = [
@@ -30,7 +30,7 @@ def asked(fleet: Fleet, url: str) -> dict[str, float]:
 @pytest.mark.slow
 def test_connections_spread_and_every_process_knows_every_decision(twins: Fleet) -> None:
     assert len(twins.routers) == 2
-    assert json.loads(twins.home.told("status", "--json"))["routers"] == twins.routers
+    assert json.loads(twins.home.output("status", "--json"))["routers"] == twins.routers
     decisions = []
     for number in range(20):
         with httpx.Client(
@@ -41,7 +41,7 @@ def test_connections_spread_and_every_process_knows_every_decision(twins: Fleet)
             )
             assert answer.status_code == 200, answer.text
             decisions.append(answer.headers["x-roost-decision-id"])
-    assert all(asked(twins, url).get("answered", 0) >= 1 for url in twins.routers)
+    assert all(request_counts(twins, url).get("answered", 0) >= 1 for url in twins.routers)
     assert len({decision[:4] for decision in decisions}) == 2
     for url in twins.routers:
         for decision in decisions[:8]:

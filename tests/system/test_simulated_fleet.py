@@ -33,7 +33,7 @@ _numbers = itertools.count()
 
 
 @dataclass
-class House:
+class Deployment:
     """Two engines of two ranks, a router, and its client."""
 
     hosts: dict[str, SimulatedHost]
@@ -44,9 +44,9 @@ class House:
     async def ask(self, **changes: Any) -> tuple[str, str]:
         """The text of an unbroken answer, and the id of the decision."""
         async with self.http.post(f"{self.url}/v1/chat/completions", json=ASK | changes) as answer:
-            told = await answer.json()
-            assert answer.status == 200, told
-            return told["choices"][0]["message"]["content"], answer.headers["x-roost-decision-id"]
+            outcomes = await answer.json()
+            assert answer.status == 200, outcomes
+            return outcomes["choices"][0]["message"]["content"], answer.headers["x-roost-decision-id"]
 
     async def foreseen(self) -> dict[str, Any]:
         """What would be decided now."""
@@ -61,7 +61,7 @@ class House:
 
 
 @pytest.fixture
-async def house(nats_url: str) -> AsyncIterator[House]:
+async def deployment(nats_url: str) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as stack:
         subjects = Subjects(f"simulated{next(_numbers)}")
 
@@ -81,35 +81,37 @@ async def house(nats_url: str) -> AsyncIterator[House]:
         url = await stack.enter_async_context(served_app(create_app(service)))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         await until(lambda: len(service.view.target_table("demo").targets) == 4 and service.ready)
-        yield House(hosts, service, url, http)
+        yield Deployment(hosts, service, url, http)
 
 
-async def test_a_conversation_returns_to_the_rank_that_knows_its_prefix(house: House) -> None:
-    text, decision = await house.ask()
+async def test_a_conversation_returns_to_the_rank_that_knows_its_prefix(deployment: Deployment) -> None:
+    text, decision = await deployment.ask()
     assert len(text.split()) > 40
-    first = (await house.decided(decision))["chosen"]
+    first = (await deployment.decided(decision))["chosen"]
     async with asyncio.timeout(5):
-        while not (await house.foreseen())["candidates"][0]["overlap_blocks"]:  # noqa: ASYNC110 KV events arrive when they do
+        while not (await deployment.foreseen())["candidates"][0]["overlap_blocks"]:  # noqa: ASYNC110 KV events arrive when they do
             await asyncio.sleep(0.01)
-    again, decision = await house.ask()
+    again, decision = await deployment.ask()
     assert again == text
-    second = await house.decided(decision)
+    second = await deployment.decided(decision)
     assert second["chosen"] == first
     assert max(one["overlap_blocks"] for one in second["candidates"]) > 0
 
 
-async def test_an_answer_goes_on_elsewhere_word_for_word_when_its_engine_dies(house: House) -> None:
-    whole, _ = await house.ask()
+async def test_an_answer_goes_on_elsewhere_word_for_word_when_its_engine_dies(deployment: Deployment) -> None:
+    whole, _ = await deployment.ask()
     pieces: list[str] = []
-    async with house.http.post(f"{house.url}/v1/chat/completions", json=ASK | {"stream": True}) as answer:
-        chosen = (await house.decided(answer.headers["x-roost-decision-id"]))["chosen"].split("/")[0]
+    async with deployment.http.post(
+        f"{deployment.url}/v1/chat/completions", json=ASK | {"stream": True}
+    ) as answer:
+        chosen = (await deployment.decided(answer.headers["x-roost-decision-id"]))["chosen"].split("/")[0]
         async for line in answer.content:
             if line.startswith(b"data: {"):
-                told = json.loads(line[6:])
-                assert "error" not in told, told
-                pieces += [one["delta"].get("content") or "" for one in told["choices"]]
+                outcomes = json.loads(line[6:])
+                assert "error" not in outcomes, outcomes
+                pieces += [one["delta"].get("content") or "" for one in outcomes["choices"]]
             if len(pieces) == 12:
-                await house.hosts[chosen].kill()
+                await deployment.hosts[chosen].kill()
     assert "".join(pieces) == whole
 
 

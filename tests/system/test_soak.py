@@ -178,16 +178,16 @@ class Soak:
 
     def line(self) -> str:
         """How it goes."""
-        told, happened = self.crowd.told, self.mischief.happened
+        outcomes, happened = self.crowd.outcomes, self.mischief.happened
         epochs = {
             name: max((one.placement.epoch for one in self.records.history(name).placements), default=-1)
             for name in self.engines
         }
         resident = {life.name: life.resident[-1] // MIB for life in self.memories.lives if life.resident}
         return (
-            f"{time.monotonic() - self.began:7.1f} s  {told.answered} of {told.came} answered,"
-            f" {told.asked_again.total()} when asked again, {len(told.lost)} lost, {len(told.wrong)} wrong,"
-            f" {len(told.open)} open; epochs {epochs}; {len(happened.mishaps)} mishaps;"
+            f"{time.monotonic() - self.began:7.1f} s  {outcomes.answered} of {outcomes.came} answered,"
+            f" {outcomes.asked_again.total()} when asked again, {len(outcomes.lost)} lost, {len(outcomes.wrong)} wrong,"
+            f" {len(outcomes.open)} open; epochs {epochs}; {len(happened.mishaps)} mishaps;"
             f" {len(happened.gentle_stops)} gentle stops broke {len(self._streams_broken())} streams; MiB"
             f" {resident}"
         )
@@ -195,21 +195,21 @@ class Soak:
     def note(self) -> None:
         """How far users are."""
         self.progress.append(
-            (round(time.monotonic() - self.began, 3), self.crowd.told.came, self.crowd.told.answered)
+            (round(time.monotonic() - self.began, 3), self.crowd.outcomes.came, self.crowd.outcomes.answered)
         )
 
     # what must be so
 
     def failures(self, *, over: bool = True) -> list[str]:
         """Everything that is not as it should be, in sentences. over: nothing is under way any more."""
-        told, happened = self.crowd.told, self.mischief.happened
+        outcomes, happened = self.crowd.outcomes, self.mischief.happened
         return [
-            *(f"lost: {said}" for said in told.lost[:20]),
-            *(f"wrong: {said}" for said in told.wrong[:20]),
+            *(f"lost: {message}" for message in outcomes.lost[:20]),
+            *(f"wrong: {message}" for message in outcomes.wrong[:20]),
             *self._breaks(),
-            *(f"epochs: {said}" for said in self.epochs.wrong[:20]),
+            *(f"epochs: {message}" for message in self.epochs.wrong[:20]),
             *happened.wrong[:20],
-            *(f"left over: {said}" for said in self.memories.left_over),
+            *(f"left over: {message}" for message in self.memories.left_over),
             *(self._stuck() if over else ()),
             *(growing(self.memories.lives) if over else ()),
         ]
@@ -217,13 +217,13 @@ class Soak:
     def _breaks(self) -> list[str]:
         """Connections that broke though the router behind them had not been killed, and streams that a gentle
         stop broke off."""
-        alone = [one for one in self.crowd.told.broken if not self._is_excused(one)]
+        alone = [one for one in self.crowd.outcomes.broken if not self._is_excused(one)]
         found = (
             [f"{len(alone)} connections broke, and their router had not been killed: {alone[:5]}"]
             if alone
             else []
         )
-        return found + [f"gentle stop at {at:.1f} s: {said}" for at, said in self._streams_broken()]
+        return found + [f"gentle stop at {at:.1f} s: {message}" for at, message in self._streams_broken()]
 
     def _is_excused(self, one: Break) -> bool:
         happened = self.mischief.happened
@@ -234,7 +234,7 @@ class Soak:
                 return True
         # a request that had not been read when the router stopped reading: nothing of an answer had come
         return not one.tag and any(
-            stop.at - 1.0 <= one.asked <= one.at <= stop.at + REFUSED_SECONDS
+            stop.at - 1.0 <= one.requested_at <= one.at <= stop.at + REFUSED_SECONDS
             for stop in happened.gentle_stops
         )
 
@@ -265,8 +265,8 @@ class Soak:
 
     def report(self, domains: tuple[str, ...]) -> dict[str, Any]:
         """For whoever was not there."""
-        told, happened = self.crowd.told, self.mischief.happened
-        said = [one for name in self.engines for one in self.records.history(name).migrations]
+        outcomes, happened = self.crowd.outcomes, self.mischief.happened
+        message = [one for name in self.engines for one in self.records.history(name).migrations]
         return {
             "seconds": self.seconds,
             "seed": self.seed,
@@ -278,37 +278,37 @@ class Soak:
                 "settings": self.kind.settings,
             },
             "requests": {
-                "came": told.came,
-                "answered": told.answered,
-                "streamed": told.streamed,
-                "tokens": told.tokens,
-                "answered_at_once": told.answered - told.asked_again.total(),
-                "asked_again": told.asked_again.total(),
-                "asked_again_by_cause": dict(told.asked_again),
-                "refused_to_come_again": {str(status): count for status, count in told.refused.items()},
-                "connections_broken_with_a_router": len(told.broken),
-                "turned_away": told.turned_away,
-                "compared": told.compared,
-                "close_choices": told.close,
-                "wrong": len(told.wrong),
-                "lost": len(told.lost),
-                "seconds_median": float(np.median(told.seconds)) if told.seconds else None,
-                "seconds_99": float(np.quantile(told.seconds, 0.99)) if told.seconds else None,
-                "streams_by_length": by_length(told.streamed_seconds),
+                "came": outcomes.came,
+                "answered": outcomes.answered,
+                "streamed": outcomes.streamed,
+                "tokens": outcomes.tokens,
+                "answered_at_once": outcomes.answered - outcomes.asked_again.total(),
+                "asked_again": outcomes.asked_again.total(),
+                "asked_again_by_cause": dict(outcomes.asked_again),
+                "refused_to_come_again": {str(status): count for status, count in outcomes.refused.items()},
+                "connections_broken_with_a_router": len(outcomes.broken),
+                "turned_away": outcomes.turned_away,
+                "compared": outcomes.compared,
+                "close_choices": outcomes.close,
+                "wrong": len(outcomes.wrong),
+                "lost": len(outcomes.lost),
+                "seconds_median": float(np.median(outcomes.seconds)) if outcomes.seconds else None,
+                "seconds_99": float(np.quantile(outcomes.seconds, 0.99)) if outcomes.seconds else None,
+                "streams_by_length": by_length(outcomes.streamed_seconds),
             },
             "progress": dict(
                 zip(("at", "came", "answered"), map(list, zip(*self.progress, strict=True)), strict=True)
             ),
             "epochs": {
-                "heard": self.epochs.heard,
+                "heard": self.epochs.messages,
                 "stored": self.epochs.committed,
                 "went_back": len(self.epochs.wrong),
             },
             "plans": {
-                **Counter(f"{one.origin}" for one in said if isinstance(one, MigrationPlanned)),
-                "handovers": sum(isinstance(one, MigrationCommitted) for one in said),
-                "bytes": sum(one.bytes for one in said if isinstance(one, MigrationPlanned)),
-                "judged": dict(Counter(one.verdict for one in said if isinstance(one, PlanEvaluated))),
+                **Counter(f"{one.origin}" for one in message if isinstance(one, MigrationPlanned)),
+                "handovers": sum(isinstance(one, MigrationCommitted) for one in message),
+                "bytes": sum(one.bytes for one in message if isinstance(one, MigrationPlanned)),
+                "judged": dict(Counter(one.verdict for one in message if isinstance(one, PlanEvaluated))),
             },
             "orders": happened.orders,
             "gentle_stops": [
@@ -450,7 +450,7 @@ async def soak(
                 fleet,
                 http,
                 records,
-                crowd.told,
+                crowd.outcomes,
                 dice[2],
                 engines=ENGINES,
                 ranks=kind.ranks,

@@ -12,19 +12,19 @@ import pytest
 from benchmarks.rig.evidence import tell_soak
 from tests.system.fault_injection import GentleStop, Happened, Mishap, RouterKill
 from tests.system.leak_watch import MIB, Epochs, Life
-from tests.system.load_clients import Break, Open, Tide, Told
+from tests.system.load_clients import Break, Open, Outcomes, Tide
 from tests.system.test_soak import BROKEN_SECONDS, KINDS, Soak, growing, rejudged, thinned
 
 DOMAINS = ("c", "ja")
 TIDE = Tide("even", 1200.0, np.full(2, 0.5), np.full(2, 0.5))
 
 
-def soak_of(told: Told, happened: Happened) -> Soak:
+def soak_of(outcomes: Outcomes, happened: Happened) -> Soak:
     """Twenty minutes that never were."""
     looks = np.arange(0.0, 2400.0, 5.0)
     lives = [Life("nats", 7, looks.tolist(), [24 * MIB] * len(looks)), Life("router-0", 8, [3.0], [90 * MIB])]
     parts: dict[str, Any] = {
-        "crowd": SimpleNamespace(told=told),
+        "crowd": SimpleNamespace(outcomes=outcomes),
         "mischief": SimpleNamespace(happened=happened),
         "memories": SimpleNamespace(lives=lives, left_over=[]),
         "records": SimpleNamespace(history=lambda _: SimpleNamespace(migrations=[])),
@@ -35,7 +35,7 @@ def soak_of(told: Told, happened: Happened) -> Soak:
         1200.0,
         6,
         [TIDE],
-        epochs=Epochs(heard=9, committed=4),
+        epochs=Epochs(messages=9, committed=4),
         began=0.0,
         **cast("Any", parts),
     )
@@ -54,7 +54,7 @@ def reported(lost: list[str]) -> dict[str, Any]:
             GentleStop(200.0, "router-1", "aa", [streamed("finished"), streamed("finished")], [], 33.0)
         ],
     )
-    told = Told(
+    outcomes = Outcomes(
         came=1500,
         answered=1499,
         seconds=[1.0],
@@ -62,17 +62,17 @@ def reported(lost: list[str]) -> dict[str, Any]:
         lost=lost,
         streamed_seconds=[2.0, 30.0, 90.0, 95.0],
     )
-    told.asked_again.update({"broken": 3, "refused": 2})
-    return soak_of(told, happened).report(DOMAINS)
+    outcomes.asked_again.update({"broken": 3, "refused": 2})
+    return soak_of(outcomes, happened).report(DOMAINS)
 
 
 def streamed(outcome: Any, tag: str = "aa") -> Open:
-    return Open(asked=100.0, stream=True, tag=tag, tokens=7, outcome=outcome)
+    return Open(requested_at=100.0, stream=True, tag=tag, tokens=7, outcome=outcome)
 
 
 def test_a_stream_that_a_gentle_stop_breaks_off_is_a_failure() -> None:
     stop = GentleStop(200.0, "router-1", "aa", [streamed("finished"), streamed("broken")], [], 33.0)
-    soak = soak_of(Told(), Happened(gentle_stops=[stop]))
+    soak = soak_of(Outcomes(), Happened(gentle_stops=[stop]))
     assert soak.failures() == ["gentle stop at 200.0 s: a stream of router-1 broke after 7 tokens"]
     assert [
         (one["streams_open"], one["finished"], one["broken"]) for one in soak.report(DOMAINS)["gentle_stops"]
@@ -97,7 +97,7 @@ def test_a_connection_may_break_with_a_killed_router_or_before_it_was_read(
     happened = Happened(
         router_kills=[RouterKill(300.0, "aa")], gentle_stops=[GentleStop(500.0, "router-1", "cc", [], [])]
     )
-    assert bool(soak_of(Told(broken=[broken]), happened).failures()) != excused
+    assert bool(soak_of(Outcomes(broken=[broken]), happened).failures()) != excused
 
 
 @pytest.mark.parametrize("lost", [[], ["prompt 3 was never answered"]])

@@ -113,7 +113,7 @@ def test_a_worker_joins_a_fleet_and_leaves_it(fleet: Fleet, home: Home) -> None:
     until(lambda: fleet.serving(1, 2), "two ranks", 10)
     left = [
         json.loads(line)
-        for line in fleet.home.told(
+        for line in fleet.home.output(
             "events", "--since", "1h", "--no-follow", "--json", "--kind", "EngineLeft"
         ).splitlines()
     ]
@@ -164,8 +164,8 @@ def test_a_router_stands_before_plain_servers_without_nats(fleet: Fleet, home: H
             client.post("/v1/chat/completions", json=fleet.body()).json()["choices"]
             == fleet.chat().json()["choices"]
         )
-    said = home.told("explain", "hello", "--router", found[1])
-    assert "chosen" in said
+    text = home.output("explain", "hello", "--router", found[1])
+    assert "chosen" in text
     assert router.stop(signal.SIGTERM) == 0
 
 

@@ -1,4 +1,4 @@
-"""Judges the memory in a soak's report again, by the rule of today: python -m tests.system.rejudge soak.json
+"""Judges the memory in a soak's report again, by the rule of today: python -m tests.system.reevaluate soak.json
 
 The file is written anew. Nothing else in it changes; what the run itself said of memory stays in it, as
 "superseded".
