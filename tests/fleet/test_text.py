@@ -1,8 +1,111 @@
-"""Quantities as people read them."""
+"""Text for people: users and passwords of URLs appear in no log line, error, printed configuration or span; and
+quantities are as people read them."""
+
+import logging
+import urllib.parse
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from bus import BusError
+from bus.config import BusConfig
+from bus.nats import NatsBus
+from bus.protocol.subjects import Subjects
+from deploy.process import WithoutSecrets
+from deploy.settings import read_settings
+from engine_adapter.openai_backend import BackendAgentConfig
+from fleet.redaction import without_secrets
 from fleet.text import byte_size, counted, duration, listed
+from router.config import RouterConfig
+
+SECRET = "s3cr3t"
+words = st.text(
+    st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="@/:,'\"#?[]"), min_size=1
+)
+secrets = st.text(
+    st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_categories=("Zs", "Cc", "Zl", "Zp")),
+    min_size=6,
+).filter(lambda text: "://" not in text and not set(text) <= set("*@:/"))
+
+
+@given(user=words, password=secrets, host=words, before=words, after=words)
+def test_no_password_is_left_in_any_text_around_any_url(
+    user: str, password: str, host: str, before: str, after: str
+) -> None:
+    shown = without_secrets(f"{before} nats://{user}:{password}@{host}:4222 {after}")
+    assert shown == f"{before} nats://***@{host}:4222 {after}"
+
+
+@given(st.lists(st.tuples(words, words), min_size=2, max_size=4))
+def test_each_url_of_a_list_keeps_its_host(servers: list[tuple[str, str]]) -> None:
+    text = ",".join(f"nats://me:{urllib.parse.quote(password, safe='')}@{host}" for host, password in servers)
+    assert without_secrets(text) == ",".join(f"nats://***@{host}" for host, _ in servers)
+
+
+@given(words, words)
+def test_text_without_a_user_in_a_url_stays_as_it_is(one: str, other: str) -> None:
+    for text in (f"nats://{one}:4222 mail me@{other}", f"me@{other}", one):
+        assert without_secrets(text) == text
+
+
+@pytest.mark.parametrize("url", [f"nats://roost:{SECRET}@127.0.0.1:1", f"nats://{SECRET}@127.0.0.1:1"])
+async def test_a_server_that_is_not_there_is_named_without_the_password(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(BusError, match=r"nats://\*\*\*@127\.0\.0\.1:1") as caught:
+        await NatsBus.connect(url, Subjects(), BusConfig(connect_seconds=0.2))
+    assert SECRET not in f"{caught.value}{caplog.text}"
+
+
+def test_the_printed_configuration_hides_passwords_and_the_file_for_children_has_them(tmp_path: Path) -> None:
+    text = (
+        f'[bus]\nurl = "nats://roost:{SECRET}@h:1"\nurls = ["nats://a:{SECRET}@h:1",'
+        f' "nats://b:{SECRET}@i:1"]\n[up]\nnats = "nats://me:{SECRET}@h"\n'
+    )
+    (tmp_path / "roost.toml").write_text(text)
+    settings = read_settings(None, {}, tmp_path)
+    for printed in (settings.as_toml(), settings.as_toml(sources=False), settings.as_json()):
+        assert SECRET not in printed
+        assert "nats://***@i:1" in printed
+    assert settings.as_toml(secrets=True).count(SECRET) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (RouterConfig, {"backends": (f"http://me:{SECRET}@h:1",)}),
+        (RouterConfig, {"backends": (f"ftp://me:{SECRET}@h:1",)}),
+        (BackendAgentConfig, {"url": f"http://me:{SECRET}@h:1"}),
+        (BusConfig, {"url": f"me:{SECRET}@h:1"}),
+        (BusConfig, {"urls": (f"me:{SECRET}@h:1",)}),
+    ],
+)
+def test_a_url_that_is_refused_is_not_repeated_with_its_password(kind: type, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"\*\*\*@h:1") as caught:
+        kind(**fields)
+    assert SECRET not in str(caught.value)
+
+
+def test_log_lines_and_their_tracebacks_show_no_password_whoever_wrote_them() -> None:
+    try:
+        raise OSError(f"cannot reach nats://me:{SECRET}@h")  # noqa: TRY301
+    except OSError as error:
+        record = logging.LogRecord(
+            "other.library",
+            logging.ERROR,
+            "x.py",
+            1,
+            "lost %s",
+            (f"nats://me:{SECRET}@h",),
+            (OSError, error, error.__traceback__),
+        )
+    shown = WithoutSecrets("%(message)s").format(record)
+    assert "lost nats://***@h" in shown
+    assert SECRET not in shown
 
 
 @pytest.mark.parametrize(
