@@ -346,9 +346,9 @@ def test_an_update_of_a_reservation_extends_it() -> None:
     reservations.add_rank("a")
     for name in ("x", "y"):
         held.hold(name, reservations.book("a", (1, 1, 1, 1), 0.0), 0.0)
-    assert held.heard("x", 5.0) is not None
+    assert held.renew("x", 5.0) is not None
     assert len(held.due(10.0)) == 1
-    assert (held.heard("y", 10.0), held.end("y")) == (None, None)
+    assert (held.renew("y", 10.0), held.end("y")) == (None, None)
     assert len(held.due(14.9)) == 0
     assert len(held.due(15.0)) == 1
     assert (len(held), held.expired, held.released) == (0, 2, 0)
