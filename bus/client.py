@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from bus import Message
-from bus.config import BusConfig
+from bus.config import ANSWERS_SECONDS, BusConfig
 from bus.mailbox import (
     Answer,
     BoundedSubscription,
@@ -37,7 +37,7 @@ class BusClient(ABC):
         self._inboxes: set[BoundedSubscription] = set()
         self._publisher = SequencedPublisher(self._put_parcel)
         self._recorder = SequencedPublisher(self.put_blob)
-        self._answers = PartedAnswers(config.answers_bytes, config.answers_seconds)
+        self._answers = PartedAnswers(config.answers_bytes, ANSWERS_SECONDS)
 
     def publisher(self, subject: str) -> Encoder:
         return Encoder(subject, self._send, self._put_parcel, lambda: self.connected)

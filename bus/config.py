@@ -1,13 +1,22 @@
 """Settings of the bus, read once at the composition root."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from bus.protocol.subjects import check_token
 from fleet.redaction import without_secrets
-from fleet.settings import FilePath
+from fleet.settings import FilePath, Positive, PositiveInt, check_bounds
 
-MOST_REPLICAS = 5
+MAX_REPLICAS = 5
 """JetStream's own limit."""
+RECONNECT_FIRST_SECONDS = 0.05
+"""Pause before the second attempt to reconnect."""
+PARCELS_SECONDS = 30.0
+"""Retention of telemetry content too large for an envelope; readers fetch it immediately."""
+ANSWERS_SECONDS = 10.0
+"""Retention of an answer in parts after its last part was fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,71 +40,57 @@ class BusConfig:
     tls_key: FilePath | None = None
     tls_hostname: str | None = None
     """host name expected in the server's certificate; unset: the URL's host"""
-    replicas: int = 1
+    replicas: Annotated[int, Meta(ge=1, le=MAX_REPLICAS)] = 1
     """replicas of each stream and bucket, set at creation; 3 survive the loss of one server. Existing streams
     are not changed
     """
     namespace: str = "roost"
     """first token of every subject, and of the names of the stream and the buckets"""
-    connect_seconds: float = 5.0
+    connect_seconds: Positive = 5.0
     """timeout of the first connection; reconnects are retried indefinitely"""
-    request_seconds: float = 2.0
+    request_seconds: Positive = 2.0
     """timeout of one server response"""
-    record_seconds: float = 10.0
+    record_seconds: Positive = 10.0
     """timeout for storing a message, reconnects included"""
-    reconnect_first_seconds: float = 0.05
-    reconnect_most_seconds: float = 2.0
-    """pause between attempts to reconnect: doubles from the first to the most"""
-    ping_seconds: float = 5.0
+    reconnect_max_seconds: Annotated[float, Meta(ge=RECONNECT_FIRST_SECONDS)] = 2.0
+    """longest pause between attempts to reconnect; the first is 0.05 s, and each is twice the one before"""
+    ping_seconds: Positive = 5.0
     """interval of pings; a server with two unanswered pings is considered lost"""
-    unsent_bytes: int = 8 * 1024 * 1024
+    unsent_bytes: PositiveInt = 8 * 1024 * 1024
     """publishing drops messages while more than this waits to be sent"""
-    queue_bytes: int = 64 * 1024 * 1024
+    queue_bytes: PositiveInt = 64 * 1024 * 1024
     """bytes that a subscription buffers for a slow reader before it drops the oldest"""
-    stream_days: float = 30.0
+    stream_days: Positive = 30.0
     """retention of stored messages"""
-    stream_bytes: int = 256 * 1024 * 1024
+    stream_bytes: PositiveInt = 256 * 1024 * 1024
     """limit for stored messages; the oldest are evicted first, regardless of kind. A handover stores two
     placements, together 270 kB for 58 layers x 288 slots with shares
     """
-    stream_messages_per_subject: int = 1024
-    claims_bytes: int = 1024 * 1024
-    blobs_bytes: int = 512 * 1024 * 1024
+    stream_messages_per_subject: PositiveInt = 1024
+    claims_bytes: PositiveInt = 1024 * 1024
+    blobs_bytes: PositiveInt = 512 * 1024 * 1024
     """limit for tokenizers, plans in progress and stored messages too large for an envelope; further content
     is rejected
     """
-    parcels_bytes: int = 128 * 1024 * 1024
-    parcels_seconds: float = 30.0
-    """retention of telemetry content too large for an envelope; readers fetch it immediately"""
-    answers_bytes: int = 256 * 1024 * 1024
+    parcels_bytes: PositiveInt = 128 * 1024 * 1024
+    """limit for telemetry content too large for an envelope"""
+    answers_bytes: PositiveInt = 256 * 1024 * 1024
     """memory for answers too large for one message, fetched in parts; further answers are rejected while all
     of it is in use
     """
-    answers_seconds: float = 10.0
-    """retention of such an answer after the last part was fetched"""
 
     def __post_init__(self) -> None:
-        check_token("bus.namespace", self.namespace)
+        check_bounds(self)
+        check_token("namespace", self.namespace)
         for name, urls in (("url", (self.url,)), ("urls", self.urls)):
             for url in urls:
                 if "://" not in url:
                     raise ValueError(
-                        f"bus.{name} must look like nats://host:port, not"
+                        f"{name} must look like nats://host:port, not"
                         f" {without_secrets(f'nats://{url}')[7:]!r}"
                     )
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("bus.tls_cert and bus.tls_key belong together; set both or neither")
-        if not 1 <= self.replicas <= MOST_REPLICAS:
-            raise ValueError(f"bus.replicas must be 1 to {MOST_REPLICAS}, not {self.replicas}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and not 0 < value < float("inf"):
-                raise ValueError(f"bus.{field.name} must be finite and above 0, not {value}")
-        if self.reconnect_most_seconds < self.reconnect_first_seconds:
-            raise ValueError(
-                f"bus.reconnect_most_seconds {self.reconnect_most_seconds} is below"
-                f" bus.reconnect_first_seconds {self.reconnect_first_seconds}"
-            )
+            raise ValueError("tls_cert and tls_key belong together; set both or neither")
 
     @property
     def servers(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from bus import (
     StoreUse,
 )
 from bus.client import BusClient
-from bus.config import BusConfig
+from bus.config import PARCELS_SECONDS, BusConfig
 from bus.mailbox import BoundedSubscription, RequestServer, listenable, opened
 from bus.protocol.codec import Undeliverable
 from bus.protocol.subjects import Subjects, check_key, matches
@@ -355,7 +355,7 @@ class MemoryBus(BusClient):
         parcels = self.broker.parcels
         parcels[digest] = (self.broker.clock(), content)
         parcels.move_to_end(digest)
-        oldest = self.broker.clock() - self._config.parcels_seconds
+        oldest = self.broker.clock() - PARCELS_SECONDS
         while parcels and (
             next(iter(parcels.values()))[0] < oldest
             or sum(len(held) for _, held in parcels.values()) > self._config.parcels_bytes

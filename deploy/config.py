@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from fleet.redaction import without_secrets
+from fleet.settings import converted, setting_types
 
 FILE = "roost.toml"
 PREFIX = "ROOST_"
@@ -100,14 +101,13 @@ class Configuration:
         return iter(self._settings.items())
 
     def with_flags(self, flags: Mapping[Key, tuple[str, Any]]) -> "Configuration":
-        """Return a copy with command-line values: {(section, key): (flag, value)}. None and False mean not
-        given; a path is relative to the working directory."""
+        """Return a copy with command-line values: {(section, key): (flag, value)}; the value None means not
+        given."""
         settings = dict(self._settings)
-        hints = {name: typing.get_type_hints(kind) for name, kind in self._sections.items()}
         for (section, key), (flag, value) in flags.items():
-            if value is not None and value is not False:
-                given = value.absolute() if isinstance(value, Path) else value
-                settings[section, key] = Setting(_converted(given, hints[section][key], f"{flag}: "), flag)
+            if value is not None:
+                hint = setting_types(self._sections[section])[key]
+                settings[section, key] = Setting(_converted(value, hint, flag), flag)
         return Configuration(self._sections, settings, self._checks)
 
     def as_toml(self, *, sources: bool = True, secrets: bool = False) -> str:
@@ -138,12 +138,14 @@ def load(
     directory: Path,
     defaults: Mapping[Key, Any] | None = None,
     checks: Checks | None = None,
+    former: Mapping[Key, str] | None = None,
 ) -> Configuration:
     """Read defaults, file and environment.
 
     file: the value of --config; None: the variable's value, or roost.toml in `directory`. defaults: override
-    those of the dataclasses. checks: by config dataclass; raise ValueError for missing files. Raises
-    ConfigError for an unreadable or malformed file, for unknown keys and variables, and for wrong types.
+    those of the dataclasses. checks: by config dataclass; raise ValueError for missing files. former: keys of
+    earlier versions, with what to do instead. Raises ConfigError for an unreadable or malformed file, for
+    unknown and former keys and variables, and for values that a key does not allow.
     """
     path = _chosen_file(file, environment, directory)
     text, tables = ("", {}) if path is None else _read(path)
@@ -153,8 +155,8 @@ def load(
     settings = dict(_defaults(sections))
     settings.update({key: Setting(value, "default") for key, value in (defaults or {}).items()})
     if path is not None:
-        settings.update(_from_file(sections, tables, path, text))
-    settings.update(_from_environment(sections, environment))
+        settings.update(_from_file(sections, tables, path, text, former or {}))
+    settings.update(_from_environment(sections, environment, former or {}))
     return Configuration(sections, settings, checks or {})
 
 
@@ -209,9 +211,7 @@ def _named_sections(
     for kind in sections.values():
         for field in dataclasses.fields(kind):
             if "sections" in field.metadata:
-                families[field.metadata["sections"]] = typing.get_args(
-                    typing.get_type_hints(kind)[field.name]
-                )[0]
+                families[field.metadata["sections"]] = typing.get_args(setting_types(kind)[field.name])[0]
     flat, named = {section: table for section, table in tables.items() if section not in families}, {}
     for family, kind in families.items():
         for name, table in (
@@ -228,7 +228,11 @@ def _named_sections(
 
 
 def _from_file(
-    sections: Mapping[str, type], tables: Mapping[str, Any], path: Path, text: str
+    sections: Mapping[str, type],
+    tables: Mapping[str, Any],
+    path: Path,
+    text: str,
+    former: Mapping[Key, str],
 ) -> dict[Key, Setting]:
     found: dict[Key, Setting] = {}
     for section, table in tables.items():
@@ -237,33 +241,42 @@ def _from_file(
             raise ConfigError(
                 f"{_place(path, text, '', section)}: {section} must be a section, written [{section}]"
             )
-        hints = {
-            field.name: typing.get_type_hints(sections[section])[field.name]
-            for field in _settable(sections[section])
-        }
+        keys, hints = {field.name for field in _settable(sections[section])}, setting_types(sections[section])
         for key, value in table.items():
             place = _place(path, text, section, key)
-            _known(key, hints, f"{place}: no key {key!r} in [{section}]")
-            found[section, key] = Setting(_converted(value, hints[key], f"{place}: {section}.{key}: "), place)
+            if (section, key) in former:
+                raise ConfigError(f"{place}: {section}.{key} {former[section, key]}")
+            _known(key, keys, f"{place}: no key {key!r} in [{section}]")
+            found[section, key] = Setting(_converted(value, hints[key], f"{place}: {section}.{key}"), place)
     return found
 
 
-def _from_environment(sections: Mapping[str, type], environment: Mapping[str, str]) -> dict[Key, Setting]:
+def _from_environment(
+    sections: Mapping[str, type], environment: Mapping[str, str], former: Mapping[Key, str]
+) -> dict[Key, Setting]:
     names = {
-        f"{PREFIX}{section}_{field.name}".upper().replace(".", "_").replace("-", "_"): (section, field.name)
+        variable_of(section, field.name): (section, field.name)
         for section, kind in sections.items()
         for field in _settable(kind)
     }
+    remedies = {variable_of(*key): remedy for key, remedy in former.items()}
     found: dict[Key, Setting] = {}
     for variable, text in sorted(environment.items()):
         if variable.startswith(PREFIX) and variable != FILE_VARIABLE:
+            if variable in remedies:
+                raise ConfigError(f"{variable} {remedies[variable]}")
             _known(variable, names, f"environment: no setting {variable}")
             section, key = names[variable]
-            hint = typing.get_type_hints(sections[section])[key]
+            hint = setting_types(sections[section])[key]
             found[section, key] = Setting(
-                _converted(_from_text(text, hint), hint, f"{variable}: ", strict=False), variable
+                _converted(_from_text(text, hint), hint, variable, strict=False), variable
             )
     return found
+
+
+def variable_of(section: str, key: str) -> str:
+    """Return the name of the environment variable that sets a key."""
+    return f"{PREFIX}{section}_{key}".upper().replace(".", "_").replace("-", "_")
 
 
 def _known(name: str, names: Iterable[str], complaint: str) -> None:
@@ -290,18 +303,17 @@ def _place(path: Path, text: str, section: str, key: str | None) -> str:
     return str(path)
 
 
-def _converted(value: Any, hint: Any, place: str, *, strict: bool = True) -> Any:
-    if isinstance(value, bool) and hint in (int, float):
-        raise ConfigError(f"{place}expected a number, got {str(value).lower()}")
+def _converted(value: Any, hint: Any, name: str, *, strict: bool = True) -> Any:
     try:
-        return msgspec.convert(
+        return converted(
             str(value) if isinstance(value, Path) else value, hint, strict=strict, dec_hook=_path
         )
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{place}{str(error)[:1].lower()}{str(error)[1:].replace('`', '')}, value"
-            f" {_without_secrets(value)!r}"
-        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{name} {error}, not {_shown_value(value)}") from None
+
+
+def _shown_value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(_without_secrets(value))
 
 
 def _path(kind: type, value: Any) -> Any:

@@ -3,15 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from bus.config import BusConfig
 from bus.protocol.subjects import check_token
-from deploy.config import Configuration, Key, load
+from deploy.config import Configuration, Key, load, variable_of
 from deploy.telemetry.tracing_config import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.simulated.model.config import SimulatedConfig
-from fleet.settings import FilePath
+from fleet.settings import FilePath, Positive, check_bounds
 from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig
@@ -46,14 +48,15 @@ class WorkerConfig:
     resume: bool = True
     """a restarted engine resumes its last placement and epoch; false: it starts as [engine] or [simulated]
     says"""
-    drain_seconds: float = 3.0
+    drain_seconds: Positive = 3.0
     """time for open requests to finish when a rank is stopped"""
-    ready_seconds: float = 120.0
+    ready_seconds: Positive = 120.0
     """from the start of the processes to the engine's join"""
-    grace_seconds: float = 6.0
+    grace_seconds: Positive = 6.0
     """from asking a process to end to killing it"""
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         check_token("engine name", self.name)
         if self.host in ("", "0.0.0.0", "::"):
             raise ValueError(
@@ -61,31 +64,25 @@ class WorkerConfig:
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together; set both or neither")
-        _check_above_zero(self, "drain_seconds", "ready_seconds", "grace_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
     """Settings of `roost up`. Raises ValueError with the name of a setting out of range."""
 
-    engines: int = 1
+    engines: Annotated[int, Meta(ge=0, le=64)] = 1
     nats: str | None = None
     """URL of a running NATS server; unset: start a private one"""
-    log_level: str = "info"
-    """level of every part: debug, info, warning or error"""
-    log_format: str = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """level of every part"""
+    log_format: Literal["text", "json"] = "text"
     """log lines on standard error: text, or json for one object per line; request lines are always JSON"""
     access_log: str = "-"
     """destination of the router's request lines: a file, which may be rotated; "-" for standard output;
     "none" for nowhere"""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.engines <= 64:
-            raise ValueError(f"engines must be 0..64, not {self.engines}")
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ValueError(f"log_level must be debug, info, warning or error, not {self.log_level!r}")
-        if self.log_format not in ("text", "json"):
-            raise ValueError(f"log_format must be text or json, not {self.log_format!r}")
+        check_bounds(self)
         if not self.access_log:
             raise ValueError('access_log must name a file, or be "-" (standard output) or "none"')
 
@@ -108,6 +105,57 @@ DEFAULTS: Mapping[Key, Any] = {
     ("engine", "checkpoint"): FilePath(str(DEMO_CHECKPOINT)),
     ("engine", "ranks"): 2,
 }
+RENAMED: Mapping[Key, str] = {
+    ("bus", "reconnect_most_seconds"): "reconnect_max_seconds",
+    ("planner", "judge_seconds"): "evaluation_seconds",
+    ("planner", "least_gain"): "min_gain",
+    ("planner", "least_pairs"): "min_pairs",
+    ("planner", "most_cells"): "max_cells",
+    ("planner", "most_questions"): "max_questions",
+    ("planner", "most_replicas"): "max_replicas",
+    ("planner", "most_steps"): "max_steps",
+    ("router", "kept_bytes"): "kept_decisions_bytes",
+    ("router", "least_retries"): "min_retries",
+    ("router", "replicas"): "replicate_bookings",
+    ("tracker", "most_cells"): "max_cells",
+    ("tracker", "most_changes"): "max_changes",
+    ("tracker", "most_models"): "max_models",
+    ("tracker", "most_ranks"): "max_ranks",
+    ("tracker", "most_token_changes"): "max_token_changes",
+    ("tracker", "most_waiting"): "max_waiting",
+    ("transfer", "least_seconds"): "min_seconds",
+    ("transfer", "way"): "backend",
+}
+"""keys of earlier versions, with their new names in the same section"""
+REMOVED: Mapping[Key, str] = {
+    ("agent", "profile_blocks"): "signatures cover 1024 blocks of a request",
+    ("bus", "answers_seconds"): "answers in parts are kept for 10 s",
+    ("bus", "parcels_seconds"): "parcels are kept for 30 s",
+    (
+        "bus",
+        "reconnect_first_seconds",
+    ): "the first pause is 0.05 s",
+    ("engine", "block_size"): "KV blocks hold 16 tokens",
+    ("planner", "most_incarnations"): "1024 incarnations are remembered",
+    ("router", "coalesce_seconds"): "bookings are sent at most every 0.005 s",
+    ("router", "forget_after_seconds"): "a dead engine's state is kept for 600 s",
+    ("router", "large_bodies_per_client"): "it is a quarter of large_bodies_waiting",
+    ("router", "max_head_fields"): "a request may have 100 header fields",
+    ("router", "most_outcomes_waiting"): "4096 outcomes may wait",
+    ("simulated", "block_size"): "KV blocks hold 16 tokens",
+    ("simulated", "lose_kv_share"): "order the fault lose_kv_events instead",
+    ("simulated", "token_skew"): "it is 0.5",
+    ("tracker", "cluster_prior_pairs"): "it is 128",
+    ("tracker", "cluster_samples"): "it is 1024; cluster_bytes limits the memory",
+    ("tracker", "least_tokens_per_second"): "it is 0.01",
+    ("tracker", "longest_interval_seconds"): "it is 3600",
+    ("tracker", "row_seconds"): "unused rows expire after 7200 s",
+    ("tracker", "shift_settle"): "it is 0.5",
+    ("tracker", "shortest_interval_seconds"): "it is 0.001",
+    ("tracker", "token_seconds"): "it is 14400",
+    ("tracker", "waiting_seconds"): "reports wait for 120 s; waiting_bytes limits their memory",
+}
+"""keys of earlier versions that no longer exist, with the value that holds instead"""
 
 
 def read_settings(file: Path | None, environment: Mapping[str, str], directory: Path) -> Configuration:
@@ -120,7 +168,17 @@ def read_settings(file: Path | None, environment: Mapping[str, str], directory: 
         environment=environment,
         directory=directory,
         checks={EmbeddedConfig: _check_files},
+        former=former_keys(),
     )
+
+
+def former_keys() -> dict[Key, str]:
+    """Return the keys of earlier versions, each with what to do instead."""
+    renamed = {
+        (section, old): f"is now called {new} ({variable_of(section, new)})"
+        for (section, old), new in RENAMED.items()
+    }
+    return renamed | {key: f"is no longer a setting; delete it: {value}" for key, value in REMOVED.items()}
 
 
 def _check_files(config: EmbeddedConfig) -> None:
@@ -154,9 +212,3 @@ def served_model(settings: Configuration) -> str:
     """Return the model name that requests use for engines started here."""
     simulated = settings.part(WorkerConfig).engine == "simulated"
     return settings.part(SimulatedConfig).served_model if simulated else named_engine(settings).served_model
-
-
-def _check_above_zero(config: Any, *names: str) -> None:
-    for name in names:
-        if not 0 < getattr(config, name) < float("inf"):
-            raise ValueError(f"{name} must be above 0, not {getattr(config, name)}")

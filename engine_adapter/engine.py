@@ -34,7 +34,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     shape: ModelShape | None = None
     layout: Layout | None = None
     dispatch: str = SPLIT
-    """Replica selection: one of `fleet.dispatch.DISPATCHES`."""
+    """Replica selection: a `fleet.dispatch.DispatchRule`."""
     speed: EngineSpeed | None = None
     tokenizer: bytes | None = None
     """Zip archive of tokenizer.json and tokenizer_config.json, or None."""

@@ -20,6 +20,7 @@ from fleet.experts import ModelShape
 from fleet.facts.engines import Capabilities
 from fleet.placement import Placement
 from fleet.redaction import without_secrets
+from fleet.settings import Positive, PositiveInt, check_bounds
 
 MAX_BYTES = 1024 * 1024
 """Size limit of a list of models. A longer response is not a list of models."""
@@ -38,11 +39,11 @@ class BackendAgentConfig:
     model: str | None = None
     """One of the served models. None: the first one listed."""
     api_key: str | None = field(default=None, repr=False)
-    probe_seconds: float = 2.0
-    answer_seconds: float = 2.0
-    misses: int = 3
+    probe_seconds: Positive = 2.0
+    answer_seconds: Positive = 2.0
+    misses: PositiveInt = 3
     """Consecutive failed probes after which the server counts as gone."""
-    max_context: int = 131_072
+    max_context: PositiveInt = 131_072
     """Context length in tokens for servers that do not report one (vLLM does: max_model_len). The server
     itself rejects longer requests."""
     layers: int | None = None
@@ -56,6 +57,7 @@ class BackendAgentConfig:
     """The server supports `cache_salt` and reuses KV only among requests with the same salt, as vLLM does."""
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(
                 f"static backend: the URL {without_secrets(self.url)!r} must start with http:// or https://"
@@ -66,9 +68,6 @@ class BackendAgentConfig:
                 f"static backend: the URL {without_secrets(self.url)!r} names a user; put the server's key"
                 " into a file (--api-key-file)"
             )
-        for name in ("probe_seconds", "answer_seconds", "misses", "max_context"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"static backend: {name} must be above 0, not {getattr(self, name)}")
         given = [name for name in ("layers", "experts", "top_k") if getattr(self, name) is not None]
         if len(given) in (1, 2):
             raise ValueError(

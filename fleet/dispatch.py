@@ -23,7 +23,7 @@ differ somewhat from them, and fewer ranks are reached than by independent choic
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from fleet.arrays import FloatArray, IntArray
 from fleet.placement import FULL, Placement
 
 SPLIT, COVER = "split", "cover"
-DISPATCHES = (SPLIT, COVER)
+DispatchRule = Literal["split", "cover"]
 """Replica selection modes of an engine: each (token, k) pair by the shares alone, or a token's pairs together
 to reach few ranks.
 """

@@ -1,9 +1,18 @@
 """Settings of the migration service, read once at the composition root."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fleet.settings import FilePath
+from fleet.settings import (
+    FilePath,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    check_bounds,
+)
 
 Policy = Literal["roost", "replicate", "reweight", "uniform", "full", "eplb", "eplb_hierarchical"]
 """Planning policies.
@@ -24,81 +33,78 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 class MigrationConfig:
     """Settings of the migration service. Raises ValueError naming the field that is out of range."""
 
-    retry_seconds: float = 1.0
+    retry_seconds: Positive = 1.0
     """pause before recording is retried after a bus error"""
-    most_incarnations: int = 1024
-    """limit on the engine incarnations whose placement is remembered; those gone longest are forgotten first
-    """
 
     automatic: bool = True
     """carry out plans that pay automatically; false: only on request of an operator"""
     policy: Policy = "roost"
     """roost, replicate, reweight, uniform, full, eplb or eplb_hierarchical"""
-    cycle_seconds: float = 30.0
+    cycle_seconds: Positive = 30.0
     """interval at which each engine is re-evaluated and its homes are published"""
-    homes_seconds: float = 120.0
+    homes_seconds: Positive = 120.0
     """minimum time for which homes stay unchanged while experts do not move, unless they no longer save
     anything"""
-    window_seconds: float = 60.0
+    window_seconds: Positive = 60.0
     """demand is averaged over windows of this length; a plan is made from one window and evaluated on the
     next"""
-    stale_seconds: float = 15.0
+    stale_seconds: Positive = 15.0
     """demand reports of a rank expire after this time, unless the rank is known to be idle"""
-    least_pairs: float = 16.0
+    min_pairs: NonNegative = 16.0
     """minimum (token, k) pairs per expert of a layer, on average, in a window used for planning"""
 
-    budget_bytes: int = 32_000_000_000
+    budget_bytes: NonNegativeInt = 32_000_000_000
     """byte budget of one plan, and of all automatic plans of one engine within budget_seconds"""
-    budget_seconds: float = 900.0
+    budget_seconds: Positive = 900.0
     """length of the interval that budget_bytes applies to"""
-    most_steps: int = 256
+    max_steps: PositiveInt = 256
     """limit on the handovers of one plan"""
-    most_replicas: int | None = None
+    max_replicas: PositiveInt | None = None
     """limit on the ranks that hold one expert of a layer, including the first; unset: no limit"""
-    critical_experts: float = 0.0
+    critical_experts: Share = 0.0
     """share of a layer's experts, those with the highest demand first, that must survive the loss of any one
     rank. They have two replicas, on two nodes if there are several"""
-    cooldown_seconds: float = 300.0
+    cooldown_seconds: NonNegative = 300.0
     """cooldown of a moved expert"""
-    layer_cooldown_seconds: float = 0.0
+    layer_cooldown_seconds: NonNegative = 0.0
     """cooldown of all experts of a layer after any of them was moved; 0: only the moved expert cools down, so
     that a plan cut short by its budget can continue"""
-    judge_seconds: float = 60.0
+    evaluation_seconds: Positive = 60.0
     """length of the measurement before an automatic plan, and of the one after its end; the plan is then
     evaluated"""
-    settle_seconds: float = 10.0
+    settle_seconds: NonNegative = 10.0
     """measurements within this time after a plan's end are ignored, because older requests are still running
     """
-    lifetime_seconds: float = 900.0
+    lifetime_seconds: Positive = 900.0
     """expected lifetime of a demand; within this time the gain of a plan must exceed its cost"""
-    least_gain: float = 0.002
+    min_gain: Share = 0.002
     """minimum share of the step time that a plan must save"""
-    target: float = 0.95
+    target: PositiveShare = 0.95
     """copying stops at this share of the gain of a full re-placement"""
 
-    rank_bytes_per_second: float = 50e9
+    rank_bytes_per_second: Positive = 50e9
     """transfer rate between ranks of one node, per rank"""
-    node_bytes_per_second: float = 12.5e9
+    node_bytes_per_second: Positive = 12.5e9
     """transfer rate between ranks of different nodes, per rank"""
-    contention: float = 0.3
+    contention: Share = 0.3
     """fraction of the transfer time by which concurrent steps are slowed down"""
 
-    stage_seconds: float = 10.0
+    stage_seconds: Positive = 10.0
     """time limit for staging a handover, plus the transfer time of its bytes; after that it is aborted"""
-    stage_bytes_per_second: float = 250e6
+    stage_bytes_per_second: Positive = 250e6
     """lowest transfer rate of a rank, for the staging time limit"""
-    commit_seconds: float = 5.0
+    commit_seconds: Positive = 5.0
     """a decided handover that some rank does not serve after this time causes a warning"""
-    repeat_seconds: float = 0.5
+    repeat_seconds: Positive = 0.5
     """interval for resending a command that a rank has not answered"""
-    silent_seconds: float = 3.0
+    silent_seconds: Positive = 3.0
     """an engine without a heartbeat for this time counts as dead"""
-    lease_seconds: float = 3.0
+    lease_seconds: Positive = 3.0
     """lease of the leading migration service; without renewal for this time another service takes over"""
 
-    most_cells: int = 1 << 24
+    max_cells: PositiveInt = 1 << 24
     """limit on ranks x layers x experts of stored demand, over all engines; up to 44 bytes each"""
-    most_questions: int = 8
+    max_questions: PositiveInt = 8
     """limit on plan requests that wait at a time; more are refused"""
     metrics_address: str | None = None
     """HOST:PORT of GET /metrics and /health; None: no HTTP"""
@@ -107,37 +113,8 @@ class MigrationConfig:
     required"""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in _ANY or (value is None and field.name == "most_replicas"):
-                continue
-            if field.name in _FROM_ZERO:
-                if not 0 <= value < float("inf"):
-                    raise ValueError(f"planner.{field.name} must be finite and not negative, not {value}")
-            elif not 0 < value < float("inf"):
-                raise ValueError(f"planner.{field.name} must be finite and above 0, not {value}")
-        if self.policy not in POLICIES:
-            raise ValueError(f"planner.policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        for name in ("target", "critical_experts", "contention", "least_gain"):
-            if getattr(self, name) > 1:
-                raise ValueError(
-                    f"planner.{name} is a share and must be at most 1, not {getattr(self, name)}"
-                )
+        check_bounds(self)
         if self.stale_seconds > self.window_seconds:
             raise ValueError(
-                f"planner.stale_seconds {self.stale_seconds} must not be above planner.window_seconds"
-                f" {self.window_seconds}"
+                f"stale_seconds {self.stale_seconds} must not be above window_seconds {self.window_seconds}"
             )
-
-
-_ANY = ("automatic", "metrics_address", "metrics_key_file", "policy")
-_FROM_ZERO = (
-    "budget_bytes",
-    "critical_experts",
-    "cooldown_seconds",
-    "layer_cooldown_seconds",
-    "least_gain",
-    "least_pairs",
-    "contention",
-    "settle_seconds",
-)

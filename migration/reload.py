@@ -7,9 +7,9 @@ from migration.config import MigrationConfig
 PART = "planner"
 RELOADABLE = frozenset(
     {
-        *("automatic", "policy", "cycle_seconds", "homes_seconds", "window_seconds", "least_pairs"),
+        *("automatic", "policy", "cycle_seconds", "homes_seconds", "window_seconds", "min_pairs"),
         *("budget_bytes", "budget_seconds", "cooldown_seconds", "layer_cooldown_seconds"),
-        *("judge_seconds", "settle_seconds", "lifetime_seconds", "least_gain", "target"),
+        *("evaluation_seconds", "settle_seconds", "lifetime_seconds", "min_gain", "target"),
     }
 )
 """Settings that take effect in the next planning cycle. All others need a restart."""

@@ -80,7 +80,7 @@ class MigrationService:
     ) -> None:
         self.ready = asyncio.Event()
         self.metrics = MigrationMetrics()
-        self.ledger = PlacementRegistry(config.most_incarnations)
+        self.ledger = PlacementRegistry()
         self.watch = DemandWindows(config)
         self.measured = DispatchWindows(config)
         self._bus = bus

@@ -18,7 +18,13 @@ RELOADABLE = frozenset(
             "session_affinity_seconds",
             "session_affinity_ms",
         ),
-        *("correction_limit", "expected_output_tokens", "max_choices", "kept_decisions", "kept_bytes"),
+        *(
+            "correction_limit",
+            "expected_output_tokens",
+            "max_choices",
+            "kept_decisions",
+            "kept_decisions_bytes",
+        ),
         *("max_requests_per_rank", "max_queue_seconds", "max_kv_share"),
         *(
             "queue_requests",
@@ -28,7 +34,7 @@ RELOADABLE = frozenset(
             "classes",
             "default_class",
         ),
-        *("max_attempts", "retry_share", "least_retries"),
+        *("max_attempts", "retry_share", "min_retries"),
         *("breaker_failures", "breaker_seconds", "outlier_factor", "max_ejected_share"),
         *(
             "stale_load_seconds",

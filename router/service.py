@@ -62,6 +62,8 @@ _DECISION = re.compile(r"([0-9a-f]{8}|[0-9a-f]{4})[0-9a-f]{12}(-.{1,32})?")
 and the attempt.
 """
 _SWEEP_SECONDS = 0.25
+_FORGET_SECONDS = 600.0
+"""Time for which a dead engine's state is kept for its return."""
 _SWEPT_BLOCKS = 1024
 """Most blocks of the prefix index that one sweep visits: less than a millisecond."""
 
@@ -117,7 +119,7 @@ class RouterService:
         self.upstream = Upstream(config)
         self.scheduler = Scheduler.create(config)
         self.view = self.scheduler.view
-        self.retries = RetryBudget(config.retry_share, config.least_retries)
+        self.retries = RetryBudget(config.retry_share, config.min_retries)
         self.external_reservations = ExternalReservations(config.reservation_seconds)
         self.tokenizers = TokenizerRegistry(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
         self.body_budget = BodyBudget(config.bodies_bytes)
@@ -160,7 +162,6 @@ class RouterService:
                 subjects,
                 metrics,
                 seconds=config.outcome_seconds,
-                max_waiting=config.most_outcomes_waiting,
             ),
             RoutedExpertsReporter(bus, context, WHOLE_EVENTS * config.max_event_bytes),
         )
@@ -231,7 +232,7 @@ class RouterService:
         if change.changed:
             self.config = new
             self.scheduler.reconfigure(new)
-            self.retries.reconfigure(new.retry_share, new.least_retries)
+            self.retries.reconfigure(new.retry_share, new.min_retries)
         return change
 
     def _use(self, credentials: RouterCredentials) -> None:
@@ -534,7 +535,7 @@ class RouterService:
             if silent and not was_silent:
                 self._doubt_failures(now)
             was_silent = silent
-            for worker_id in self.view.sweep(now, config.dead_after_seconds, config.forget_after_seconds):
+            for worker_id in self.view.sweep(now, config.dead_after_seconds, _FORGET_SECONDS):
                 self.forget_worker(worker_id)
             self._eject_outliers(now)
             self._expire(now)

@@ -106,7 +106,7 @@ class TrackerService:
         self._tracing = ShiftTracing()
         # Microseconds: versions of a restarted tracker continue above all earlier versions.
         self._store = ModelStore(config, clock, time.time_ns() // 1000, learning, fitting)
-        self._sequences = Sequences(limit=4 * config.most_ranks)
+        self._sequences = Sequences(limit=4 * config.max_ranks)
         self._learnt: dict[str, LearntTables] = {}
         self._snapshots: dict[str, TablesPublished] = {}
         """published snapshots by model, cached while routers request them"""

@@ -18,7 +18,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js import errors as js_errors
 
 from bus import BusError, StoreFull
-from bus.config import BusConfig
+from bus.config import RECONNECT_FIRST_SECONDS, BusConfig
 from bus.nats.login import read_login, tls_context
 from bus.protocol.codec import LARGE
 from bus.protocol.roles import Login
@@ -192,7 +192,7 @@ class Link:
         return {
             "name": self._name,
             "max_reconnect_attempts": -1,
-            "reconnect_time_wait": self.config.reconnect_first_seconds,
+            "reconnect_time_wait": RECONNECT_FIRST_SECONDS,
             "reconnect_to_server_handler": self._next_server,
             "connect_timeout": self.config.connect_seconds,
             "ping_interval": self.config.ping_seconds,
@@ -212,8 +212,8 @@ class Link:
         """
         server = min(servers, key=lambda candidate: candidate.reconnects)
         pause = min(
-            self.config.reconnect_most_seconds,
-            self.config.reconnect_first_seconds * 2.0 ** min(server.reconnects, 30),
+            self.config.reconnect_max_seconds,
+            RECONNECT_FIRST_SECONDS * 2.0 ** min(server.reconnects, 30),
         )
         return server, pause * random.uniform(0.5, 1.0)
 
@@ -315,7 +315,7 @@ class Link:
             self.client = client = _Client()
             await client.connect(
                 list(self.config.servers),
-                **self._options(client) | {"reconnect_time_wait": self.config.reconnect_most_seconds},
+                **self._options(client) | {"reconnect_time_wait": self.config.reconnect_max_seconds},
             )
             with suppress(errors.Error):  # broken again before everything was in place: start over
                 for subscribed in list(self.subscriptions):
@@ -323,7 +323,7 @@ class Link:
                 await self._round_trips()
                 break
             await client.close()
-            await asyncio.sleep(self.config.reconnect_most_seconds)
+            await asyncio.sleep(self.config.reconnect_max_seconds)
         self._reopener = None
         logger.info("a new connection to NATS at %s stands", self.where)
         self._announce_connected()

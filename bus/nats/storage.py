@@ -26,6 +26,7 @@ from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 
 from bus import BlobLost, BusError, Claim, ClaimLost, StoreFull, StoreUse
+from bus.config import PARCELS_SECONDS
 from bus.nats.link import GONE, Link, await_cancellably, because, is_full
 from bus.protocol.names import StoreNames
 from bus.protocol.subjects import Subjects, check_key
@@ -141,7 +142,7 @@ class Storage:
             await self._create(self.claims, lambda: js.create_key_value(claims))
         for name, size, seconds in (
             (self.blobs, config.blobs_bytes, None),
-            (self.parcels, config.parcels_bytes, config.parcels_seconds),
+            (self.parcels, config.parcels_bytes, PARCELS_SECONDS),
         ):
             if await self._present(f"OBJ_{name}") is None:
                 bucket = api.ObjectStoreConfig(

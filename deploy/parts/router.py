@@ -141,7 +141,6 @@ def http_limits(config: RouterConfig) -> HttpLimits:
     """Return the limits of the router's HTTP server from its settings."""
     return HttpLimits(
         head_bytes=config.max_head_bytes,
-        head_fields=config.max_head_fields,
         url_bytes=config.max_url_bytes,
         head_seconds=config.head_seconds,
         body_seconds=config.body_seconds,

@@ -114,7 +114,7 @@ class CopyRunner:
         self._config = staging.config
         self._report = report
         self._spawn = spawn
-        self._deadlines = Deadlines(staging.config.least_seconds, staging.config.bytes_per_second)
+        self._deadlines = Deadlines(staging.config.min_seconds, staging.config.bytes_per_second)
         self._batches: dict[int, _BatchTasks] = {}
         self._ended = False
 
@@ -245,7 +245,7 @@ class CopyRunner:
                 ReadBroken(
                     effect.batch,
                     f"rank {self._rank} has no way to read the memory of rank {effect.source} (ways:"
-                    f" {known}); set transfer.way",
+                    f" {known}); set transfer.backend",
                 )
             )
             return

@@ -27,6 +27,7 @@ from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
 from engine_adapter.serving.fact_log import FACT_BLOCKS_PER_PAGE, FactLog
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome
 from engine_adapter.serving.sequences import built, sequence_parts
+from fleet.blocks import BLOCK_SIZE
 from fleet.facts.engines import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement
@@ -70,12 +71,12 @@ def _load(
     tokenizer = CheckpointTokenizer(Path(config.folder))
     setup = build(config, rank, run_directory)
     facts = FactLog(setup.shape.layers, setup.shape.experts, FACT_BLOCKS_PER_PAGE * config.kv_blocks)
-    room = min(setup.max_context, config.kv_blocks * config.block_size)
+    room = min(setup.max_context, config.kv_blocks * BLOCK_SIZE)
     description = EngineDescription(
         model=config.served_model,
         rank=rank,
         ranks=config.ranks,
-        block_size=config.block_size,
+        block_size=BLOCK_SIZE,
         kv_blocks=config.kv_blocks,
         kv_block_bytes=setup.kv_block_bytes,
         max_context=room if config.max_context is None else min(room, config.max_context),
@@ -265,7 +266,7 @@ class EmbeddedEngine:
 
     def _new_sequence(self, request: GenerationRequest, answer: AnswerStream) -> EmbeddedSequence:
         tokenizer, shape = self._alive.tokenizer, self._alive.setup.shape
-        generation, text = sequence_parts(request, self.config.block_size, tokenizer.detokenizer())
+        generation, text = sequence_parts(request, BLOCK_SIZE, tokenizer.detokenizer())
         trace = RoutedTrace(shape.layers, shape.top_k)
         return EmbeddedSequence(request, answer, generation, text, trace, tokenizer.eos)
 

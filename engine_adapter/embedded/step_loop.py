@@ -30,6 +30,7 @@ from engine_adapter.engine import DispatchCounts
 from engine_adapter.serving.fact_log import DecodeSteps, FactLog
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream, ScoredToken
 from engine_adapter.serving.sequences import ServedSequence
+from fleet.blocks import BLOCK_SIZE
 from fleet.handover import flips
 from fleet.placement import Placement
 from fleet.routings import count_pairs
@@ -77,7 +78,7 @@ class StepLoop:
         self._setup = setup
         self._facts = facts
         self._report = report
-        self._cache = KvCache(config.kv_blocks, config.block_size)
+        self._cache = KvCache(config.kv_blocks, BLOCK_SIZE)
         self._scheduler = BatchScheduler(
             self._cache,
             max_batch_tokens=config.max_batch_tokens,

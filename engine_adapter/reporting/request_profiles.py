@@ -32,6 +32,8 @@ MESSAGE_BYTES = 400_000
 TURN_BYTES = 8 * 1024 * 1024
 """Bytes of traces per turn of the thread. A single larger trace is allowed."""
 TURN_REQUESTS = 64
+PROFILE_BLOCKS = 1024
+"""KV blocks of a request whose signatures are reported, counted from the end of the reused prefix."""
 _PROFILE_BYTES = 160
 """Size of a profile without its tables."""
 
@@ -182,7 +184,7 @@ class RequestProfiler:
             self._context.rank,
             self._node,
             block_size=self._context.about.block_size,
-            max_blocks=self._config.profile_blocks,
+            max_blocks=PROFILE_BLOCKS,
             sampled=sampled,
         )
 

@@ -28,6 +28,7 @@ from engine_adapter.simulated.model.step_time import StepPlan, plan, tokens_of_r
 from engine_adapter.simulated.model.step_totals import StepTotals
 from engine_adapter.simulated.model.text import VOCABULARY, Script, WordTokenizer
 from engine_adapter.simulated.sequences import RowTrace, SimulatedSequence
+from fleet.blocks import BLOCK_SIZE
 from fleet.facts.engines import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement
@@ -79,7 +80,7 @@ class SimulatedRank:
         self._engine = engine
         self._config = config
         self._number = number
-        self._cache = KvCache(config.kv_blocks, config.block_size)
+        self._cache = KvCache(config.kv_blocks, BLOCK_SIZE)
         self.scheduler = BatchScheduler(
             self._cache,
             max_batch_tokens=config.max_batch_tokens,
@@ -243,7 +244,7 @@ class SimulatedRank:
 
     def _new_sequence(self, request: GenerationRequest, answer: AnswerStream) -> SimulatedSequence:
         tokenizer = self.tokenizer
-        generation, text = sequence_parts(request, self._config.block_size, tokenizer.detokenizer())
+        generation, text = sequence_parts(request, BLOCK_SIZE, tokenizer.detokenizer())
         own = request.prompt[: len(request.prompt) - request.emitted]
         seed = request.sampling.seed if request.sampling.temperature > 0 else 0
         script = Script(tokenizer, own, seed, 0 if request.ignore_eos else self._config.output_tokens)
@@ -286,8 +287,7 @@ class SimulatedRank:
 
     def _kept(self, changes: list[Change]) -> list[Change]:
         """Drop the changes that the lose_kv_events fault hides."""
-        ordered = self._engine.faults.share("lose_kv_events", self._number, self._engine.now)
-        share = max(ordered, self._config.lose_kv_share)
+        share = self._engine.faults.share("lose_kv_events", self._number, self._engine.now)
         return [one for one in changes if not self._engine.chance(share)] if share else changes
 
 
@@ -307,9 +307,9 @@ def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescr
         model=config.served_model,
         rank=rank,
         ranks=config.ranks,
-        block_size=config.block_size,
+        block_size=BLOCK_SIZE,
         kv_blocks=config.kv_blocks,
-        kv_block_bytes=config.block_size * cache_token_bytes(config.shape),
+        kv_block_bytes=BLOCK_SIZE * cache_token_bytes(config.shape),
         max_context=config.context,
         max_batch_tokens=config.max_batch_tokens,
         capabilities=Capabilities(isolates_tenants=True),

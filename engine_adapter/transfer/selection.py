@@ -23,7 +23,7 @@ async def open_transfers(
     or every backend, is impossible here.
     """
     can_share = memory.descriptor >= 0 and bool(this_host())
-    if config.way == "shared":
+    if config.backend == "shared":
         if not can_share:
             raise TransferError(
                 "way is set to shared, and this rank's memory cannot be shared (no memfd, or no /proc): set"
@@ -32,7 +32,7 @@ async def open_transfers(
         _log.info("experts are read through shared memory, and by no other backend")
         return (SharedTransfer(memory, config),)
     over_network = NixlTransfer(memory, config, agent)
-    if config.way == "nixl":
+    if config.backend == "nixl":
         await over_network.open()
         _log.info("experts are read over NIXL, and by no other backend")
         return (over_network,)

@@ -76,7 +76,7 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     """
     speed: EngineSpeed | None = None
     dispatch: str = "split"
-    """replica selection of the engine, one of `fleet.dispatch.DISPATCHES`"""
+    """replica selection of the engine, a `fleet.dispatch.DispatchRule`"""
     capabilities: Capabilities = Capabilities()
 
 

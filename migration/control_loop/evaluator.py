@@ -59,7 +59,7 @@ class PlanEvaluator:
         step = None if machines is None else prices(record, entry.placement.ranks, machines[0].top_k)
         if step is None:
             return
-        window = self._context.measured(entry, epoch=base_epoch, seconds=self._config.judge_seconds)
+        window = self._context.measured(entry, epoch=base_epoch, seconds=self._config.evaluation_seconds)
         pending = PendingVerdict(plan=plan, prices=step, before=None if window is None else window.measured)
         memory = self.memory(entry.engine).begun(entry.worker_id)
         await self._remember(entry.engine, msgspec.structs.replace(memory, pending=pending))
@@ -85,7 +85,7 @@ class PlanEvaluator:
             before=None if pending is None else pending.before,
             after=None if window is None else window.measured,
             prices=pending.prices if pending is not None and priced else None,
-            min_pairs=self._config.least_pairs * entry.placement.experts,
+            min_pairs=self._config.min_pairs * entry.placement.experts,
             counterfactual_gain=None if counterfactual is None else counterfactual.seconds,
             min_gain=0.0 if counterfactual is None else counterfactual.least,
             committed=run.progress.committed,

@@ -137,11 +137,11 @@ class DemandWindows:
         placement = entry.placement
         shape = placement.ranks, placement.layers, placement.experts
         cells = sum(engine.cells for engine in self._engines.values()) + int(np.prod(shape))
-        if cells > self._config.most_cells:
+        if cells > self._config.max_cells:
             raise InvalidPlacementEvent(
                 PlacementFault.CAPACITY,
                 f"the demand of engine {joined.engine!r} has {np.prod(shape)} cells, {cells} with all others;"
-                " raise planner.most_cells to plan for it",
+                " raise planner.max_cells to plan for it",
             )
         nothing = np.zeros(shape[1:], np.float32)
         ranks = [DemandByRank(rates=nothing, counted_at=now) for _ in range(shape[0])]
@@ -308,7 +308,7 @@ class DemandWindows:
                 if (
                     engine.short_windows
                     and now - engine.began < self._config.window_seconds
-                    and engine.pairs < self._config.least_pairs * engine.shape[2]
+                    and engine.pairs < self._config.min_pairs * engine.shape[2]
                 ):
                     continue  # too few requests for such a short window
                 engine.closed = [*engine.closed, engine.demand(now)][-2:]
@@ -345,7 +345,7 @@ class DemandWindows:
             raise InvalidPlacementEvent(
                 PlacementFault.UNKNOWN,
                 f"engine {entry.engine!r} is not tracked: it is gone, or its demand exceeds"
-                " planner.most_cells",
+                " planner.max_cells",
             )
         if entry.layout.targets_are_ranks:
             self._check_known(engine, now)

@@ -102,7 +102,7 @@ class DispatchWindows:
     @property
     def _slice_seconds(self) -> float:
         """Length of a slice, so that the stored slices cover every window that may be requested."""
-        longest = max(self._config.window_seconds, self._config.judge_seconds)
+        longest = max(self._config.window_seconds, self._config.evaluation_seconds)
         return max(longest / (SLICES / 2), 0.9)
 
     def window(

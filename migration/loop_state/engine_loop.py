@@ -150,7 +150,7 @@ class EngineLoopState:
         last = self.plans.last
         if last is not None and last.end is None:
             return float("inf")  # a plan under way may still change something; its end wakes the loop
-        return run.ended_at + config.settle_seconds + config.judge_seconds
+        return run.ended_at + config.settle_seconds + config.evaluation_seconds
 
     def due(self, config: MigrationConfig) -> float:
         """Return the time of the next action."""

@@ -33,4 +33,4 @@ def counterfactual_gain(view: EngineView, placement: Placement, config: Migratio
         raise ValueError("there is no demand at present")
     found = prepare(view, PlanningQuestion(config.policy, 0), config)
     gained = found.before.seconds - found.price(from_layer(placement, found.first)).seconds
-    return Counterfactual(float(gained.sum()), config.least_gain * found.even_step)
+    return Counterfactual(float(gained.sum()), config.min_gain * found.even_step)

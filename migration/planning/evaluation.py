@@ -45,7 +45,7 @@ def evaluate(
     """Evaluate a candidate.
 
     after: the price of the end placement, where known. Raises Unorderable when no series of handovers can
-    make the changes. A candidate with more than `most_steps` handovers is reduced to its best part and
+    make the changes. A candidate with more than `max_steps` handovers is reduced to its best part and
     evaluated again.
     """
     placement = candidate.placement(found)
@@ -55,7 +55,7 @@ def evaluate(
         np.zeros(placement.layers) if found.question.dead else candidate.before(found).seconds - after.seconds
     )
     handovers = _handovers(found, candidate, by_layer)
-    if len(handovers) > found.config.most_steps:
+    if len(handovers) > found.config.max_steps:
         return evaluate(found, _beginning(found, candidate, by_layer, len(handovers)))
     gain = float(by_layer.sum())
     paid = payback(
@@ -107,7 +107,7 @@ def _beginning(
     found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArray[np.float64], handovers: int
 ) -> PlanCandidate:
     """Return the best part of a candidate that takes too many handovers."""
-    copies = int(candidate.changes.copies.sum()) * found.config.most_steps // (2 * handovers)
+    copies = int(candidate.changes.copies.sum()) * found.config.max_steps // (2 * handovers)
     changes = within(_in_seconds(candidate.changes, by_layer), copies)
     split = None if candidate.split is None else shared(candidate.problem(found), made(found.table, changes))
     return candidate._replace(changes=changes, split=split)

@@ -60,7 +60,7 @@ def _step(number: int, step: PlanStep, per: int) -> StepRecord:
 
 def memory(found: PlanningProblem, points: Sequence[TradeOffPoint]) -> tuple[MemoryPoint, ...]:
     """Convert the curve of redundant slots to records."""
-    chosen = best(points, found.config.least_gain)
+    chosen = best(points, found.config.min_gain)
     return tuple(_point(found, point, point is chosen) for point in points)
 
 

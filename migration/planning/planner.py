@@ -131,7 +131,7 @@ def decide(view: EngineView, question: PlanningQuestion, config: MigrationConfig
     if view.layout.attention == "tp" or view.layout.boundary >= view.shape.layers:
         reason = Finding.of(FindingCode.SHARDED)
         return _nothing(_record(view, question), no_homes(view, sentence(reason)), reason)
-    seen, needed = float(view.demand.pairs.sum()), config.least_pairs * view.shape.experts
+    seen, needed = float(view.demand.pairs.sum()), config.min_pairs * view.shape.experts
     if not seen or seen < needed:
         reason = Finding.of(FindingCode.TOO_FEW_PAIRS, seen=seen, needed=needed)
         keep = present_homes if question.policy == "roost" else no_homes
@@ -180,7 +180,7 @@ class _PlanningRun:
         if self._most_gained == -np.inf:
             return self._refused(Finding.of(FindingCode.POLICY_UNABLE, policy=policy))
         if self._gain_too_small or self._worth(self._most_gained) < self._margin:
-            small = Finding.of(FindingCode.BELOW_LEAST_GAIN, least_gain=found.config.least_gain)
+            small = Finding.of(FindingCode.BELOW_LEAST_GAIN, least_gain=found.config.min_gain)
             return self._refused(small)
         lifetime = found.config.lifetime_seconds
         return self._refused(Finding.of(FindingCode.DOES_NOT_PAY, lifetime_seconds=lifetime))
@@ -347,7 +347,7 @@ class _PlanningRun:
         if best is None:
             small = self._worth(gain) < self._margin
             return Finding.of(FindingCode.SMALL_AT_MOST, gain=gain) if small else None
-        target, least_gain = self._found.limits.target, self._found.config.least_gain
+        target, least_gain = self._found.limits.target, self._found.config.min_gain
         both: dict[str, Any] = {"gain": gain, "best": best.candidate.name, "best_gain": best.gain_seconds}
         if self._worth(gain) < best.net_seconds + self._margin:
             return Finding.of(FindingCode.GAINS_NO_MORE, **both, least_gain=least_gain)
@@ -372,7 +372,7 @@ class _PlanningRun:
     def _margin(self) -> float:
         """Seconds by which a strategy must beat another one that copies less."""
         return (
-            self._found.config.least_gain
+            self._found.config.min_gain
             * self._found.even_step
             * self._found.steps_per_second
             * self._found.config.lifetime_seconds
@@ -434,8 +434,7 @@ class _PlanningRun:
     def _travel_costs(self) -> bool:
         """True if sending tokens takes a noticeable part of a step."""
         return (
-            self._found.before.figures.seconds.dispatch
-            > self._found.config.least_gain * self._found.even_step
+            self._found.before.figures.seconds.dispatch > self._found.config.min_gain * self._found.even_step
         )
 
     # The record

@@ -294,7 +294,7 @@ def _limits(
     live = ~np.isin(np.arange(len(view.node)), question.dead) if question.dead else None
     return Constraints(
         max_copies=question.budget_bytes // view.shape.expert_bytes,
-        max_replicas=config.most_replicas,
+        max_replicas=config.max_replicas,
         frozen=frozen if frozen.any() else None,
         live=live,
         min_replicas=(

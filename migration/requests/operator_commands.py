@@ -117,7 +117,7 @@ class OperatorCommands:
         machines = self._watch.machines(entry.worker_id)
         if machines is None:
             raise ValueError(
-                f"engine {entry.engine!r} is not tracked: its demand exceeds planner.most_cells; raise it"
+                f"engine {entry.engine!r} is not tracked: its demand exceeds planner.max_cells; raise it"
             )
         shape, node = machines
         least = min(statuses, key=lambda status: status.free)

@@ -119,10 +119,10 @@ class PlanQueries:
                 f"no engine {request.engine!r} with experts is present; there are:"
                 f" {', '.join(sorted(self._ledger.engines())) or 'none'}"
             )
-        if self._waiting >= self._config.most_questions:
+        if self._waiting >= self._config.max_questions:
             raise ValueError(
                 f"{self._waiting} plan requests are waiting already; try again later, or raise"
-                " planner.most_questions"
+                " planner.max_questions"
             )
         return entry, _question(request, entry, self._config, self._plan_discount(request.engine))
 

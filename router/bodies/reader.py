@@ -28,6 +28,8 @@ from router.tokenization.tokenizer import ModelTokenizer
 from router.tokenization.tokenizer_registry import TokenizerRegistry
 
 _THREADS = 2
+_CLIENT_PART = 4
+"""One client may have this part of the large bodies that wait: a quarter."""
 _MAX_WAITING = 4096
 """limit of texts that wait for a thread"""
 _Result = TypeVar("_Result")
@@ -60,7 +62,7 @@ class BodyReader:
         self.workers = BodyWorkers(
             config.large_body_processes,
             config.large_bodies_waiting,
-            config.large_bodies_per_client,
+            max(1, config.large_bodies_waiting // _CLIENT_PART),
             memory_bytes=config.large_body_process_bytes,
             seen_bytes=config.segment_cache_bytes // config.large_body_processes,
             archive=registry.archive,

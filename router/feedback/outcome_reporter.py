@@ -23,6 +23,8 @@ from router.telemetry.metrics import RouterMetrics
 log = logging.getLogger(__name__)
 
 BATCH = 64
+MAX_WAITING = 4096
+"""Finished requests that may wait to be reported; further ones are dropped and counted."""
 
 
 class _Ended(NamedTuple):
@@ -36,7 +38,13 @@ class OutcomeReporter:
     """
 
     def __init__(
-        self, bus: Bus, subjects: Subjects, metrics: RouterMetrics, *, seconds: float, max_waiting: int
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        metrics: RouterMetrics,
+        *,
+        seconds: float,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         self._publisher = bus.publisher(subjects.requests_finished)
         self._metrics = metrics

@@ -361,7 +361,10 @@ class Scheduler(BookingObserver):
         """Keep a decision for reading back. The oldest ones are evicted."""
         self._kept[decision.id] = decision
         self._kept_bytes += decision.nbytes
-        while len(self._kept) > self._config.kept_decisions or self._kept_bytes > self._config.kept_bytes:
+        while (
+            len(self._kept) > self._config.kept_decisions
+            or self._kept_bytes > self._config.kept_decisions_bytes
+        ):
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.nbytes
 

@@ -40,6 +40,8 @@ ECHO_SECONDS = 1.5
 """Time without its own message after which a router considers the bus silent."""
 _ANSWER_SECONDS = 1.0
 _PAUSE_SECONDS = 0.2
+_COALESCE_SECONDS = 0.005
+"""Minimum interval between two messages of bookings to other routers."""
 MEMBERS_SECONDS = 2.0
 """Time after which the replication starts even if the ranks are not known yet."""
 MEETING_SECONDS = 0.25
@@ -76,8 +78,7 @@ class PeerRouters(BookingObserver):
         """identity of this process among routers"""
         self._bus = bus
         self._subjects = context.subjects
-        self._replicas = config.replicas
-        self._coalesce = config.coalesce_seconds
+        self._replicas = config.replicate_bookings
         self._metrics = context.metrics
         self._clock = context.clock
         self._passed = passed
@@ -183,7 +184,7 @@ class PeerRouters(BookingObserver):
             tasks.create_task(self._due.run(), name="requests missed messages of routers")
 
     async def _publish(self) -> None:
-        """Publish changes at once, but at most once per `coalesce_seconds`; without changes, publish a
+        """Publish changes at once, but at most once per _COALESCE_SECONDS; without changes, publish a
         heartbeat.
         """
         while True:
@@ -203,7 +204,7 @@ class PeerRouters(BookingObserver):
                 log.warning("the bookings made here could not be published: %s", error)
             if self._own.has_changes:
                 self._news.set()
-            await asyncio.sleep(self._coalesce)
+            await asyncio.sleep(_COALESCE_SECONDS)
 
     async def _listen(self, changes: Subscription) -> None:
         async for received in changes:

@@ -15,4 +15,4 @@ def test_every_key_has_a_line_with_its_type_default_and_meaning() -> None:
     page = make_settings.page()
     assert "| `namespace` | text | `'roost'` | first token of every subject" in page
     assert "## `[backends.NAME]`" in page
-    assert "| `checkpoint` | file | the demo model |" in page
+    assert "| `checkpoint` | a file or unset | the demo model |" in page

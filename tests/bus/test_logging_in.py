@@ -17,7 +17,7 @@ from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from fleet.facts.engines import EngineLeft
 
-CONFIG = BusConfig(connect_seconds=2.0, request_seconds=1.0, record_seconds=3.0, reconnect_most_seconds=0.2)
+CONFIG = BusConfig(connect_seconds=2.0, request_seconds=1.0, record_seconds=3.0, reconnect_max_seconds=0.2)
 USERS = 'jetstream: enabled\nauthorization { users: [ { user: "me", password: "%s" } ] }\n'
 
 
@@ -180,7 +180,7 @@ async def test_files_of_tls_that_cannot_be_used_are_named(tmp_path: Path) -> Non
     ):
         with pytest.raises(BusError, match=named):
             await NatsBus.connect("nats://127.0.0.1:1", Subjects(), replace(CONFIG, **fields))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"bus\.tls_cert and bus\.tls_key belong together"):
+    with pytest.raises(ValueError, match=r"tls_cert and tls_key belong together"):
         BusConfig(tls_key=tmp_path / "key")
 
 

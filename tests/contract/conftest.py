@@ -21,7 +21,7 @@ from bus.protocol.subjects import Subjects
 CONFIG = BusConfig(
     request_seconds=1.0,
     record_seconds=2.0,
-    reconnect_most_seconds=0.2,
+    reconnect_max_seconds=0.2,
     queue_bytes=4_000_000,
     stream_bytes=8_000_000,
     stream_messages_per_subject=500,

@@ -13,27 +13,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.config import ConfigError, Configuration, load, without_settings
-from deploy.settings import read_settings
+from deploy.settings import RENAMED, former_keys, read_settings
+from deploy.settings import SECTIONS as REAL_SECTIONS
+from fleet.settings import NonNegative, Port, setting_types
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
     host: str = "127.0.0.1"
-    port: int = 8000
-    seconds: float = 2.5
+    port: Port = 8000
+    seconds: NonNegative = 2.5
     strict: bool = False
     key_file: Path | None = None
     backends: tuple[str, ...] = ()
     mode: Literal["fast", "safe"] = "fast"
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port must be 0..65535, not {self.port}")
-
 
 @dataclass(frozen=True, slots=True)
 class Bell:
     volume: int = 3
+
+    def __post_init__(self) -> None:
+        if self.volume > 11:
+            raise ValueError(f"volume {self.volume} is too loud")
 
 
 SECTIONS: Mapping[str, type] = {"door": Door, "bell": Bell}
@@ -92,11 +94,19 @@ def test_values_in_the_environment_are_read_by_the_type_of_their_key(tmp_path: P
         ("[dor]\nport = 1\n", ("roost.toml:1", "[dor]", "did you mean door?")),
         (
             '[bell]\nvolume = 3\n[door]\n\nport = "many"\n',
-            ("roost.toml:5", "door.port", "expected int", "'many'"),
+            ("roost.toml:5", "door.port", "must be a whole number", "'many'"),
         ),
         ("[door]\nport = true\n", ("roost.toml:2", "number", "true")),
-        ('[door]\nmode = "slow"\n', ("roost.toml:2", "door.mode", "'slow'")),
-        ("[door]\nport = 99999\n", ("[door]", "port must be 0..65535", "roost.toml:2")),
+        ('[door]\nmode = "slow"\n', ("roost.toml:2", "door.mode must be fast or safe, not 'slow'")),
+        ("[bell]\nvolume = 12\n", ("[bell] volume 12 is too loud", "volume from", "roost.toml:2")),
+        (
+            "[door]\nport = 99999\n",
+            ("roost.toml:2: door.port", "must be a whole number from 0 to 65535", "99999"),
+        ),
+        (
+            "[door]\nseconds = inf\n",
+            ("roost.toml:2: door.seconds", "must be a number of at least 0, not inf"),
+        ),
         ("[door\n", ("roost.toml", "line 1")),
         ("door = 3\n", ("roost.toml:1", "must be a section")),
         ("door.prot = 3\n", ("roost.toml", "'prot'", "port")),
@@ -115,8 +125,10 @@ def test_a_bad_file_is_refused_with_place_and_remedy(
     ("variable", "value", "parts"),
     [
         ("ROOST_DOOR_PROT", "1", ("ROOST_DOOR_PROT", "did you mean ROOST_DOOR_PORT?")),
-        ("ROOST_DOOR_PORT", "many", ("ROOST_DOOR_PORT", "expected int", "'many'")),
-        ("ROOST_DOOR_STRICT", "perhaps", ("ROOST_DOOR_STRICT", "expected bool")),
+        ("ROOST_DOOR_PORT", "many", ("ROOST_DOOR_PORT", "must be a whole number", "'many'")),
+        ("ROOST_DOOR_PORT", "-1", ("ROOST_DOOR_PORT must be a whole number from 0 to 65535, not '-1'",)),
+        ("ROOST_DOOR_SECONDS", "nan", ("ROOST_DOOR_SECONDS must be a number of at least 0, not 'nan'",)),
+        ("ROOST_DOOR_STRICT", "perhaps", ("ROOST_DOOR_STRICT", "must be true or false", "'perhaps'")),
     ],
 )
 def test_a_bad_variable_is_refused_by_name(
@@ -136,8 +148,10 @@ def test_a_file_that_was_asked_for_must_exist(tmp_path: Path) -> None:
 
 
 def test_a_wrong_flag_value_names_the_flag(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--port: expected int"):
+    with pytest.raises(ConfigError, match="--port must be a whole number from 0 to 65535, not 'x'"):
         read(tmp_path).with_flags({("door", "port"): ("--port", "x")})
+    with pytest.raises(ConfigError, match=r"--seconds must be a number of at least 0, not -1\.0"):
+        read(tmp_path).with_flags({("door", "seconds"): ("--seconds", -1.0)})
 
 
 def test_the_printed_configuration_says_where_each_key_comes_from_and_marks_unset_ones(
@@ -156,7 +170,7 @@ text_values = st.text(st.characters(exclude_categories=("Cs",)))
 @given(
     host=text_values,
     backends=st.lists(text_values).map(tuple),
-    seconds=st.floats(allow_nan=False),
+    seconds=st.floats(min_value=0, allow_infinity=False),
     strict=st.booleans(),
     port=st.integers(0, 65535),
 )
@@ -241,6 +255,27 @@ def test_what_is_wrong_in_a_named_section_is_refused_with_its_place(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         read_house(tmp_path, text).check()
+
+
+@pytest.mark.parametrize(("section", "key"), sorted(former_keys()))
+def test_a_key_of_an_earlier_version_is_refused_with_what_to_do_instead(
+    tmp_path: Path, section: str, key: str
+) -> None:
+    remedy = former_keys()[section, key]
+    (tmp_path / "roost.toml").write_text(f"[{section}]\n{key} = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        read_settings(None, {}, tmp_path)
+    assert str(caught.value) == f"{tmp_path / 'roost.toml'}:2: {section}.{key} {remedy}"
+    variable = f"ROOST_{section}_{key}".upper()
+    with pytest.raises(ConfigError) as caught:
+        read_settings(None, {variable: "1"}, tmp_path / "elsewhere")
+    assert str(caught.value) == f"{variable} {remedy}"
+
+
+def test_former_keys_are_keys_no_more_and_renamed_ones_have_a_successor() -> None:
+    now = {(section, field) for section, kind in REAL_SECTIONS.items() for field in setting_types(kind)}
+    assert not now & former_keys().keys()
+    assert {(section, new) for (section, _), new in RENAMED.items()} <= now
 
 
 @pytest.mark.parametrize(

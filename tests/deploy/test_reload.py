@@ -49,13 +49,13 @@ def test_router_and_planner_each_take_their_own_settings_of_one_file(read: Setti
     [
         ('[router]\nhost = "::1"\n', "these settings need a restart: host"),
         ("[tracker]\nclusters = 8\n", "these settings need a restart: tracker.clusters"),
-        ("[router]\nqueue_weight = -1.0\n", "queue_weight must be at least 0, not -1.0"),
+        ("[router]\nqueue_weight = -1.0\n", "router.queue_weight must be a number of at least 0, not -1.0"),
         ("[up]\nengines = 3\n", "these settings need a restart: up.engines"),
         (
             "[planner]\nlease_seconds = 7.0\n",
             "these settings need a restart: lease_seconds (now 3.0, asked for 7.0)",
         ),
-        ("[planner]\ncycle_seconds = 0.0\n", "planner.cycle_seconds must be finite and above 0"),
+        ("[planner]\ncycle_seconds = 0.0\n", "planner.cycle_seconds must be a number above 0, not 0.0"),
     ],
 )
 def test_a_fleet_refuses_what_needs_a_restart_and_what_cannot_be(
@@ -71,7 +71,7 @@ def test_a_fleet_refuses_what_needs_a_restart_and_what_cannot_be(
     ("text", "says"),
     [
         ("[router]\nquue_weight = 1.0\n", "no key 'quue_weight' in [router]; did you mean queue_weight?"),
-        ("[router]\nqueue_weight = -1.0\n", "queue_weight must be at least 0, not -1.0"),
+        ("[router]\nqueue_weight = -1.0\n", "router.queue_weight must be a number of at least 0, not -1.0"),
         ('[bus]\nurl = "nats://elsewhere"\n', "these settings need a restart: bus.url"),
         ("[router\n", "roost.toml"),
     ],

@@ -84,8 +84,8 @@ def test_a_simulated_engine_begins_with_the_file_and_the_slots_it_is_given(tmp_p
         == 17
     )
     for wrong, words in (
-        ({"placement": "aligend"}, "name a file"),
-        ({"slots_per_rank": 15}, "use 16 or more"),
+        ({"placement": "aligend"}, "or a file"),
+        ({"slots_per_rank": 15}, "must be 16 or more"),
     ):
         with pytest.raises(ValueError, match=words):
             SimulatedConfig(**wrong)

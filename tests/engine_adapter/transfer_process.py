@@ -53,7 +53,7 @@ class RankUnderOrders:
         way, agent = job.pop("way"), job.pop("agent")
         self.memory = MappedCells(tensors_of(job["cell_bytes"]), job.pop("cells"))
         self.cell_bytes = job.pop("cell_bytes")
-        config = TransferConfig(way=way, **job)
+        config = TransferConfig(backend=way, **job)
         self.transfer: Transfer = (
             SharedTransfer(self.memory, config)
             if way == "shared"

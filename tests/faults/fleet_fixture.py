@@ -45,10 +45,10 @@ RANK = Path(__file__).with_name("rank_alone.py")
 START_SECONDS = 30.0
 LOOK_SECONDS = 0.02
 TRANSFER = {
-    "way": "nixl",
+    "backend": "nixl",
     "bytes_per_second": 1_000_000,
     "piece_bytes": 8192,
-    "least_seconds": 1.0,
+    "min_seconds": 1.0,
     "lease_seconds": 2.0,
     "retries": 1,
     "niceness": 0,
@@ -210,7 +210,7 @@ class FleetFixture:
 
     @property
     def bus_config(self) -> BusConfig:
-        return BusConfig(url=self.nats.url, namespace=self.namespace, reconnect_most_seconds=0.2)
+        return BusConfig(url=self.nats.url, namespace=self.namespace, reconnect_max_seconds=0.2)
 
     async def add_coordinator(self, **settings: Any) -> Process:
         """Another migration service, serving when this returns (as leader or not)."""
@@ -254,7 +254,7 @@ class FleetFixture:
         environment = {
             "ROOST_BUS_URL": self.nats.url,
             "ROOST_BUS_NAMESPACE": self.namespace,
-            "ROOST_BUS_RECONNECT_MOST_SECONDS": "0.2",
+            "ROOST_BUS_RECONNECT_MAX_SECONDS": "0.2",
         }
         environment |= {
             f"ROOST_PLANNER_{name.upper()}": str(value) for name, value in (PLANNER | planner).items()

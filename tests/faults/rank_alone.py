@@ -185,7 +185,7 @@ async def live(life: Life) -> None:
     reply = own_voice()
     set_up_logging("info")
     config, subjects = (
-        BusConfig(url=life.nats, namespace=life.namespace, reconnect_most_seconds=0.2),
+        BusConfig(url=life.nats, namespace=life.namespace, reconnect_max_seconds=0.2),
         Subjects(life.namespace),
     )
     async with AsyncExitStack() as stack:

@@ -33,7 +33,7 @@ TIMES = 20
 LANES = {
     "nixl": {},
     "nixl-over-tcp": {"ucx": "tcp,self"},
-    "shared": {"transfer": {"way": "shared"}},
+    "shared": {"transfer": {"backend": "shared"}},
     "nixl-again": {},
 }
 """Engines that go through it side by side, each a part of the twenty times"""

@@ -32,7 +32,7 @@ IMPATIENT = {
     "cycle_seconds": 0.5,
     "window_seconds": 2.0,
     "stale_seconds": 2.0,
-    "judge_seconds": 4.0,
+    "evaluation_seconds": 4.0,
     "settle_seconds": 0.5,
     "cooldown_seconds": 0.5,
     "budget_bytes": BUDGET_EXPERTS * SHAPE.expert_bytes,

@@ -27,7 +27,7 @@ from fleet.requests.control_loop import DescribeLoop, SetLoopState
 from fleet.requests.refusal import RequestRefused
 
 SUBJECTS = Subjects()
-CONFIG = BusConfig(connect_seconds=2.0, request_seconds=1.0, record_seconds=3.0, reconnect_most_seconds=0.2)
+CONFIG = BusConfig(connect_seconds=2.0, request_seconds=1.0, record_seconds=3.0, reconnect_max_seconds=0.2)
 
 
 class Server:

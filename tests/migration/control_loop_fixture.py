@@ -34,7 +34,7 @@ CONFIG = MigrationConfig(
     cycle_seconds=6.0,
     window_seconds=10.0,
     stale_seconds=6.0,
-    judge_seconds=12.0,
+    evaluation_seconds=12.0,
     settle_seconds=2.0,
     cooldown_seconds=40.0,
 )

@@ -340,7 +340,7 @@ async def test_an_outage_delays_the_record_and_nothing_else() -> None:
 async def test_over_nats_every_incarnation_is_recorded_once_though_the_server_is_killed(
     nats_server: Any,
 ) -> None:
-    config = BusConfig(record_seconds=1.0, request_seconds=0.5, reconnect_most_seconds=0.2)
+    config = BusConfig(record_seconds=1.0, request_seconds=0.5, reconnect_max_seconds=0.2)
     bus = await NatsBus.connect(nats_server.url, SUBJECTS, config)
     try:
         async with serving(bus) as service:

@@ -24,20 +24,22 @@ def test_every_reloadable_setting_exists_and_secrets_and_sockets_are_not_among_t
         "backends",
         "backend_key_file",
         "processes",
-        "replicas",
+        "replicate_bookings",
         "session_header",
     }
 
 
 def test_differences_are_reported_as_toml_writes_them() -> None:
     old = RouterConfig()
-    new = replace(old, queue_weight=2.5, policy="kv", replicas=False, classes=("a", "normal"), max_attempts=6)
+    new = replace(
+        old, queue_weight=2.5, policy="kv", replicate_bookings=False, classes=("a", "normal"), max_attempts=6
+    )
     assert differing(old, new) == {
         "policy": ('"cost"', '"kv"'),
         "queue_weight": ("1.0", "2.5"),
         "classes": ('["high", "normal", "low"]', '["a", "normal"]'),
         "max_attempts": ("5", "6"),
-        "replicas": ("true", "false"),
+        "replicate_bookings": ("true", "false"),
     }
 
 
@@ -89,7 +91,7 @@ async def test_settings_of_every_part_take_effect(house: House) -> None:
     new = replace(
         service.config,
         retry_share=0.5,
-        least_retries=3,
+        min_retries=3,
         breaker_failures=2,
         breaker_seconds=9.0,
         session_affinity_seconds=60.0,

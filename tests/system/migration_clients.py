@@ -223,7 +223,7 @@ class Movers:
 @asynccontextmanager
 async def clients_and_movers(fleet: Fleet) -> AsyncIterator[tuple[Clients, Movers]]:
     """Of a running fleet."""
-    subjects, config = Subjects("roost"), fleet.bus_config(reconnect_most_seconds=0.2)
+    subjects, config = Subjects("roost"), fleet.bus_config(reconnect_max_seconds=0.2)
     bus = await NatsBus.connect(fleet.nats, subjects, config, name="mover")
     try:
         records = Records(bus, subjects)

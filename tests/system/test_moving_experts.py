@@ -41,7 +41,7 @@ def moving() -> Iterator[Fleet]:
         ROOST_ENGINE_STEP_TIMEOUT_SECONDS="2.0",
         ROOST_ENGINE_KV_BLOCKS="256",
         ROOST_ENGINE_SLOTS_PER_RANK=str(SLOTS),
-        ROOST_TRANSFER_WAY="nixl",
+        ROOST_TRANSFER_BACKEND="nixl",
         ROOST_PLANNER_AUTOMATIC="false",  # experts move when they are asked to, and otherwise stay
         ROOST_PLANNER_LEASE_SECONDS="1.0",
         ROOST_PLANNER_REPEAT_SECONDS="0.2",

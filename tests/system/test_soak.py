@@ -71,7 +71,7 @@ COMMON = {
     "ROOST_PLANNER_CYCLE_SECONDS": "10.0",
     "ROOST_PLANNER_WINDOW_SECONDS": "30.0",
     "ROOST_PLANNER_HOMES_SECONDS": "20.0",
-    "ROOST_PLANNER_JUDGE_SECONDS": "30.0",
+    "ROOST_PLANNER_EVALUATION_SECONDS": "30.0",
     "ROOST_PLANNER_SETTLE_SECONDS": "5.0",
     "ROOST_PLANNER_COOLDOWN_SECONDS": "40.0",
     "ROOST_PLANNER_BUDGET_SECONDS": "240.0",
@@ -129,7 +129,7 @@ KINDS = {
             "ROOST_ENGINE_KV_BLOCKS": "256",
             "ROOST_ENGINE_SLOTS_PER_RANK": "20",
             "ROOST_ENGINE_DISPATCH_SECONDS": "2e-4",
-            "ROOST_TRANSFER_WAY": "nixl",
+            "ROOST_TRANSFER_BACKEND": "nixl",
             "ROOST_PLANNER_STAGE_SECONDS": "5.0",
         },
         library=lambda _: Library(),
@@ -428,7 +428,7 @@ async def soak(
     then."""
     subjects = Subjects("roost")
     bus = await NatsBus.connect(
-        fleet.nats, subjects, fleet.bus_config(reconnect_most_seconds=0.2), name="soak"
+        fleet.nats, subjects, fleet.bus_config(reconnect_max_seconds=0.2), name="soak"
     )
     dice = [np.random.default_rng((seed, part)) for part in range(3)]
     library = await asyncio.to_thread(kind.library, seed)

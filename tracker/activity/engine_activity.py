@@ -21,6 +21,10 @@ from tracker.activity.report_gaps import ReportGaps
 from tracker.activity.report_validation import InvalidReport, ReportFault, checked_counts
 from tracker.config import TrackerConfig
 
+SHORTEST_SECONDS, LONGEST_SECONDS = 1e-3, 3600.0
+"""Reports over a shorter or longer interval are rejected."""
+IDLE_TOKENS_PER_SECOND = 0.01
+"""A rank with less demand counts as having none."""
 DEPARTED = 4096
 """Departed workers that are remembered, so that a late report does not bring them back."""
 IMPORTS = 4096
@@ -144,17 +148,17 @@ class EngineActivity:
         if worker_id in self._departed:
             return
         ranks, layers, experts = supply.held.shape
-        if ranks > self._config.most_ranks or layers * experts > self._config.most_cells:
+        if ranks > self._config.max_ranks or layers * experts > self._config.max_cells:
             raise InvalidReport(
                 ReportFault.CAPACITY,
-                f"a placement of {ranks} ranks, {layers} x {experts} experts; raise tracker.most_ranks or"
-                " most_cells to follow it",
+                f"a placement of {ranks} ranks, {layers} x {experts} experts; raise tracker.max_ranks or"
+                " max_cells to follow it",
             )
         known = self._supplies.get(worker_id)
         if known is not None and known.epoch >= supply.epoch:
             return
         self._supplies[worker_id] = supply
-        while sum(len(supply.held) for supply in self._supplies.values()) > 2 * self._config.most_ranks:
+        while sum(len(supply.held) for supply in self._supplies.values()) > 2 * self._config.max_ranks:
             unknown = (known for known in self._supplies if known not in self._workers)
             del self._supplies[next(unknown, next(iter(self._supplies)))]
 
@@ -195,7 +199,7 @@ class EngineActivity:
         """
         worker = self._workers.get(report.worker_id)
         self._check_origin(report, worker)
-        counts = checked_counts(report.counts, report.tokens, report.cached_tokens, self._config.most_cells)
+        counts = checked_counts(report.counts, report.tokens, report.cached_tokens, self._config.max_cells)
         if worker is None or report.rank not in worker.windows:
             self._check_room()
         layers, experts = counts.shape
@@ -232,7 +236,7 @@ class EngineActivity:
             )
         if imported.digest in self._imports:
             return False
-        counts = checked_counts(imported.counts, imported.tokens, 0, self._config.most_cells)
+        counts = checked_counts(imported.counts, imported.tokens, 0, self._config.max_cells)
         layers, experts = counts.shape
         model = self._models.get(imported.model) or self._shaped(imported.model, layers, experts, now)
         self._check_shape(imported.model, model, layers, experts)
@@ -254,24 +258,23 @@ class EngineActivity:
                 f"worker {report.worker_id} joined with model {worker.model!r} and reports for"
                 f" {report.model!r}",
             )
-        ranks = self._config.most_ranks if worker is None or worker.ranks is None else worker.ranks
+        ranks = self._config.max_ranks if worker is None or worker.ranks is None else worker.ranks
         if not 0 <= report.rank < ranks:
             raise InvalidReport(
                 ReportFault.RANK,
                 f"worker {report.worker_id} has ranks 0..{ranks - 1} and reports for rank {report.rank}",
             )
-        shortest, longest = self._config.shortest_interval_seconds, self._config.longest_interval_seconds
-        if not shortest <= report.seconds <= longest:
+        if not SHORTEST_SECONDS <= report.seconds <= LONGEST_SECONDS:
             raise InvalidReport(
                 ReportFault.INTERVAL,
-                f"an interval of {report.seconds} s; it must be between {shortest} and {longest} s",
+                f"an interval of {report.seconds} s; it must be {SHORTEST_SECONDS} to {LONGEST_SECONDS} s",
             )
 
     def _check_room(self) -> None:
-        if self.ranks >= self._config.most_ranks:
+        if self.ranks >= self._config.max_ranks:
             raise InvalidReport(
                 ReportFault.CAPACITY,
-                f"{self.ranks} ranks are followed already; raise tracker.most_ranks to follow more",
+                f"{self.ranks} ranks are followed already; raise tracker.max_ranks to follow more",
             )
 
     def _check_shape(self, name: str, model: _Model, layers: int, experts: int) -> None:
@@ -288,12 +291,12 @@ class EngineActivity:
         known = self._models.get(name)
         if known is not None and (known.window.layers, known.window.experts) == (layers, experts):
             return known
-        if layers * experts > self._config.most_cells:
+        if layers * experts > self._config.max_cells:
             raise InvalidReport(
                 ReportFault.CAPACITY,
-                f"model {name!r} has {layers} x {experts} experts; raise tracker.most_cells to follow it",
+                f"model {name!r} has {layers} x {experts} experts; raise tracker.max_cells to follow it",
             )
-        if known is None and len(self._models) >= self._config.most_models:
+        if known is None and len(self._models) >= self._config.max_models:
             self._evict_model()
         for worker in self._workers.values():
             if worker.model == name:
@@ -307,7 +310,7 @@ class EngineActivity:
         if not idle:
             raise InvalidReport(
                 ReportFault.CAPACITY,
-                f"{len(self._models)} models are followed already; raise tracker.most_models to follow more",
+                f"{len(self._models)} models are followed already; raise tracker.max_models to follow more",
             )
         del self._models[min(idle, key=lambda name: self._models[name].used_at)]
 
@@ -388,9 +391,7 @@ class EngineActivity:
     def _demand_rates(self, rank: _Rank, now: float) -> tuple[float, Float32Array]:
         """Return the tokens per second of a rank, in total and to each expert."""
         speed, rates = rank.window.tokens_per_second(FAST, now), rank.window.rates(FAST, now)
-        return (
-            (speed, rates) if speed >= self._config.least_tokens_per_second else (0.0, np.zeros_like(rates))
-        )
+        return (speed, rates) if speed >= IDLE_TOKENS_PER_SECOND else (0.0, np.zeros_like(rates))
 
     def _supply(self, worker_id: int, worker: _Worker, rank: int, window: DecayWindow) -> LocalSupply | None:
         """Return a worker's placement, if it is known and has matching ranks and experts."""
@@ -492,10 +493,10 @@ class EngineActivity:
                     kinds[kind](*piece)
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no state of activity: {error}") from error
-        if self.ranks > self._config.most_ranks or len(self._models) > self._config.most_models:
+        if self.ranks > self._config.max_ranks or len(self._models) > self._config.max_models:
             raise ValueError(
-                f"state of {self.ranks} ranks and {len(self._models)} models; tracker.most_ranks and"
-                " most_models allow fewer"
+                f"state of {self.ranks} ranks and {len(self._models)} models; tracker.max_ranks and"
+                " max_models allow fewer"
             )
 
     def _check_constants(self, fast: float, slow: float) -> None:
@@ -514,8 +515,8 @@ class EngineActivity:
         version: int,
     ) -> None:
         restored = DecayWindow.restore(self._constants, window)
-        if restored.layers * restored.experts > self._config.most_cells:
-            raise ValueError(f"model {name!r} is larger than tracker.most_cells allows")
+        if restored.layers * restored.experts > self._config.max_cells:
+            raise ValueError(f"model {name!r} is larger than tracker.max_cells allows")
         self._models[str(name)] = _Model(
             restored,
             float(used_at),

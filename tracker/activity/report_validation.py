@@ -53,7 +53,7 @@ def checked_counts(
     if table.layers * table.experts > most_cells:
         raise InvalidReport(
             ReportFault.CAPACITY,
-            f"a table of {table.layers} x {table.experts}; raise tracker.most_cells to follow such a model",
+            f"a table of {table.layers} x {table.experts}; raise tracker.max_cells to follow such a model",
         )
     try:
         counts = table.array()

@@ -30,6 +30,10 @@ from tracker.config import TrackerConfig
 
 FADED = 0.02
 """Samples with less weight than this, relative to the newest, are not fitted."""
+MAX_SAMPLES = 1024
+"""Limit of the sampled profiles of a model, even if they are small."""
+PRIOR_PAIRS = 128.0
+"""(token, k) pairs per layer of the prior (the traffic's profile) in the profile of a request or cluster."""
 GROWTH = 10
 """Refit after new samples amount to a tenth of those present."""
 CHANGED_NATS = 0.003
@@ -55,9 +59,7 @@ class OnlineClusters:
     def __init__(self, config: TrackerConfig, layers: int, experts: int, first_version: int = 1) -> None:
         self._config = config
         cells = layers * experts
-        capacity = min(
-            config.cluster_samples, max(2 * FEWEST, config.cluster_bytes // (2 * cells + OVERHEAD))
-        )
+        capacity = min(MAX_SAMPLES, max(2 * FEWEST, config.cluster_bytes // (2 * cells + OVERHEAD)))
         self._reservoir = Reservoir(capacity, cells, config.slow_seconds)
         first = np.zeros(config.clusters)
         first[0] = 1.0
@@ -152,7 +154,7 @@ class OnlineClusters:
             dict(self._labels),
             self._model,
             used,
-            self._config.cluster_prior_pairs,
+            PRIOR_PAIRS,
         )
 
     def adopt(self, fitted: RefitResult | None, now: float) -> list[ClusterSplit | ClusterMerge]:

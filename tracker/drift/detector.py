@@ -23,7 +23,7 @@ After an alarm a second slow profile starts empty (the reference). It represents
 another change is detected long before the slow profile has adapted. An alarm requires both the slow profile
 and the reference to differ from the fast one. Noise is also learnt from scratch, against the reference: a
 different mix of requests has different noise. A shift has settled when fast and slow have agreed (divergence
-under `shift_settle` of the threshold) for a fast time constant.
+under SETTLED times the threshold) for a fast time constant.
 """
 
 from collections import deque
@@ -37,6 +37,8 @@ from fleet.arrays import FloatArray
 from tracker.config import TrackerConfig
 from tracker.drift.sampling_noise import SAMPLES, DriftNoise, array, divergence_by_layer, numbers
 
+SETTLED = 0.5
+"""A shift has settled when the divergence stays below this share of the threshold."""
 LUMP_SECONDS = 0.25
 """Counts that arrive within this time are weighed as one."""
 MAX_NOISE = 0.1
@@ -328,7 +330,7 @@ class DriftDetector:
             self._noise.usual_ratio(self._config.shift_sigmas) * self._noise.mean / evidence,
         )
         early = self._fresh is not None or self._since_alarm < self._config.shift_cooldown_seconds
-        if early or self.divergence > self._config.shift_settle * usual:
+        if early or self.divergence > SETTLED * usual:
             self._calm_since = None
             return False
         if self._calm_since is None:
@@ -368,7 +370,7 @@ class DriftDetector:
     def restore(cls, config: TrackerConfig, state: dict[str, Any]) -> "DriftDetector":
         """Restore a detector. Time continues with the first call. ValueError for an invalid state."""
         try:
-            drift = cls(config, *_shape(state["shape"], config.most_cells))
+            drift = cls(config, *_shape(state["shape"], config.max_cells))
             drift._take(state)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"drift: not a state ({type(error).__name__}: {error})") from error

@@ -30,6 +30,12 @@ from tracker.prediction.token_table import TokenTable
 
 HALF = 64.0
 """Computed tokens at which an observed signature counts half."""
+ROW_SECONDS = 7200.0
+"""An unused prefix, session or tenant row expires after this time."""
+TOKEN_SECONDS = 14400.0
+"""Time constant of the token table."""
+WAITING_SECONDS = 120.0
+"""A report of rank or router waits this long for the other side's report of the same request."""
 SESSION_TOKENS = 1024.0
 TENANT_TOKENS = 16384.0
 """Limits of the weight of earlier requests, in tokens, so that a session or a tenant may change."""
@@ -71,16 +77,16 @@ class ModelLearner:
     """
 
     def __init__(self, config: TrackerConfig, first_version: int = 1) -> None:
-        clusters, life, changes = config.clusters, config.row_seconds, config.most_changes
+        clusters, life, changes = config.clusters, ROW_SECONDS, config.max_changes
         self._config = config
         self._version = first_version
         self._history = RemapHistory()
         self._blocks = RowCache(config.prefix_bytes, life, changes)
         self._sessions = RowCache(config.session_bytes, life, changes, 2 * clusters)
         self._tenants = RowCache(config.tenant_bytes, life, changes, 2 * clusters)
-        self._tokens = TokenTable(config.token_bytes, clusters, config.token_seconds)
+        self._tokens = TokenTable(config.token_bytes, clusters, TOKEN_SECONDS)
         fields = (len(PendingProfile._fields), len(PendingOutcome._fields))
-        self._pairs = ReportJoin(config.waiting_bytes, config.most_waiting, config.waiting_seconds, fields)
+        self._pairs = ReportJoin(config.waiting_bytes, config.max_waiting, WAITING_SECONDS, fields)
         self._source_weights = SourceWeights(config.memory_outcomes)
         self._calibration = Calibration(config.memory_outcomes, clusters)
         self._head: _Head | None = None
@@ -365,7 +371,7 @@ class ModelLearner:
         if self._needs_snapshot or any(table.overflown for table in self._keyed):
             return self._new_snapshot(name, head)
         taken = [table.take() for table in self._keyed]
-        buckets, ratios = self._tokens.change(self._config.most_token_changes)
+        buckets, ratios = self._tokens.change(self._config.max_token_changes)
         if (
             self._head is not None
             and self._head.near(head)

@@ -66,7 +66,7 @@ CADENCE: dict[str, dict[str, Any]] = {
         "window_seconds": 20.0,
         "stale_seconds": 5.0,
         "homes_seconds": 5.0,
-        "judge_seconds": 15.0,
+        "evaluation_seconds": 15.0,
         "settle_seconds": 4.0,
         "cooldown_seconds": 20.0,
         "budget_bytes": 32_000_000,
@@ -89,7 +89,7 @@ def base(link_seconds: float, cadence: Settings) -> dict[str, dict[str, Any]]:
     """Return the settings common to all policies: engine, slots, dispatch rule, links, cadence."""
     engine = {"ranks": RANKS, "slots_per_rank": SLOTS, "link_seconds": link_seconds}
     return merged(
-        {"engine": engine, "transfer": {"way": "nixl", "least_seconds": 5.0}, "worker": {"name": "engine"}},
+        {"engine": engine, "transfer": {"backend": "nixl", "min_seconds": 5.0}, "worker": {"name": "engine"}},
         cadence,
         STATIC.settings,
     )

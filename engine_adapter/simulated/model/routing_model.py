@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 
 from engine_adapter.batching.kv_cache import Block
 from engine_adapter.simulated.model.config import SimulatedConfig
-from fleet.blocks import local_hash, sequence_hashes
+from fleet.blocks import BLOCK_SIZE, local_hash, sequence_hashes
 from fleet.experts import ModelShape
 from fleet.placement import Placement, linear, with_slots
 from fleet.routings import UNKNOWN
 
 BUCKETS = 64
 """Token classes per domain."""
+TOKEN_SKEW = 0.5
+"""Sigma of a token's deviation from its domain's preferences."""
 _MIX = 0x9E3779B1
 _BALANCE = 1.05
 """Accepted load of a rank relative to the mean, for the aligned placement."""
@@ -37,7 +39,6 @@ class RoutingModel:
         self.domains = config.domains
         self.rows = (config.domains + 1) * BUCKETS
         self._domain_blocks = config.domain_blocks
-        self._block_size = config.block_size
         self.table = _table(config)
         """int16 [rows, layers, k] distinct experts."""
         places = (
@@ -63,14 +64,14 @@ class RoutingModel:
     def row(self, token: int, position: int, blocks: Sequence[Block]) -> int:
         """Return the row of the token at a position. blocks: the full blocks of the sequence, at least those
         before the position's block."""
-        before = min(position // self._block_size, self._domain_blocks)
+        before = min(position // BLOCK_SIZE, self._domain_blocks)
         return self.domain_of(blocks[:before]) * BUCKETS + _bucket(token)
 
     def rows_of(self, tokens: Sequence[int], start: int, blocks: Sequence[Block]) -> NDArray[np.int16]:
         """Return the rows, int16 [n], of consecutive tokens from position `start`."""
         known = min(len(blocks), self._domain_blocks)
         domains = np.array([self.domain_of(blocks[:before]) for before in range(known + 1)], np.int64)
-        before = np.minimum(np.arange(start, start + len(tokens)) // self._block_size, known)
+        before = np.minimum(np.arange(start, start + len(tokens)) // BLOCK_SIZE, known)
         return (domains[before] * BUCKETS + _buckets(np.asarray(tokens, np.uint64))).astype(np.int16)
 
     def counts(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -95,7 +96,7 @@ def _table(config: SimulatedConfig) -> NDArray[np.int16]:
     popular = config.popularity_skew * random.standard_normal((layers, experts), np.float32)
     domain = config.domain_skew * random.standard_normal((config.domains + 1, 1, layers, experts), np.float32)
     domain[-1] = 0.0
-    token = config.token_skew * random.standard_normal((1, BUCKETS, layers, experts), np.float32)
+    token = TOKEN_SKEW * random.standard_normal((1, BUCKETS, layers, experts), np.float32)
     gumbel = -np.log(
         random.standard_exponential((config.domains + 1, BUCKETS, layers, experts), np.float32) + 1e-30
     )

@@ -106,7 +106,7 @@ def test_a_bad_configuration_is_a_usage_error_of_every_command(command: str, tmp
 
 
 def test_a_bad_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    assert "[up] engines must be 0..64, not 65" in refused(2, "up", "--engines", "65")
+    assert "--engines must be a whole number from 0 to 64, not 65" in refused(2, "up", "--engines", "65")
     assert "name an existing folder" in refused(2, "up", "--model", "/no/such/model")
 
 

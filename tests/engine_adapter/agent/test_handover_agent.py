@@ -352,7 +352,7 @@ async def test_a_source_that_no_way_reaches_fails_the_handover_and_says_what_to_
         described = await group.reaches(2, RankState.FAILED)
         assert (
             described.failure
-            == "rank 2 has no way to read the memory of rank 0 (ways: memory); set transfer.way"
+            == "rank 2 has no way to read the memory of rank 0 (ways: memory); set transfer.backend"
         )
 
 
@@ -481,7 +481,7 @@ async def test_a_reader_that_falls_silent_loses_its_lease_and_one_that_renews_it
 
 
 async def test_a_long_read_keeps_its_lease() -> None:
-    async with standing(FIRST, TransferConfig(lease_seconds=LEASE, least_seconds=100.0)) as group:
+    async with standing(FIRST, TransferConfig(lease_seconds=LEASE, min_seconds=100.0)) as group:
         group.transfers[2].faults.append(PullFault(delay_seconds=10 * LEASE))
         await group.propose(COPIED, deadline=1000.0)
         await asyncio.sleep(9 * LEASE)

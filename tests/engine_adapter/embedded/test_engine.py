@@ -460,7 +460,6 @@ async def test_seeds_of_requests_that_state_none_differ_and_repeat_with_the_engi
     [
         ({"ranks": 0}, "ranks"),
         ({"kv_blocks": 1}, "kv_blocks"),
-        ({"block_size": 32}, "block_size"),
         ({"max_batch_tokens": 64, "max_running": 64}, "max_batch_tokens"),
         ({"max_context": 1}, "max_context"),
         ({"threads": 0}, "threads"),
@@ -475,7 +474,7 @@ async def test_seeds_of_requests_that_state_none_differ_and_repeat_with_the_engi
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError, match=f"embedded engine: {key} = "):
+    with pytest.raises(ValueError, match=f"^{key} "):
         EmbeddedConfig(**settings)
 
 

@@ -23,7 +23,7 @@ from engine_adapter.engine import EndedRequest, EngineDescription
 from engine_adapter.reporting import request_profiles as profile_reports
 from engine_adapter.reporting.cluster_subscriber import ClusterSubscriber
 from engine_adapter.reporting.rank_context import RankContext
-from engine_adapter.reporting.request_profiles import Allowance, RequestProfiler
+from engine_adapter.reporting.request_profiles import PROFILE_BLOCKS, Allowance, RequestProfiler
 from fleet.experts import ModelShape
 from fleet.facts.activity import RequestProfile, RequestsProfiled
 from fleet.facts.demand import ClustersPublished
@@ -156,7 +156,7 @@ def expected(
         1,
         np.zeros(placement.ranks, np.intp),
         block_size=16,
-        max_blocks=CONFIG.profile_blocks,
+        max_blocks=PROFILE_BLOCKS,
         sampled=[sampled],
     )
     return profile
@@ -353,9 +353,7 @@ async def test_when_too_much_waits_the_oldest_are_left_out_and_counted(
         profiles.take(large, 3, HERE)
         messages = await profiles_until(subscription, "8")
     assert decisions(messages) == ["7", "8"]
-    assert [len(one.blocks) // 8 for message in messages for one in message.requests] == [
-        CONFIG.profile_blocks
-    ] * 2
+    assert [len(one.blocks) // 8 for message in messages for one in message.requests] == [PROFILE_BLOCKS] * 2
     assert profiles.lost >= 3 + 7, "and, on a busy machine, what was still waiting of what `known` let end"
     assert sum("faster than they can be profiled" in record.getMessage() for record in caplog.records) == 1
 
@@ -367,9 +365,7 @@ def test_a_token_bucket_gives_a_burst_and_then_its_rate() -> None:
     assert sum(bucket.take(at / 10) for at in range(10, 1010)) == pytest.approx(200, abs=2)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("samples_burst", 0.5), ("profile_blocks", 1 << 15), ("profile_queue_bytes", 1000)]
-)
+@pytest.mark.parametrize(("setting", "value"), [("samples_burst", 0.5), ("profile_queue_bytes", 1000)])
 def test_settings_out_of_range_are_refused_by_name(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=setting):
         AgentConfig(**{setting: value})

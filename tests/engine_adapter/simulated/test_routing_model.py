@@ -238,14 +238,14 @@ def test_speeds_of_the_presets_are_those_of_the_cost_model():
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({"shape": "gpt"}, "shape = 'gpt': use one of deepseek-v3"),
-        ({"ranks": 33}, "ranks = 33: use 1 to 32"),
+        ({"shape": "gpt"}, "shape must be one of deepseek-v3"),
+        ({"ranks": 33}, "ranks must be 1 to 32"),
         ({"max_batch_tokens": 128}, "must exceed max_running"),
-        ({"max_context": 1}, "max_context = 1: use 2 or more"),
-        ({"time_scale": 0.0}, "time_scale = 0.0"),
-        ({"break_share": 1.1}, "break_share = 1.1: use 0 to 1"),
-        ({"dispatch": -1.0}, "dispatch = -1.0: use seconds"),
-        ({"placement": "random"}, "use one of linear, aligned"),
+        ({"max_context": 1}, "max_context must be a whole number of at least 2"),
+        ({"time_scale": 0.0}, "time_scale must be a number above 0, not 0.0"),
+        ({"break_share": 1.1}, "break_share must be a number from 0 to 1, not 1.1"),
+        ({"dispatch": -1.0}, "dispatch must be a number of at least 0 or unset, not -1.0"),
+        ({"placement": "random"}, "must be one of linear, aligned"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_name(wrong, complaint):

@@ -173,7 +173,7 @@ def test_without_nixl_all_else_loads_and_the_error_names_the_extra() -> None:
         " engine_adapter.config import TransferConfig\nfrom engine_adapter.transfer import in_process,"
         " mapped_memory, selection\nfrom engine_adapter.transfer.port import TransferError\nassert 'torch'"
         " not in sys.modules\nmemory = mapped_memory.MappedCells(mapped_memory.laid_out([('weights', 'uint8',"
-        " (8,))]), 1)\ntry: asyncio.run(selection.open_transfers(TransferConfig(way='nixl'), memory, 'a',"
+        " (8,))]), 1)\ntry: asyncio.run(selection.open_transfers(TransferConfig(backend='nixl'), memory, 'a',"
         " one_machine=True))\nexcept TransferError as error: print(error)\n"
     )
     message = subprocess.run(

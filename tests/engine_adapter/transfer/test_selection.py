@@ -75,7 +75,7 @@ def test_agents_get_names_that_no_other_had() -> None:
 
 async def test_nixl_alone_needs_nixl(no_nixl: None, memory: MappedCells) -> None:
     with pytest.raises(TransferError, match="extra `nixl`"):
-        await open_transfers(TransferConfig(way="nixl"), memory, "a", one_machine=True)
+        await open_transfers(TransferConfig(backend="nixl"), memory, "a", one_machine=True)
 
 
 async def test_on_one_machine_nixl_is_left_alone(no_nixl: None, memory: MappedCells) -> None:
@@ -100,7 +100,7 @@ async def test_without_nixl_ranks_of_one_machine_still_read_each_other(
 async def test_memory_that_cannot_be_shared_leaves_nixl(no_nixl: None, memory: MappedCells) -> None:
     memory.close()
     with pytest.raises(TransferError, match="cannot be shared"):
-        await open_transfers(TransferConfig(way="shared"), memory, "a", one_machine=True)
+        await open_transfers(TransferConfig(backend="shared"), memory, "a", one_machine=True)
     with pytest.raises(TransferError, match="extra `nixl`"):
         await open_transfers(TransferConfig(), memory, "a", one_machine=True)
     way = SharedTransfer(memory, TransferConfig())

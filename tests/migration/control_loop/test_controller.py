@@ -244,7 +244,7 @@ async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(
 @pytest.mark.looptime
 async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody() -> None:
     broker = MemoryBroker()
-    async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0)) as service:
+    async with flight(broker) as world, serving(broker, replace(CONFIG, evaluation_seconds=100.0)) as service:
         await world.until(MigrationCommitted)
         (planned,) = await own(world.bus)
         await asyncio.gather(
@@ -322,7 +322,7 @@ async def test_plans_of_its_own_keep_to_the_budget_of_the_interval_also_across_a
         budget_bytes=most,
         budget_seconds=600.0,
         cooldown_seconds=1.0,
-        least_gain=0.0,
+        min_gain=0.0,
     )
     async with flight(broker) as world:
         async with serving(broker, config):
@@ -345,7 +345,7 @@ async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_aft
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broker = MemoryBroker()
-    config = replace(CONFIG, cooldown_seconds=15.0, judge_seconds=22.0)
+    config = replace(CONFIG, cooldown_seconds=15.0, evaluation_seconds=22.0)
     async with flight(broker) as world:
         async with serving(broker, config) as service:
             planned = await world.until(MigrationPlanned)
@@ -380,7 +380,7 @@ async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_aft
             assert shown.plan_discount == pytest.approx(evaluation.plan_discount, abs=0.05)
 
 
-HARSH = replace(CONFIG, cooldown_seconds=3.0, judge_seconds=22.0)
+HARSH = replace(CONFIG, cooldown_seconds=3.0, evaluation_seconds=22.0)
 
 
 async def carried_out(world: Flight) -> MigrationPlanned:
@@ -559,7 +559,7 @@ async def test_what_an_operator_asked_for_in_vain_keeps_nothing_from_being_judge
 @pytest.mark.looptime
 async def test_what_did_harm_stays_while_it_is_paused_and_that_is_told() -> None:
     broker = MemoryBroker()
-    async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=22.0)):
+    async with flight(broker) as world, serving(broker, replace(CONFIG, evaluation_seconds=22.0)):
         await world.until(MigrationCommitted)
         await steer(world.bus, paused=True)
         world.rates, world.balance, world.step_seconds = EVEN, 0.3, 4e-3
@@ -589,7 +589,7 @@ async def test_one_plan_is_judged_before_the_next_is_made_and_by_nothing_where_o
     broker = MemoryBroker()
     async with (
         flight(broker) as world,
-        serving(broker, replace(CONFIG, judge_seconds=100.0, cooldown_seconds=1.0)),
+        serving(broker, replace(CONFIG, evaluation_seconds=100.0, cooldown_seconds=1.0)),
     ):
         await world.until(MigrationPlanned)
         await world.until(MigrationCommitted)
@@ -645,7 +645,7 @@ async def test_a_shift_is_answered_before_the_cycle_comes_round_and_in_its_own_t
 @pytest.mark.looptime
 async def test_a_shift_while_a_plan_is_being_judged_is_answered_and_that_plan_stays_unknown() -> None:
     broker = MemoryBroker()
-    config = replace(CONFIG, judge_seconds=200.0, cooldown_seconds=1.0)
+    config = replace(CONFIG, evaluation_seconds=200.0, cooldown_seconds=1.0)
     async with flight(broker) as world, serving(broker, config):
         await world.until(MigrationPlanned)
         await world.until(MigrationCommitted)
@@ -663,7 +663,7 @@ async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(
     monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     broker = MemoryBroker()
-    config = replace(CONFIG, judge_seconds=30.0, cooldown_seconds=1.0)
+    config = replace(CONFIG, evaluation_seconds=30.0, cooldown_seconds=1.0)
     async with flight(broker) as world, serving(broker, config) as service:
         planned = await world.until(MigrationPlanned)
         await world.until(MigrationCommitted, after=planned.handovers - 1)
@@ -898,7 +898,7 @@ async def test_an_engine_whose_experts_are_sharded_is_measured_and_left_alone_be
 @pytest.mark.looptime
 async def test_a_verdict_stamped_by_a_clock_that_is_ahead_does_not_keep_us_from_learning() -> None:
     broker = MemoryBroker()
-    async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0)):
+    async with flight(broker) as world, serving(broker, replace(CONFIG, evaluation_seconds=100.0)):
         await world.until(MigrationCommitted)
         (planned,) = await own(world.bus)
         subject, topic = SUBJECTS.migrations("a"), "event"

@@ -165,8 +165,8 @@ def test_a_new_incarnation_begins_with_nothing_and_the_old_one_is_forgotten() ->
 
 
 def test_what_is_kept_is_bounded() -> None:
-    watch = watching(MigrationConfig(most_cells=40))
-    with pytest.raises(InvalidPlacementEvent, match="most_cells"):
+    watch = watching(MigrationConfig(max_cells=40))
+    with pytest.raises(InvalidPlacementEvent, match="max_cells"):
         watch.joined(joined(2, engine="b"), EngineEntry("b", 2, EP, ENTRY.placement), 0.0)
     steady(watch, (1.0, 1.0), 0, 600)
     assert watch.stored_bytes == 4 * 11 * 2 * 2 * 8

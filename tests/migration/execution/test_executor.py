@@ -733,7 +733,7 @@ async def test_plans_of_three_handovers_survive_the_end_of_their_coordinator_at_
 
 
 async def test_over_nats_a_plan_is_carried_out_though_the_server_is_killed(nats_server: Any) -> None:
-    config = BusConfig(record_seconds=1.0, request_seconds=0.5, reconnect_most_seconds=0.2)
+    config = BusConfig(record_seconds=1.0, request_seconds=0.5, reconnect_max_seconds=0.2)
     bus, theirs = [await NatsBus.connect(nats_server.url, SUBJECTS, config) for _ in range(2)]
     ranks = Ranks(theirs, SUBJECTS, FIRST)
     try:

@@ -16,7 +16,7 @@ from migration.loop_state import dispatch_windows
 from migration.loop_state.dispatch_windows import SLICES, DispatchWindows
 
 ENTRY = EngineEntry("a", 1, EP, linear(layers=3, experts=8, ranks=2))
-CONFIG = MigrationConfig(window_seconds=30.0, judge_seconds=30.0)
+CONFIG = MigrationConfig(window_seconds=30.0, evaluation_seconds=30.0)
 
 
 def measured(config: MigrationConfig = CONFIG) -> DispatchWindows:

@@ -153,18 +153,18 @@ def test_from_too_little_nothing_is_concluded() -> None:
     truth, foreign, _ = zipf()
     found = decided(view(planned_for(truth), foreign, pairs=500.0))
     assert found.why is ReasonCode.DATA
-    assert f"of {CONFIG.least_pairs * EXPERTS:,.0f}" in str(found.record.refused)
+    assert f"of {CONFIG.min_pairs * EXPERTS:,.0f}" in str(found.record.refused)
     nothing = view(planned_for(truth), foreign)
     empty = Demand.of(np.zeros_like(nothing.demand.rates), np.zeros(RANKS))
     assert (
-        decided(replace(nothing, demand=empty, later=None), config=MigrationConfig(least_pairs=0.0)).why
+        decided(replace(nothing, demand=empty, later=None), config=MigrationConfig(min_pairs=0.0)).why
         is ReasonCode.DATA
     )
 
 
 def test_what_does_not_pay_while_the_demand_lasts_is_not_done() -> None:
     truth, foreign, _ = zipf()
-    slow = MigrationConfig(lifetime_seconds=0.05, rank_bytes_per_second=1e5, least_gain=0.0)
+    slow = MigrationConfig(lifetime_seconds=0.05, rank_bytes_per_second=1e5, min_gain=0.0)
     found = decided(view(planned_for(truth, 8), foreign), config=slow, policy="uniform")
     assert found.why is ReasonCode.COST
     assert "pays" in str(found.record.refused)
@@ -304,7 +304,7 @@ def test_equal_views_get_equal_answers() -> None:
 
 def test_a_plan_that_takes_too_many_handovers_is_cut_to_its_best_part() -> None:
     truth, foreign, _ = zipf()
-    found = decided(view(planned_for(truth), foreign), policy="full", config=MigrationConfig(most_steps=3))
+    found = decided(view(planned_for(truth), foreign), policy="full", config=MigrationConfig(max_steps=3))
     assert 0 < found.record.handovers <= 3
     assert found.record.gain_seconds > 0
 
@@ -460,7 +460,7 @@ def test_what_the_last_plan_did_is_not_undone_without_new_evidence(boundary: int
     taken = start.replicas_on_rank & ~moved.replicas_on_rank
     undone = []
     for basis in (truth, foreign):
-        plan = decided(replace(seen, since=window(basis, 3)), config=MigrationConfig(least_gain=0.0)).plan
+        plan = decided(replace(seen, since=window(basis, 3)), config=MigrationConfig(min_gain=0.0)).plan
         copied = (
             []
             if plan is None

@@ -32,7 +32,7 @@ ENGINE: dict[str, Any] = {
 }
 # Windows and staleness hold on a loaded machine, where the publisher, the event loop and the planner's thread
 # may each be seconds late. Not automatic: the plan would be carried out, and nothing would be left to plan.
-PLANNER = MigrationConfig(automatic=False, window_seconds=4.0, stale_seconds=4.0, least_gain=0.0)
+PLANNER = MigrationConfig(automatic=False, window_seconds=4.0, stale_seconds=4.0, min_gain=0.0)
 TRACKER = TrackerConfig(publish_seconds=0.1, fast_seconds=1.0)
 
 

@@ -111,10 +111,10 @@ def check(seed: int, size: tuple[int, int, int], policy: Any, boundary: int, dat
         else ()
     )
     config = MigrationConfig(
-        least_pairs=0.0,
-        least_gain=0.0,
+        min_pairs=0.0,
+        min_gain=0.0,
         critical_experts=data.draw(st.sampled_from([0.0, 0.25])),
-        most_replicas=None,
+        max_replicas=None,
     )
     found = decide(
         view, PlanningQuestion(policy, budget, memory=seed % 2 == 0, dead=dead, bounds=True), config

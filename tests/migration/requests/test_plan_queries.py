@@ -183,13 +183,13 @@ async def test_what_cannot_be_answered_is_refused_in_words(question: dict[str, A
 async def test_more_questions_than_may_wait_are_refused() -> None:
     bus = MemoryBus()
     await join(bus)
-    async with serving(bus, MigrationConfig(most_questions=1)) as service:
+    async with serving(bus, MigrationConfig(max_questions=1)) as service:
         await Traffic(bus).report(SKEWED)
         await asyncio.sleep(0.1)
         answers = await asyncio.gather(ask(bus), ask(bus), ask(bus), return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, BusError)]
         assert 0 < len(refused) < 3
-        assert "most_questions" in str(refused[0])
+        assert "max_questions" in str(refused[0])
         assert (await ask(bus)).engine == "a"
         assert service.metrics.exposition()
 

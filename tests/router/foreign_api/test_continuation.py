@@ -238,7 +238,7 @@ async def test_streams_of_a_server_that_dies_are_finished_by_another_one(open_ho
             two,
             policy="round_robin",
             breaker_failures=1000,
-            least_retries=1000,
+            min_retries=1000,
             dead_after_seconds=60.0,
         )
         for path in (CHAT, TEXT):
@@ -307,7 +307,7 @@ async def test_when_no_server_is_left_to_continue_the_stream_ends_with_an_error(
             max_attempts=2,
             queue_wait_seconds=0.2,
             no_engine_wait_seconds=0.01,
-            least_retries=1000,
+            min_retries=1000,
         )
         dying.sizes = (1,)
         answer = await asked(house, CHAT, max_tokens=400)

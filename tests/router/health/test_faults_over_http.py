@@ -196,7 +196,7 @@ async def test_two_routers_lose_nothing_while_ranks_fail(
 async def test_attempts_and_retries_are_bounded_when_everything_fails(
     open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
 ) -> None:
-    house = await open_house(max_attempts=3, retry_share=0.2, least_retries=10, breaker_failures=1000)
+    house = await open_house(max_attempts=3, retry_share=0.2, min_retries=10, breaker_failures=1000)
     mocks = await faulty_engines(house, serve_rank, byte_archive, every=1, ranks=(1, 1, 1, 1, 1))
     for mock in mocks:
         mock.turns = itertools.repeat(len(FAULTS))  # HTTP 500, always

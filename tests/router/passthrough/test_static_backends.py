@@ -537,7 +537,7 @@ async def test_a_named_server_has_a_key_of_its_own(
     ("about", "complaint"),
     [
         ({"url": "host:8000"}, "url: 'host:8000' must start with http"),
-        ({"max_requests": 0}, "max_requests must be above 0, not 0"),
+        ({"max_requests": 0}, "max_requests must be a whole number of at least 1 or unset, not 0"),
         ({"prompt_tokens_per_second": 1e4}, "set both, or neither"),
         ({"sequence_ms": 1.0}, "sequence_ms needs"),
     ],

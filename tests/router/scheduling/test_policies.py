@@ -303,7 +303,7 @@ def test_the_picker_remembers_where_a_conversation_went() -> None:
 def test_kept_decisions_are_bounded_by_their_memory_too() -> None:
     scheduler, need = picker_of(8)
     size = scheduler.decide(need, "x", 0, 0.0).nbytes
-    scheduler, need = picker_of(8, kept_bytes=3 * size)
+    scheduler, need = picker_of(8, kept_decisions_bytes=3 * size)
     for number in range(5):
         scheduler.book(scheduler.decide(need, f"d{number}", 0, 0.0), need.prompt, 0.0)
     assert [scheduler.kept(f"d{number}") is not None for number in range(5)] == [

@@ -127,7 +127,7 @@ def load(service: RouterService, joined: EngineJoined) -> list[int]:
     return service.scheduler.reservations.load(target_table.rows, service.clock())[:, at].tolist()  # type: ignore[no-any-return]
 
 
-async def burst(*, replicas: bool) -> float:
+async def burst(*, replicate: bool) -> float:
     """Send a thousand requests over two routers between two load reports; two of eight ranks are idle at the
     start.
 
@@ -135,7 +135,7 @@ async def burst(*, replicas: bool) -> float:
     """
     async with RouterNetwork(
         SlowBroker(),
-        replicas=replicas,
+        replicate_bookings=replicate,
         max_requests_per_rank=10_000,
         max_queue_seconds=1e6,
         settle_seconds=0.1,
@@ -161,12 +161,12 @@ async def burst(*, replicas: bool) -> float:
 
 @pytest.mark.looptime
 async def test_two_routers_share_a_burst_between_two_reports_fairly() -> None:
-    assert await burst(replicas=True) <= 1.1  # the goal is 1.25
+    assert await burst(replicate=True) <= 1.1  # the goal is 1.25
 
 
 @pytest.mark.looptime
 async def test_two_routers_that_do_not_tell_each_other_herd() -> None:
-    assert await burst(replicas=False) >= 1.5
+    assert await burst(replicate=False) >= 1.5
 
 
 @pytest.mark.looptime
@@ -370,12 +370,12 @@ def standings(service: RouterService, names: Sequence[str] = ("a",)) -> list[str
 
 
 @pytest.mark.looptime
-@pytest.mark.parametrize("replicas", [True, False])
+@pytest.mark.parametrize("replicate", [True, False])
 async def test_engines_are_not_declared_dead_while_the_bus_is_away_nor_right_after(
-    network: RouterNetwork, replicas: bool
+    network: RouterNetwork, replicate: bool
 ) -> None:
     await network.engine("a")
-    service = await network.ready_router(replicas=replicas)
+    service = await network.ready_router(replicate_bookings=replicate)
     network.broker.reachable = False
     await asyncio.sleep(10.0)
     assert standings(service) == []

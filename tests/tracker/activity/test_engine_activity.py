@@ -242,18 +242,18 @@ def test_a_table_whose_bytes_do_not_fit_is_refused(layers: int, experts: int, va
 
 
 def test_what_is_followed_is_bounded() -> None:
-    activity = EngineActivity(TrackerConfig(most_ranks=3, most_models=2, most_cells=100))
+    activity = EngineActivity(TrackerConfig(max_ranks=3, max_models=2, max_cells=100))
     activity.joined(joined(1, "a", "m1", ranks=8), 0.0)
     for rank in range(3):
         activity.report(report(1, rank, model="m1"), 1.0)
-    with pytest.raises(InvalidReport, match="most_ranks"):
+    with pytest.raises(InvalidReport, match="max_ranks"):
         activity.report(report(1, 3, model="m1"), 1.0)
-    with pytest.raises(InvalidReport, match="most_cells"):
+    with pytest.raises(InvalidReport, match="max_cells"):
         activity.report(report(1, 0, np.ones((2, 51)), model="m1"), 1.0)
-    with pytest.raises(InvalidReport, match="most_cells"):
+    with pytest.raises(InvalidReport, match="max_cells"):
         activity.joined(joined(9, "z", "huge", shape=msgspec.structs.replace(SHAPE, experts=51)), 1.0)
     activity.joined(joined(2, "b", "m2"), 2.0)
-    with pytest.raises(InvalidReport, match="most_models"):
+    with pytest.raises(InvalidReport, match="max_models"):
         activity.joined(joined(3, "c", "m3"), 3.0)
     activity.left(2)
     activity.left(3)
@@ -282,7 +282,7 @@ def test_versions_never_repeat() -> None:
 def test_no_sequence_of_reports_makes_the_tracker_say_nonsense(
     steps: list[tuple[int, int, int, float, float]],
 ) -> None:
-    activity, now, numbers = EngineActivity(TrackerConfig(most_ranks=4)), 0.0, itertools.count()
+    activity, now, numbers = EngineActivity(TrackerConfig(max_ranks=4)), 0.0, itertools.count()
     for worker_id, rank, tokens, seconds, wait in steps:
         now += wait
         with suppress(InvalidReport):  # every rejection is fine; the accepted state must stay consistent
@@ -404,10 +404,10 @@ def test_a_state_of_more_than_may_be_followed_is_refused() -> None:
     activity = EngineActivity(TrackerConfig())
     for rank in range(3):
         activity.report(report(rank=rank), 1.0)
-    with pytest.raises(ValueError, match="most_ranks"):
-        EngineActivity(TrackerConfig(most_ranks=2)).restore(activity.state())
-    with pytest.raises(ValueError, match="most_cells"):
-        EngineActivity(TrackerConfig(most_cells=8)).restore(activity.state())
+    with pytest.raises(ValueError, match="max_ranks"):
+        EngineActivity(TrackerConfig(max_ranks=2)).restore(activity.state())
+    with pytest.raises(ValueError, match="max_cells"):
+        EngineActivity(TrackerConfig(max_cells=8)).restore(activity.state())
 
 
 def test_counts_of_several_publishers_of_one_rank_add_up() -> None:
@@ -466,18 +466,18 @@ def test_a_placement_may_be_heard_before_its_worker_and_goes_with_it() -> None:
 
 
 def test_a_placement_of_other_ranks_or_experts_says_nothing() -> None:
-    activity = EngineActivity(TrackerConfig(most_ranks=4))
+    activity = EngineActivity(TrackerConfig(max_ranks=4))
     activity.joined(joined(ranks=4), 0.0)
     placed(activity, 1, 0, range(8))
     for rank in (0, 3):
         activity.report(report(rank=rank), 1.0)
     assert [demand.remote for demand in demands(activity.changed(1.0)).values()] == [None, None]
-    with pytest.raises(InvalidReport, match="most_ranks"):
+    with pytest.raises(InvalidReport, match="max_ranks"):
         activity.placed(1, LocalSupply.of(linear(layers=LAYERS, experts=EXPERTS, ranks=8).record(), None))
 
 
 def test_placements_of_strangers_are_bounded_and_push_nobody_out_who_is_there() -> None:
-    activity = EngineActivity(TrackerConfig(most_ranks=4))
+    activity = EngineActivity(TrackerConfig(max_ranks=4))
     activity.joined(joined(), 0.0)
     placed(activity, 1, 0, range(8))
     for stranger in range(2, 40):

@@ -20,7 +20,7 @@ from fleet.prediction import PATTERNS, ROW, SOURCES, Query, Tables, predict
 from fleet.signatures import ClusterModel, pack, unpack
 from tracker.clustering.refit import ClusterMerge, ClusterSplit
 from tracker.config import TrackerConfig
-from tracker.prediction.model_learner import ModelLearner
+from tracker.prediction.model_learner import ROW_SECONDS, WAITING_SECONDS, ModelLearner
 
 K, LAYERS, EXPERTS, BLOCK = 8, 3, 16, 16
 CONFIG = TrackerConfig(
@@ -30,7 +30,7 @@ CONFIG = TrackerConfig(
     tenant_bytes=16 << 10,
     token_bytes=64 << 10,
     waiting_bytes=64 << 10,
-    most_waiting=64,
+    max_waiting=64,
 )
 VERSION = 3
 
@@ -441,8 +441,8 @@ def test_reports_wait_a_while_and_no_longer() -> None:
     learning = learner()
     learning.finished(outcome("a", session=5), 0.0)
     learning.finished(outcome("b", session=6), 100.0)
-    learning.profiled(profile("a", 1), VERSION, CONFIG.waiting_seconds + 1)
-    learning.profiled(profile("b", 1), VERSION, CONFIG.waiting_seconds + 1)
+    learning.profiled(profile("a", 1), VERSION, WAITING_SECONDS + 1)
+    learning.profiled(profile("b", 1), VERSION, WAITING_SECONDS + 1)
     assert set(replica(learning).keyed[1]) == {6}
     assert learning.given_up == 1
 
@@ -452,7 +452,7 @@ def test_a_flood_of_halves_is_bounded_in_number_and_bytes() -> None:
     for at in range(500):
         learning.finished(outcome(f"{at}", [1] * 128), 0.0)
         learning.profiled(profile(f"other {at}", 1), VERSION, 0.0)
-    assert learning.waiting <= CONFIG.most_waiting
+    assert learning.waiting <= CONFIG.max_waiting
     assert learning.nbytes < sum(
         (
             CONFIG.prefix_bytes,
@@ -483,7 +483,7 @@ def test_a_replica_that_follows_the_changes_equals_the_whole(steps: list[str]) -
             traffic(learning, 3, seed=at, start=now)
             now += 3
         elif step == "hours":
-            now += int(0.4 * CONFIG.row_seconds)
+            now += int(0.4 * ROW_SECONDS)
         elif step in ("merge", "split"):
             version += 1
             shares = np.where(np.arange(K) == at % 3, 0.0 if step == "merge" else 0.1, shares)
@@ -524,7 +524,7 @@ def test_nothing_is_told_where_nothing_changed() -> None:
 
 
 def test_more_changes_than_are_remembered_are_told_whole() -> None:
-    learning = learner(replace(CONFIG, most_changes=16))
+    learning = learner(replace(CONFIG, max_changes=16))
     learning.change("m")
     learning.profiled(profile("", 1, keys_of(1, 40)), VERSION, 0.0)
     told = learning.change("m")
@@ -534,7 +534,7 @@ def test_more_changes_than_are_remembered_are_told_whole() -> None:
 
 
 def test_the_token_table_tells_its_largest_changes_first() -> None:
-    learning = learner(replace(CONFIG, most_token_changes=5))
+    learning = learner(replace(CONFIG, max_token_changes=5))
     for at in range(30):
         learning.profiled(profile(f"{at}", 1 + at % 2), VERSION, 0.0)
         learning.finished(outcome(f"{at}", [10 + at % 2] * 3 + [100 + at]), 0.0)
@@ -590,10 +590,10 @@ def test_versions_go_on_above_those_of_the_state() -> None:
 def test_a_state_on_another_clock_keeps_its_ages() -> None:
     learning = learner()
     learning.profiled(profile("", 1, keys_of(1, 2)), VERSION, 100.0)
-    learning.profiled(profile("", 1, keys_of(2, 2)), VERSION, 100.0 + 0.9 * CONFIG.row_seconds)
-    moved = ModelLearner.restore(CONFIG, learning.state(), later=-100.0 - 0.9 * CONFIG.row_seconds)
+    learning.profiled(profile("", 1, keys_of(2, 2)), VERSION, 100.0 + 0.9 * ROW_SECONDS)
+    moved = ModelLearner.restore(CONFIG, learning.state(), later=-100.0 - 0.9 * ROW_SECONDS)
     moved.adopt(model(), [])
-    moved.profiled(profile("", 1, keys_of(3, 2)), VERSION, 0.2 * CONFIG.row_seconds)
+    moved.profiled(profile("", 1, keys_of(3, 2)), VERSION, 0.2 * ROW_SECONDS)
     assert set(replica(moved).keyed[0]) == {*keys_of(2, 2), *keys_of(3, 2)}
 
 
@@ -714,7 +714,7 @@ def test_an_outcome_that_cannot_be_is_refused_and_changes_nothing(
 
 
 def test_a_megabyte_is_enough_for_a_hundred_thousand_prefixes() -> None:
-    config = replace(CONFIG, prefix_bytes=1 << 20, most_changes=4096)
+    config = replace(CONFIG, prefix_bytes=1 << 20, max_changes=4096)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     learning = learner(config)
