@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from benchmarks.rig.raw_nixl import RawLoop
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median
 from engine_adapter.config import TransferConfig
+from engine_adapter.transfer.address_validation import own_address
 from engine_adapter.transfer.checksums import checksums
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from engine_adapter.transfer.nixl import NixlTransfer
 from engine_adapter.transfer.port import Pull, Transfer
-from engine_adapter.transfer.read_validation import own_address
 from engine_adapter.transfer.shared_memory import SharedTransfer
 from fleet.requests.handovers import MemoryAddress
 

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from bus import Message
 from bus.config import ANSWERS_SECONDS, BusConfig
+from bus.large_answers import PartedAnswers
 from bus.mailbox import (
     Answer,
     BoundedSubscription,
@@ -20,7 +21,6 @@ from bus.mailbox import (
     listenable,
     sendable,
 )
-from bus.parts import PartedAnswers
 from bus.protocol.codec import Rejections
 from bus.stores import StoreRefusals
 

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from bus import BlobLost, BusError, Declined, Message, Received, StoreFull
-from bus.parts import Exchange, PartedAnswers, fetch_parts, read_part_request
+from bus.large_answers import Exchange, PartedAnswers, fetch_parts, read_part_request
 from bus.protocol.codec import (
     BLOB_TOPIC,
     LARGE,

@@ -19,7 +19,7 @@ from deploy.http.sockets import listen, url_of
 from deploy.parts.simulated import OPEN, SimulatedHost, hosted, nodes
 from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.config import AgentConfig
-from engine_adapter.serving.admission import RouterAdmission
+from engine_adapter.serving.authentication import RouterAuthentication
 from engine_adapter.simulated.model.config import SimulatedConfig
 from fleet.placement import Placement
 
@@ -39,7 +39,7 @@ async def simulated_engine(
     placement: Placement | None = None,
     agent: AgentConfig = AGENT,
     drain_seconds: float = 1.0,
-    admission: RouterAdmission = OPEN,
+    admission: RouterAuthentication = OPEN,
     **settings: Any,
 ) -> AsyncIterator[SimulatedHost]:
     """An engine that has joined, until the block ends. settings: of `SimulatedConfig`; replaces: worker_id of

@@ -3,8 +3,8 @@
 Envelope: a msgpack map {publisher_id u64, sequence u64, published_at u64 (ms since the epoch), topic str,
 payload bin}; the payload is msgpack again. Topic `kv-events` carries an array of RoutedKvEvent, `kv_metrics`
 a KvMetrics (both in Dynamo's own format), `roost-blob` a reference to a payload in the blob store, every
-other topic the tagged union. Answers too large for one message are sent in parts (`bus.parts`): topics
-`roost-parts`, `roost-part-wanted`, `roost-part`, `roost-no-part`.
+other topic the tagged union. Answers too large for one message are sent in parts (`bus.large_answers`):
+topics `roost-parts`, `roost-part-wanted`, `roost-part`, `roost-no-part`.
 """
 
 from collections import Counter

@@ -25,7 +25,7 @@ from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.engine import EngineFailed
-from engine_adapter.serving.admission import NoSecret
+from engine_adapter.serving.authentication import NoSecret
 from engine_adapter.serving.http import RankApp
 from engine_adapter.tracing import EngineTracing, HandoverTracing
 from engine_adapter.transfer.nixl_loader import agent_name

@@ -29,7 +29,7 @@ from engine_adapter.agent.engine_agent import Agent
 from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.engine import EngineFailed
-from engine_adapter.serving.admission import NoSecret, RouterAdmission
+from engine_adapter.serving.authentication import NoSecret, RouterAuthentication
 from engine_adapter.simulated.engine import EngineDied, SimulatedEngine
 from engine_adapter.simulated.http import SimulatedHttp
 from engine_adapter.simulated.model.config import SimulatedConfig
@@ -40,7 +40,7 @@ from fleet.placement import Placement, PlacementRecord
 EXPECTED = (BusError, EngineFailed)
 FINAL = (CertificateError, NameTaken, NoSecret)
 TRANSFER = TransferConfig()
-OPEN = RouterAdmission(None)
+OPEN = RouterAuthentication(None)
 log = logging.getLogger(__name__)
 
 
@@ -95,7 +95,7 @@ async def hosted(
     placement: Placement | None = None,
     last: PlacementRecord | None = None,
     transfer: TransferConfig = TRANSFER,
-    admission: RouterAdmission = OPEN,
+    admission: RouterAuthentication = OPEN,
     tls: ServerTls | None = None,
 ) -> AsyncIterator[SimulatedHost]:
     """Serve a simulated engine on `listeners`, one per rank, and join the fleet, while the context lasts.

@@ -5,7 +5,7 @@ import logging
 from deploy.security.exposure import missing_at_ranks
 from deploy.security.tls import CertificateError, ServerTls
 from deploy.settings import WorkerConfig
-from engine_adapter.serving.admission import RouterAdmission
+from engine_adapter.serving.authentication import RouterAuthentication
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ class RankSecurity:
     be used at the start."""
 
     def __init__(self, worker: WorkerConfig) -> None:
-        self.admission = RouterAdmission(worker.fleet_secret_file)
+        self.admission = RouterAuthentication(worker.fleet_secret_file)
         self.tls = ServerTls.of(worker.tls_cert, worker.tls_key)
         # only with `insecure`: otherwise the command refuses to start
         if (lacks := missing_at_ranks(worker)) is not None:

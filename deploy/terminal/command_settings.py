@@ -16,7 +16,7 @@ from deploy.security.exposure import missing_at_ranks, missing_at_router
 from deploy.security.tls import CertificateError, ServerTls
 from deploy.settings import WorkerConfig, read_settings
 from deploy.terminal.output import USAGE, fail
-from engine_adapter.serving.admission import NoSecret, RouterAdmission
+from engine_adapter.serving.authentication import NoSecret, RouterAuthentication
 from fleet.redaction import without_secrets
 from router.config import RouterConfig
 from router.credentials import RouterCredentials
@@ -80,7 +80,7 @@ def check_rank_security(config: WorkerConfig, *, secret_is_made: bool = False) -
     the fleet secret, if no file is set."""
     _secured(missing_at_ranks(config, secret_is_made=secret_is_made), insecure=config.insecure)
     try:
-        RouterAdmission(config.fleet_secret_file)
+        RouterAuthentication(config.fleet_secret_file)
         ServerTls.of(config.tls_cert, config.tls_key)
     except (NoSecret, CertificateError) as error:
         fail(str(error), USAGE)

@@ -28,8 +28,8 @@ from engine_adapter.handover.cell_table import CellTable
 from engine_adapter.handover.inbound_copies import Report
 from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare, RankProtocol
 from engine_adapter.reporting.rank_context import RankContext
+from engine_adapter.transfer.address_validation import own_address
 from engine_adapter.transfer.checksums import checksums
-from engine_adapter.transfer.read_validation import own_address
 from fleet.handover import CommandVerdict
 from fleet.placement import Placement
 from fleet.requests.handovers import (

@@ -34,7 +34,7 @@ class KvReports:
         self._turn = asyncio.Lock()
         self._snapshot: KvSnapshot | None = None
         """The last snapshot. Many routers request one at the same time, and the same object is encoded only
-        once (`bus.parts`)."""
+        once (`bus.large_answers`)."""
 
     async def publish(self, changes: tuple[KvChange | Literal["cleared"], ...]) -> None:
         """Publish changes of the cache as one message."""

@@ -24,7 +24,7 @@ from engine_adapter.batching.request_validation import (
 )
 from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.engine import EngineDescription, EngineFailed
-from engine_adapter.serving.admission import HEALTH_PATH, RouterAdmission
+from engine_adapter.serving.authentication import HEALTH_PATH, RouterAuthentication
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome, ScoredToken
 from fleet.completions import (
     DECISION_HEADER,
@@ -139,7 +139,7 @@ class RankApp:
         self,
         engine: ServedModelInfo,
         tracing: RankTracing | None = None,
-        admission: RouterAdmission | None = None,
+        admission: RouterAuthentication | None = None,
     ) -> None:
         """admission: None if the application in front of this one has already authenticated the client."""
         self._engine = engine

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter.serving.admission import RouterAdmission
+from engine_adapter.serving.authentication import RouterAuthentication
 from engine_adapter.serving.http import (
     RankApp,
     RankTracing,
@@ -50,7 +50,7 @@ class SimulatedHttp:
         engine: SimulatedEngine,
         ranks: Mapping[int, int],
         tracings: Mapping[int, RankTracing] | None,
-        admission: RouterAdmission,
+        admission: RouterAuthentication,
     ) -> None:
         self._engine = engine
         self._ranks = dict(ranks)

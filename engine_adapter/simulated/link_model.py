@@ -9,8 +9,8 @@ import msgspec
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import Faults
 from engine_adapter.simulated.model.memory import SimulatedCells
+from engine_adapter.transfer.address_validation import OpenRead, own_address, refuse
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled
-from engine_adapter.transfer.read_validation import OpenRead, own_address, refuse
 from fleet.requests.handovers import MemoryAddress
 
 

@@ -15,8 +15,8 @@ from itertools import count
 import msgspec
 
 from engine_adapter.engine import ExpertMemory
+from engine_adapter.transfer.address_validation import OpenRead, own_address, refuse
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
-from engine_adapter.transfer.read_validation import OpenRead, own_address, refuse
 from fleet.requests.handovers import MemoryAddress
 
 

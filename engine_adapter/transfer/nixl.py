@@ -22,9 +22,9 @@ import numpy as np
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
+from engine_adapter.transfer.address_validation import own_address, refuse
 from engine_adapter.transfer.nixl_loader import Nixl, NixlMissing, load_nixl
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
-from engine_adapter.transfer.read_validation import own_address, refuse
 from engine_adapter.transfer.reader_thread import Part, ReaderThread
 from fleet.requests.handovers import MemoryAddress
 

@@ -19,9 +19,9 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from engine_adapter.config import TransferConfig
+from engine_adapter.transfer.address_validation import OpenRead
 from engine_adapter.transfer.port import PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.rate_limit import RateLimit, lower_priority
-from engine_adapter.transfer.read_validation import OpenRead
 from fleet.requests.handovers import MemoryAddress
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
+from engine_adapter.transfer.address_validation import own_address, refuse
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
-from engine_adapter.transfer.read_validation import own_address, refuse
 from engine_adapter.transfer.reader_thread import Part, ReaderThread
 from fleet.requests.handovers import MemoryAddress
 

@@ -29,12 +29,12 @@ import msgspec
 import numpy as np
 
 from engine_adapter.config import TransferConfig
+from engine_adapter.transfer.address_validation import own_address
 from engine_adapter.transfer.checksums import checksums
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from engine_adapter.transfer.nixl import NixlTransfer
 from engine_adapter.transfer.nixl_loader import load_nixl
 from engine_adapter.transfer.port import Overdue, Pull, Transfer, TransferError
-from engine_adapter.transfer.read_validation import own_address
 from engine_adapter.transfer.shared_memory import SharedTransfer
 from fleet.requests.handovers import MemoryAddress
 

@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine_adapter.transfer.address_validation import own_address
 from engine_adapter.transfer.checksums import checksums
 from engine_adapter.transfer.in_process import MemoryFabric
 from engine_adapter.transfer.mapped_memory import MappedCells
 from engine_adapter.transfer.port import Overdue, Pull, TransferError
-from engine_adapter.transfer.read_validation import own_address
 from tests.engine_adapter.transfer_process import addressed, filled, tensors_of
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine_adapter.serving.admission import NoSecret, RouterAdmission
+from engine_adapter.serving.authentication import NoSecret, RouterAuthentication
 from fleet.shared_secret import SharedSecret
 from tests.router.router_fixture import House, OpenHouse, until
 from tests.simulated_engines import simulated_engine
@@ -53,7 +53,7 @@ async def serving(house: House) -> None:
 async def test_a_rank_answers_no_stranger_but_says_that_it_lives(open_house: OpenHouse, files: Files) -> None:
     house = await open_house(fleet_secret_file=files.router)
     async with (
-        simulated_engine(house.bus, house.subjects, admission=RouterAdmission(files.rank)) as host,
+        simulated_engine(house.bus, house.subjects, admission=RouterAuthentication(files.rank)) as host,
         httpx.AsyncClient(trust_env=False) as stranger,
     ):
         await serving(house)
@@ -79,7 +79,7 @@ async def test_a_router_without_the_secret_gets_no_answer_and_says_why(
     open_house: OpenHouse, files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     house = await open_house()
-    async with simulated_engine(house.bus, house.subjects, admission=RouterAdmission(files.rank)):
+    async with simulated_engine(house.bus, house.subjects, admission=RouterAuthentication(files.rank)):
         await serving(house)
         assert (await house.post("/v1/chat/completions", ASK)).status == 503
     assert "fleet_secret_file" in caplog.text
@@ -90,7 +90,7 @@ async def test_the_secret_changes_while_requests_are_served(
     open_house: OpenHouse, files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    house, admission = await open_house(fleet_secret_file=files.router), RouterAdmission(files.rank)
+    house, admission = await open_house(fleet_secret_file=files.router), RouterAuthentication(files.rank)
     async with (
         simulated_engine(house.bus, house.subjects, admission=admission) as host,
         httpx.AsyncClient(trust_env=False) as client,
@@ -139,7 +139,7 @@ def test_a_file_that_is_no_secret_is_refused_without_repeating_it(
     file = tmp_path / "secret"
     file.write_text(text)
     with pytest.raises(NoSecret, match=complaint) as refused:
-        RouterAdmission(file)
+        RouterAuthentication(file)
     assert not any(word in str(refused.value) for word in ("too-short", OLD, "blanks"))
 
 

@@ -602,7 +602,7 @@ async def test_everybody_who_asks_for_tables_before_the_next_version_is_given_th
         await learn(bus, 40)
         await asyncio.sleep(5)
         first, second = [await service.describe(DescribeTables(model="m")) for _ in range(2)]
-        assert first is second, "it is encoded and kept once (bus.parts)"
+        assert first is second, "it is encoded and kept once (bus.large_answers)"
         await learn(bus, 40)
         await asyncio.sleep(5)
         third = await service.describe(DescribeTables(model="m"))

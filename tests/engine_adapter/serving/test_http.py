@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from engine_adapter.batching.request_validation import GenerationRequest
-from engine_adapter.serving.admission import RouterAdmission
+from engine_adapter.serving.authentication import RouterAuthentication
 from engine_adapter.serving.http import MAX_BODY_BYTES, RankApp
 from fleet.completions import Completion
 
@@ -328,7 +328,7 @@ async def test_a_rank_with_a_secret_answers_routers_and_tells_strangers_only_tha
     pretend_engine: Starter, tmp_path: Path
 ) -> None:
     (tmp_path / "secret").write_text("the-secret-of-the-fleet\n")
-    admission = RouterAdmission(tmp_path / "secret")
+    admission = RouterAuthentication(tmp_path / "secret")
     async with pretend_engine() as started, client_of(RankApp(started.engine, None, admission)) as client:
         for path in ("/v1/models", "/v1/completions", "/nowhere"):
             for header in ({}, {"authorization": "Bearer the-secret-of-the-flee"}):

@@ -12,9 +12,9 @@ from engine_adapter.simulated.handover import SimulatedEpoch
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import FaultOrder
 from engine_adapter.simulated.model.memory import SimulatedCells
+from engine_adapter.transfer.address_validation import own_address
 from engine_adapter.transfer.checksums import checksums
 from engine_adapter.transfer.port import AddressRefused, Overdue, PeerGone, Pull
-from engine_adapter.transfer.read_validation import own_address
 from fleet.placement import Placement
 from tests.engine_adapter.simulated.test_engine import ask, running
 

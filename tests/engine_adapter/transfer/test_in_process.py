@@ -7,10 +7,10 @@ import looptime
 import numpy as np
 import pytest
 
+from engine_adapter.transfer.address_validation import own_address
 from engine_adapter.transfer.in_process import MemoryFabric, MemoryTransfer, PullFault
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from engine_adapter.transfer.port import Overdue, PeerGone, Pull
-from engine_adapter.transfer.read_validation import own_address
 from fleet.requests.handovers import MemoryAddress
 
 pytestmark = pytest.mark.looptime

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from engine_adapter.config import TransferConfig
+from engine_adapter.transfer.address_validation import own_address
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from engine_adapter.transfer.nixl_loader import NixlMissing, agent_name, load_nixl
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, TransferError
-from engine_adapter.transfer.read_validation import own_address
 from engine_adapter.transfer.selection import open_transfers
 from engine_adapter.transfer.shared_memory import SharedTransfer, this_host
 

@@ -17,7 +17,7 @@ class NoSecret(Exception):
     """The fleet's secret cannot be read. The text names the file and the reason."""
 
 
-class RouterAdmission:
+class RouterAuthentication:
     """Check of requests against the fleet's secret. Without a secret file, every request is admitted."""
 
     def __init__(self, file: Path | None) -> None:

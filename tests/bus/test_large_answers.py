@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from bus import Message, StoreFull
-from bus.parts import IN_USE_SECONDS, PartedAnswers
+from bus.large_answers import IN_USE_SECONDS, PartedAnswers
 from bus.protocol.codec import PART_BYTES, PartRequest, PartsOffer
 from bus.stores import AGAIN_SECONDS, StoreRefusals
 from fleet.requests.refusal import RequestRefused
