@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from bus.config import BusConfig
-from deploy.config import ConfigError, Configuration
+from deploy.configuration_loader import ConfigError, Configuration
 from deploy.http.sockets import CannotListen, adopt
 from deploy.launch_spec import LaunchSpec
 from deploy.parts.launch import run_part
 from deploy.process import FINAL, print_error
 from deploy.reload import planner_settings, router_settings
-from deploy.settings import WorkerConfig, named_engine, read_settings
+from deploy.sections import WorkerConfig, named_engine, read_settings
 from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.simulated.model.config import SimulatedConfig
 from fleet.settings import FilePath

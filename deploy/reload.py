@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import migration.reload
 import router.reload
-from deploy.config import ConfigError, Configuration
+from deploy.configuration_loader import ConfigError, Configuration
 from migration.config import MigrationConfig
 from router.config import RouterConfig
 

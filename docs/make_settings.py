@@ -16,7 +16,7 @@ from typing import Any
 FILE = Path(__file__).with_name("settings.md")
 sys.path.insert(0, str(FILE.parents[1]))
 
-from deploy.settings import DEFAULTS, SECTIONS  # noqa: E402 the repository need not be installed
+from deploy.sections import DEFAULTS, SECTIONS  # noqa: E402 the repository need not be installed
 from fleet.settings import allowed_values, setting_types  # noqa: E402
 
 HEAD = """# Settings

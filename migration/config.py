@@ -21,7 +21,8 @@ Policy = Literal["roost", "replicate", "reweight", "uniform", "full", "eplb", "e
   re-placement only if it pays.
 - replicate: new shares, few copies and swaps, for balance only.
 - reweight: new shares only; no weights are moved.
-- uniform: few copies, and replicas share evenly, for engines that support nothing else.
+- uniform: few copies, for engines whose replicas always share evenly (the even split), such as vLLM with its
+  expert-parallel load balancer (EPLB).
 - full: Roost's own placement from scratch, with as few moves as possible.
 - eplb, eplb_hierarchical: the published EPLB algorithm, without and with expert groups kept on nodes, for
   comparison.

@@ -31,8 +31,8 @@ from router.fleet_state.engine_state import EngineStatus
 from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import RankKey
 from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenUsage
+from router.health.attempt_failures import AttemptFailure
 from router.http.body_budget import BodyBudget
-from router.openai_api.completion_state import AttemptFailure
 from router.prefix_index.prompt import Prompt
 from router.reload import refused, reloaded
 from router.scheduling.booking_observer import BookedRequest, BookingObserver

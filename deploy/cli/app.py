@@ -8,7 +8,7 @@ import typer
 
 from deploy.cli import bus, events, inspection, keys, loop, migrate, operate, parts, plan, up
 from deploy.run_directory import home, settings_file
-from deploy.settings import SECTIONS
+from deploy.sections import SECTIONS
 from deploy.terminal.command_settings import running, settings_from
 from deploy.terminal.options import ConfigOption, JsonOption
 from deploy.terminal.output import fail, show

@@ -9,13 +9,13 @@ import typer
 
 from bus.config import BusConfig
 from deploy.cli.supervised import supervise, supervised
-from deploy.config import Configuration
+from deploy.configuration_loader import Configuration
 from deploy.http.sockets import CannotListen, listen
 from deploy.local.fleet import serve_and_reload
 from deploy.local.router_sockets import RouterSockets
 from deploy.parts.launch import run_part, set_up_logging_of
 from deploy.reload import Read, planner_settings, router_settings
-from deploy.settings import UpConfig, WorkerConfig
+from deploy.sections import UpConfig, WorkerConfig
 from deploy.terminal.command_settings import (
     Flags,
     access_log_flag,

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from deploy.config import Configuration
+from deploy.configuration_loader import Configuration
 from deploy.http.sockets import CannotListen
 from deploy.local.fleet import Fleet
 from deploy.local.nats_server import NoNats

@@ -9,18 +9,11 @@ from typing import Annotated
 import typer
 
 from deploy.cli.supervised import supervise, supervised
-from deploy.config import Configuration
+from deploy.configuration_loader import Configuration
 from deploy.local.fleet import Fleet, serve_and_reload
 from deploy.local.router_sockets import RouterSockets
 from deploy.reload import Read
-from deploy.settings import (
-    DEMO_CHECKPOINT,
-    SECTIONS,
-    UpConfig,
-    WorkerConfig,
-    engine_ranks,
-    served_model,
-)
+from deploy.sections import DEMO_CHECKPOINT, SECTIONS, UpConfig, WorkerConfig, engine_ranks, served_model
 from deploy.telemetry.tracing_config import TracingError, exporters
 from deploy.terminal.command_settings import (
     Flags,

@@ -14,9 +14,9 @@ WORTH_A_LOOK = 8
 class Sheddable(Protocol):
     """Connection interface that the gate needs."""
 
-    def silence(self) -> tuple[int, float] | None:
-        """Return the cost of closing this connection, smallest first: a kind, and the time of its own
-        deadline. None: a request is running."""
+    def shed_order(self) -> tuple[int, float] | None:
+        """Return the place of this connection in the order of shedding, smallest first: a kind, and the time
+        of its own deadline. None: a request is running."""
         ...
 
     def shed(self) -> None:
@@ -25,7 +25,7 @@ class Sheddable(Protocol):
 
 
 class ConnectionGate:
-    """Connection limit of one server. `most` is compared with the number of open connections; the gate keeps
+    """Connection limit of one server. `limit` is compared with the number of open connections; the gate keeps
     no count."""
 
     def __init__(self, limit: int) -> None:
@@ -44,15 +44,15 @@ class ConnectionGate:
             self._look(connections, newcomer)
         while self._silent:
             victim = self._silent.popleft()
-            if victim.silence() is not None:
+            if victim.shed_order() is not None:
                 victim.shed()
                 return True
         return False
 
     def _look(self, connections: Iterable[Sheddable], newcomer: Sheddable) -> None:
         known = [
-            (one.silence(), number, one) for number, one in enumerate(connections) if one is not newcomer
+            (one.shed_order(), number, one) for number, one in enumerate(connections) if one is not newcomer
         ]
-        silent = sorted((silence, number, one) for silence, number, one in known if silence is not None)
+        silent = sorted((order, number, one) for order, number, one in known if order is not None)
         self._silent.extend(one for _, _, one in silent)
         self._found = WORTH_A_LOOK * len(silent) >= len(known)

@@ -89,7 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._dropped = 0
         self._unparsed = bytearray()
         self._running: RequestResponseCycle | None = None
-        """the running exchange; `cycle` is the one read last"""
+        """the exchange that is being answered; `self.cycle`, of uvicorn's base class, is the one read last"""
         self._keep_alive = True
         """keep-alive of the request read last, by its head"""
         self._upgrading = False
@@ -145,9 +145,9 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._phase is _IDLE:
             self.transport.close()
 
-    def silence(self) -> tuple[int, float] | None:
-        """Return the shedding order (see `Sheddable`): connections without any byte, then those between two
-        requests, then unfinished heads."""
+    def shed_order(self) -> tuple[int, float] | None:
+        """Return the place in the order of shedding (see `Sheddable`): connections without any byte, then
+        those between two requests, then unfinished heads."""
         if self.transport.is_closing():
             return None
         if self._phase is _HEAD:

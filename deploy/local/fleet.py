@@ -28,7 +28,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.roles import Role
 from bus.protocol.subjects import Subjects
-from deploy.config import ConfigError, Configuration, Key, without_settings
+from deploy.configuration_loader import ConfigError, Configuration, Key, without_settings
 from deploy.http.sockets import HttpError, listen, probe, url_of
 from deploy.launch_spec import LaunchSpec, PartName, RankLaunch
 from deploy.local.nats_server import NatsServer, greet
@@ -37,8 +37,8 @@ from deploy.local.supervise import Command, Incarnation, Policy, Say, Unit, Unit
 from deploy.process import at_hangup
 from deploy.reload import Read, check
 from deploy.run_directory import SETTINGS, RunDirectory, Running, private_text
+from deploy.sections import UpConfig, WorkerConfig, engine_ranks
 from deploy.security.credentials import FOLDER, ServerCredentials
-from deploy.settings import UpConfig, WorkerConfig, engine_ranks
 from fleet.facts.engines import ConfigChanged
 from fleet.redaction import without_secrets
 from fleet.settings import FilePath

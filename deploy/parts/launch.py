@@ -5,9 +5,9 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.config import Configuration
+from deploy.configuration_loader import Configuration
 from deploy.process import FINAL, print_error, run, set_up_logging
-from deploy.settings import UpConfig
+from deploy.sections import UpConfig
 from deploy.telemetry.tracing_config import TracingConfig, TracingError, tracing
 
 SERVICES = {"rank": "roost-engine", "simulated": "roost-engine", "static_backend": "roost-plain"}

@@ -21,9 +21,9 @@ from deploy.parts.engine_process import identity
 from deploy.parts.part_tasks import PartTasks
 from deploy.parts.resume import last_record
 from deploy.process import on_hangup
+from deploy.sections import WorkerConfig
 from deploy.security.rank_security import RankSecurity
 from deploy.security.tls import CertificateError, ServerTls
-from deploy.settings import WorkerConfig
 from engine_adapter.agent.copy_runner import Staging
 from engine_adapter.agent.engine_agent import Agent
 from engine_adapter.agent.membership import AgentIdentity

@@ -4,7 +4,7 @@ TLS."""
 import ipaddress
 import socket
 
-from deploy.settings import WorkerConfig
+from deploy.sections import WorkerConfig
 from router.config import RouterConfig
 
 _TLS = "TLS ([{section}] tls_cert and tls_key, or --tls-terminated where {terminated})"

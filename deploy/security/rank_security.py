@@ -2,9 +2,9 @@
 
 import logging
 
+from deploy.sections import WorkerConfig
 from deploy.security.exposure import missing_at_ranks
 from deploy.security.tls import CertificateError, ServerTls
-from deploy.settings import WorkerConfig
 from engine_adapter.serving.authentication import RouterAuthentication
 
 log = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ from typing import Any
 
 from bus.config import BusConfig
 from bus.protocol.roles import Role
-from deploy.config import ConfigError, Configuration, Key
+from deploy.configuration_loader import ConfigError, Configuration, Key
 from deploy.reload import Read
 from deploy.run_directory import Running, home, live_runs
+from deploy.sections import WorkerConfig, read_settings
 from deploy.security.credentials import of_run
 from deploy.security.exposure import missing_at_ranks, missing_at_router
 from deploy.security.tls import CertificateError, ServerTls
-from deploy.settings import WorkerConfig, read_settings
 from deploy.terminal.output import USAGE, fail
 from engine_adapter.serving.authentication import NoSecret, RouterAuthentication
 from fleet.redaction import without_secrets

@@ -108,7 +108,8 @@ def copies_and_filling(found: PlanningProblem) -> PlanCandidate:
 
 
 def uniform(found: PlanningProblem) -> PlanCandidate:
-    """Make few copies for engines whose replicas share evenly, whatever split they are given."""
+    """Make few copies for engines whose replicas share evenly, whatever split they are given, as under vLLM's
+    EPLB."""
     return PlanCandidate("few copies, even shares", _few(found), None)
 
 
@@ -145,7 +146,7 @@ def anew(found: PlanningProblem) -> PlanCandidate:
 
 def anew_evenly(found: PlanningProblem) -> PlanCandidate:
     """Make the same placement as `anew` for engines whose replicas share evenly, whatever split they are
-    given."""
+    given, as under vLLM's EPLB."""
     return PlanCandidate("all anew, even shares", _towards(found, found.anew_relabelled), None)
 
 

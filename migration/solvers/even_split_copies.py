@@ -1,5 +1,9 @@
-"""Few copies for even shares: from a placement that no longer fits the demand, win back most balance with few
-copies. Pure.
+"""Few copies under the even split: from a placement that no longer fits the demand, win back most balance
+with few copies. Pure.
+
+The even split gives every replica of an expert the same share of its load. vLLM and its expert-parallel load
+balancer (EPLB) can do nothing else. The policy that plans for such engines is `uniform`; its candidates are
+reported as "even shares".
 
 In each layer the most loaded ranks are relieved repeatedly, until none exceeds the cap. The cap is set so
 that the target part of a full re-placement's gain is reached. Three changes carry load from one rank to

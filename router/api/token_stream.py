@@ -1,8 +1,8 @@
 """Answer a request with ranks that speak token ids: decide and stream each choice, and continue it elsewhere
 when its rank dies.
 
-The pure part (next request, ranks to avoid, bytes to send) is in `completion_state`, `scheduler` and
-`response_format`; this module awaits I/O.
+The pure part (next request, ranks to avoid, bytes to send) is in `completion_state`, `attempt_failures`,
+`scheduler` and `response_format`; this module awaits I/O.
 """
 
 import asyncio
@@ -14,9 +14,10 @@ from fleet.completions import ApiError, Choice, Completion, PromptDetails, Usage
 from router.attempt import make_attempt
 from router.fleet_state.reservations import Booking
 from router.foreign_api.headers import decision_header, own_headers
+from router.health.attempt_failures import AttemptFailure
 from router.http.asgi_response import AsgiResponse, Headers
 from router.http.server_sent_events import EventSplitter
-from router.openai_api.completion_state import AttemptFailure, CompletionState
+from router.openai_api.completion_state import CompletionState
 from router.openai_api.request_schema import TEXT_PATH
 from router.openai_api.response_format import ClientResponse
 from router.prefix_index.prompt import TokenPrompt

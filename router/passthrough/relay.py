@@ -18,8 +18,8 @@ from router.foreign_api.headers import decision_header, length_of, own_headers, 
 from router.foreign_api.object_locations import ObjectLocation, ObjectLocations, object_id
 from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenUsage
 from router.foreign_api.usage import counted
+from router.health.attempt_failures import AttemptFailure, BegunAnswer
 from router.http.asgi_response import AsgiResponse, Headers
-from router.openai_api.completion_state import AttemptFailure, BegunAnswer
 from router.openai_api.request_schema import CHAT_PATH, TEXT_PATH
 from router.passthrough.positions import find_position
 from router.passthrough.unstreamed import UnstreamedAnswers

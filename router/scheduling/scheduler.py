@@ -19,8 +19,13 @@ from router.config import RouterConfig
 from router.fleet_state.reservations import SEQUENCES, Booking, Reservations
 from router.fleet_state.target_table import Excluded, RankKey, TargetTable
 from router.fleet_state.view import FleetView
+from router.health.attempt_failures import (
+    AttemptFailure,
+    BegunAnswer,
+    ranks_to_avoid,
+    ranks_with_other_weights,
+)
 from router.health.circuit_breakers import CircuitBreakers, Exclusions
-from router.openai_api.completion_state import AttemptFailure, BegunAnswer, other_weights, to_avoid
 from router.prediction.predictor import NO_KEYS, PredictionKeys, Predictor
 from router.prefix_index.approximate_index import ApproximateIndex
 from router.prefix_index.block_index import BlockIndex
@@ -403,13 +408,13 @@ class Scheduler(BookingObserver):
         are.
         """
         exclusions = self._exclusions(target_table, need, now)
-        others = {} if need.begun is None else other_weights(need.begun, target_table)
+        others = {} if need.begun is None else ranks_with_other_weights(need.begun, target_table)
         if others:
             exclusions = exclusions.beside(others)
         avoided: Sequence[frozenset[RankKey]] = _NONE_TO_AVOID
         if attempt.failures:
             failed = [failure for failure in attempt.failures if failure[1] is not AttemptFailure.BUSY]
-            avoided = to_avoid(failed, target_table)
+            avoided = ranks_to_avoid(failed, target_table)
         reported_busy, prices = self._reported_busy(now), self.speeds.known(target_table).queue
         busy: Candidates | None = None
         some_soft = len(exclusions.every) > len(exclusions.hard)

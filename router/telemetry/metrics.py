@@ -22,7 +22,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from fleet.prediction import SOURCES, Tables
-from router.openai_api.completion_state import AttemptFailure
+from router.health.attempt_failures import AttemptFailure
 from router.scheduling.cost import TERMS
 from router.scheduling.decision import Decision
 from router.telemetry.lazy_counters import Histogram, LazyCounter, VectorSums

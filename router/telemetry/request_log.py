@@ -13,8 +13,8 @@ import msgspec
 from fleet.blocks import salted_seed
 from fleet.completions import MAX_DETAIL, MAX_NAME, shortened
 from router.access.api_keys import TRUSTED, Caller
+from router.health.attempt_failures import AttemptFailure
 from router.http.asgi_response import Headers
-from router.openai_api.completion_state import AttemptFailure
 from router.prediction.predictor import PredictionKeys, keys_of
 from router.scheduling.decision import Decision, Owner
 from router.telemetry.metrics import RouterMetrics

@@ -11,8 +11,8 @@ import msgspec
 
 from fleet.completions import MAX_DETAIL, UNREADABLE, ApiError, shortened
 from router.config import RouterConfig
+from router.health.attempt_failures import AttemptFailure
 from router.http.asgi_response import not_ready
-from router.openai_api.completion_state import AttemptFailure
 from router.upstream.http_client import Connection, ConnectionLost, HttpClient, Origin, request_bytes
 
 _ERROR_BYTES = 64 * 1024

@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.cli.app import app
-from deploy.config import ConfigError
+from deploy.configuration_loader import ConfigError
 from deploy.launch_spec import LaunchSpec
 from deploy.local.fleet import EngineLauncher, FleetFiles
 from deploy.run_directory import RunDirectory
-from deploy.settings import WorkerConfig, engine_ranks, read_settings, served_model
+from deploy.sections import WorkerConfig, engine_ranks, read_settings, served_model
 
 
 def settings(tmp_path: Path, text: str):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.config import ConfigError, Configuration
+from deploy.configuration_loader import ConfigError, Configuration
 from deploy.reload import check, planner_settings, router_settings
-from deploy.settings import read_settings
+from deploy.sections import read_settings
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.settings import DEMO_CHECKPOINT
+from deploy.sections import DEMO_CHECKPOINT
 
 wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling (extra dev) builds the wheel")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from deploy.settings import DEMO_CHECKPOINT
+from deploy.sections import DEMO_CHECKPOINT
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork
 from engine_adapter.embedded.setup import build_setup

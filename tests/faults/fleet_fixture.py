@@ -21,12 +21,12 @@ from bus import Bus, BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from deploy.config import Configuration
+from deploy.configuration_loader import Configuration
 from deploy.launch_spec import LaunchSpec
 from deploy.local.parent_death import wrapped
 from deploy.parts.resume import last_record
 from deploy.process import alongside
-from deploy.settings import read_settings
+from deploy.sections import read_settings
 from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,

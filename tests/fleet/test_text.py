@@ -15,7 +15,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import WithoutSecrets
-from deploy.settings import read_settings
+from deploy.sections import read_settings
 from engine_adapter.openai_backend import BackendAgentConfig
 from fleet.redaction import without_secrets
 from fleet.text import byte_size, counted, duration, listed

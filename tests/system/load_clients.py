@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from benchmarks.demo_model.heldout import read_documents
-from deploy.settings import DEMO_CHECKPOINT
+from deploy.sections import DEMO_CHECKPOINT
 from tests.system.fleets import MODEL
 from tests.system.migration_clients import MARGIN, Answer, margins
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside
-from deploy.settings import DEMO_CHECKPOINT
+from deploy.sections import DEMO_CHECKPOINT
 from fleet.facts.migrations import MigrationCommitted
 from fleet.requests.handovers import DescribeHandover, HandoverDescribed
 from migration.model.plan import Plan

@@ -15,7 +15,7 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from bus import Declined
-from deploy.settings import DEMO_CHECKPOINT
+from deploy.sections import DEMO_CHECKPOINT
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted
 from fleet.placement import Placement

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from deploy.settings import DEMO_CHECKPOINT
+from deploy.sections import DEMO_CHECKPOINT
 from fleet.blocks import BLOCK_SIZE
 
 HELDOUT = DEMO_CHECKPOINT.parent / "heldout"

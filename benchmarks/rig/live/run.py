@@ -21,7 +21,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.client.migrations import carried_out
-from deploy.settings import DEMO_MODEL
+from deploy.sections import DEMO_MODEL
 from fleet.facts.engines import EngineJoined
 from fleet.placement import Placement, even_split
 from fleet.requests.plans import ApplyPlan, RollBack

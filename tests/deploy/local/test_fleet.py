@@ -14,7 +14,7 @@ from deploy.local.fleet import Fleet, child_environment
 from deploy.local.router_sockets import RouterSockets
 from deploy.local.supervise import Command, Incarnation, Policy, Unit, UnitFailed
 from deploy.run_directory import run_directory
-from deploy.settings import read_settings
+from deploy.sections import read_settings
 from tracker.config import TrackerConfig
 
 Script = Callable[..., Command]

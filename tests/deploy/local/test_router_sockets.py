@@ -12,7 +12,7 @@ from deploy.launch_spec import LaunchSpec
 from deploy.local.fleet import Fleet
 from deploy.local.router_sockets import RouterSockets
 from deploy.run_directory import run_directory
-from deploy.settings import read_settings
+from deploy.sections import read_settings
 from router.config import RouterConfig
 from tests.conftest import free_port
 

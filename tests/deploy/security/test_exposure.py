@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.sections import WorkerConfig
 from deploy.security.exposure import is_loopback, missing_at_ranks, missing_at_router
-from deploy.settings import WorkerConfig
 from router.config import RouterConfig
 from tests.deploy.commands import roost
 

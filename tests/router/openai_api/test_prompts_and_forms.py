@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from fleet.completions import ApiError, Choice, Completion, Usage
-from router.fleet_state.reservations import Reservations
-from router.fleet_state.view import FleetView
 from router.http.server_sent_events import EventSplitter
-from router.openai_api.completion_state import AttemptFailure, CompletionState, to_avoid
+from router.openai_api.completion_state import CompletionState
 from router.openai_api.request_schema import RequestDecoder, sampling
 from router.openai_api.response_format import ResponseHead, answer_for
 from router.tokenization.tokenizer import LARGEST_FILE, BadTokenizer, ModelTokenizer
 from router.upstream.rank_client import api_error
-from tests.router.router_fixture import TEMPLATE, archive, bpe, chat, engine_joined
+from tests.router.router_fixture import TEMPLATE, archive, bpe, chat
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -287,22 +285,6 @@ def test_an_exhausted_course_gives_out_what_was_held_back() -> None:
     assert one.exhausted
     assert one.finish_with("hey").text == "y"
     assert one.finish_reason == "length"
-
-
-def test_whom_to_avoid_depends_on_how_they_failed() -> None:
-    view = FleetView(Reservations(settle_seconds=1, stale_seconds=1))
-    for worker in (1, 2):
-        view.join(engine_joined(f"e{worker}", ["http://h:1", "http://h:2"], "f" * 64, worker_id=worker), 0.0)
-        view.sign_of_life(worker, 0.0)
-    table = view.target_table("demo")
-    assert to_avoid([], table) == [frozenset()]
-    broken = to_avoid([((1, 0), AttemptFailure.BROKEN)], table)
-    assert broken == [frozenset({(1, 0), (1, 1)}), frozenset({(1, 0)}), frozenset({(1, 0)})]
-    busy = to_avoid([((1, 0), AttemptFailure.BUSY)], table)
-    assert busy[0] == frozenset({(1, 0)})
-    once = to_avoid([((1, 0), AttemptFailure.DISCONNECTED)], table)
-    assert once[2] == frozenset()
-    assert to_avoid([((1, 0), AttemptFailure.DISCONNECTED)] * 2, table)[2] == frozenset({(1, 0)})
 
 
 def test_chat_deltas_have_one_role_and_no_empty_chunks() -> None:

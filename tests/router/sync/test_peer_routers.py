@@ -22,7 +22,7 @@ from fleet.requests.refusal import RequestRefused
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.fleet_state.reservations import PREFILL, Booking
-from router.openai_api.completion_state import AttemptFailure
+from router.health.attempt_failures import AttemptFailure
 from router.prediction.predictor import PredictionKeys
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from bus.config import BusConfig
 from bus.protocol.subjects import check_token
-from deploy.config import Configuration, Key, load, variable_of
+from deploy.configuration_loader import Configuration, Key, load, variable_of
 from deploy.telemetry.tracing_config import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.simulated.model.config import SimulatedConfig
@@ -160,7 +160,7 @@ REMOVED: Mapping[Key, str] = {
 
 def read_settings(file: Path | None, environment: Mapping[str, str], directory: Path) -> Configuration:
     """Return the effective configuration before the command's flags. Raises ConfigError as
-    `deploy.config.load` does."""
+    `deploy.configuration_loader.load` does."""
     return load(
         SECTIONS,
         defaults=DEFAULTS,

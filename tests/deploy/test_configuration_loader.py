@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.config import ConfigError, Configuration, load, without_settings
-from deploy.settings import RENAMED, former_keys, read_settings
-from deploy.settings import SECTIONS as REAL_SECTIONS
+from deploy.configuration_loader import ConfigError, Configuration, load, without_settings
+from deploy.sections import RENAMED, former_keys, read_settings
+from deploy.sections import SECTIONS as REAL_SECTIONS
 from fleet.settings import NonNegative, Port, setting_types
 
 
