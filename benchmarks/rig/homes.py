@@ -63,7 +63,7 @@ def world(
 
     experts: int [R, tokens, layers, k], recorded routings; domain: int [R], of each, from 0. width: experts
     of a layer; slots: of a rank. follows: the placement follows the homes that the planner finds; else it is
-    the linear one. Raises ValueError if the planner finds none.
+    the linear one. Raises ValueError if the planner finds no homes.
     """
     counts = np.stack([count_pairs(each.astype(np.int16), width) for each in experts]).astype(np.float64)
     domain, domains = domain.astype(np.intp), int(domain.max()) + 1
@@ -71,20 +71,16 @@ def world(
     profiles /= profiles.sum(axis=2, keepdims=True)
     shares = np.full(domains, 1 / domains)
     model = ClusterModel(1, profiles.astype(np.float32), shares.astype(np.float32), 0.02)
-    found = homes(
+    share, placed = homes(
         ClusterTraffic(profiles, shares, leak=0.1), LocalityProblem(np.zeros(RANKS, np.intp), slots)
     )
-    if found.homes is None or found.placed is None:
-        raise ValueError(f"these {domains} domains have no homes: {found.reason}")
     placement = linear(layers=experts.shape[2], experts=width, ranks=RANKS, slots_per_rank=slots)
     if follows:
-        placement = Placement(
-            found.placed.table, experts=width, ranks=RANKS, epoch=1, split=found.placed.split
-        )
+        placement = Placement(placed.table, experts=width, ranks=RANKS, epoch=1, split=placed.split)
     return World(
         model,
         placement,
-        found.homes,
+        share,
         model.signature(counts),
         _sent(experts.astype(np.int64), placement),
         domain,

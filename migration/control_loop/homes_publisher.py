@@ -6,12 +6,13 @@ It publishes the homes valid now and, while a plan is under way, those valid fro
 import logging
 import time
 
+import msgspec
+
 from bus import BusError
 from fleet.facts.placements import HomesPublished
 from migration.control_loop.context import LoopContext
 from migration.engine_state.placement_registry import EngineEntry
 from migration.loop_state.engine_loop import EngineLoopState
-from migration.loop_state.homes_versions import HomesVersions
 from migration.model.engine_view import PlannedHomes
 
 logger = logging.getLogger(__name__)
@@ -22,12 +23,14 @@ class HomesPublisher:
 
     def __init__(self, context: LoopContext) -> None:
         self._context = context
-        self._versions = HomesVersions(time.time_ns() // 1000)  # versions above those of previous leaders
+        self._version = time.time_ns() // 1000  # above the versions of previous leaders
+        self._published: dict[int, HomesPublished] = {}
         self._publisher = context.bus.publisher(context.subjects.homes)
 
     def keep_only(self, worker_ids: set[int]) -> None:
         """Forget engines that are not present."""
-        self._versions.keep_only(worker_ids)
+        for worker_id in self._published.keys() - worker_ids:
+            del self._published[worker_id]
 
     async def now(self, loop: EngineLoopState, entry: EngineEntry, homes: PlannedHomes) -> None:
         """Publish the homes valid for the served placement."""
@@ -67,13 +70,30 @@ class HomesPublisher:
 
     async def again(self, loop: EngineLoopState) -> None:
         """Publish the last homes again, for subscribers that missed them."""
-        if (homes := self._versions.last(loop.worker_id)) is not None:
+        if (homes := self._published.get(loop.worker_id)) is not None:
             await self._publish(homes)
 
     async def _publish_changed(self, entry: EngineEntry, homes: PlannedHomes) -> None:
-        message = self._versions.next(entry, self._context.demand.model(entry.worker_id), homes)
-        self._context.metrics.homes.inc(self._versions.changes)
-        self._versions.changes = 0
+        """Publish the homes of an engine. Unchanged homes keep their version; others get a version above all
+        previous ones."""
+        before = self._published.get(entry.worker_id)
+        message = HomesPublished(
+            engine=entry.engine,
+            worker_id=entry.worker_id,
+            model=self._context.demand.model(entry.worker_id),
+            version=self._version if before is None else before.version,
+            epoch=homes.epoch,
+            clusters=homes.clusters,
+            count=0 if homes.share is None else len(homes.share),
+            ranks=entry.placement.ranks,
+            homes=b"" if homes.share is None else homes.share.astype("<f4").tobytes(),
+            reason=homes.note,
+        )
+        if before is None or msgspec.structs.replace(before, reason=message.reason) != message:
+            message = msgspec.structs.replace(message, version=self._version)
+            self._version += 1
+            self._context.metrics.homes.inc()
+        self._published[entry.worker_id] = message
         await self._publish(message)
 
     async def _publish(self, homes: HomesPublished) -> None:

@@ -111,7 +111,7 @@ class Demand:
 
 
 class PlannedHomes(NamedTuple):
-    """Assignment of request clusters to home ranks."""
+    """The planner's choice of home ranks for request clusters, with its reason."""
 
     share: NDArray[np.float32] | None
     """float32 [K, ranks]: share of each cluster's traffic that belongs on each rank. Rows sum to 1; rows of

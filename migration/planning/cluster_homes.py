@@ -8,8 +8,10 @@ Equal ranks are interchangeable, so the result is finally relabelled to match th
 as little as possible moves.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +19,17 @@ from scipy.optimize import linear_sum_assignment, linprog
 from scipy.sparse import coo_array
 
 from fleet.arrays import BoolArray, FloatArray, SlotTable
-from migration.planning.findings import Finding, FindingCode
-from migration.solvers.load_cap import held_of, split_under
+from migration.planning.findings import Finding, FindingCode, Infeasible
+from migration.solvers.load_cap import held_of
 from migration.solvers.locality_placement import (
     LocalityPlacement,
     LocalityProblem,
     locality_placement,
-    measured,
     placed,
     worth_of,
 )
-from migration.solvers.specialisation_test import SpecialisationTest, gate
 
-ROUNDS = 6
+_ROUNDS = 6
 _FIRST = 3
 """Rounds from every start; only the best start is continued."""
 _SHUFFLES = (
@@ -105,127 +105,57 @@ class ClusterTraffic:
         return ClusterTraffic(self.profiles[:, layers], self.shares, self.leak, self.capacity)
 
 
-class HomesSearchResult(NamedTuple):
-    """Result of `homes`.
-
-    Savings are parts of the dispatch cost with nothing local
-    (`migration.solvers.locality_placement.LocalityPlacement.saved`), mean over layers.
-    """
-
-    homes: FloatArray | None
-    """float64 [K, ranks]: share of a cluster's requests per rank; rows sum to 1, for unused clusters to 0.
-    None: no homes."""
-    reason: Finding
-    gate: SpecialisationTest | None
-    """None: the test was not run."""
-    demand: FloatArray
-    """float64 [ranks, layers, experts] under these homes, or without any."""
-    placed: LocalityPlacement | None
-    """The placement that goes with the homes; None where nothing is proposed."""
-    saved_before: float
-    """Saved by the present homes and placement; 0 where none is known."""
-    saved: float
-    rounds: int
-
-
 def homes(
     traffic: ClusterTraffic,
     room: LocalityProblem,
     *,
-    pairs: NDArray[Any] | None = None,
     before: FloatArray | None = None,
     present: SlotTable | None = None,
     least: float = 0.005,
     better: float = 0.005,
-    rounds: int = ROUNDS,
-) -> HomesSearchResult:
-    """Return homes of the clusters and the placement that goes with them, or the reason for none.
+) -> tuple[FloatArray, LocalityPlacement]:
+    """Return homes of the clusters, float64 [K, ranks], and the placement that goes with them.
 
-    pairs: [K] pairs per layer that each profile was learnt from, for the specialisation test; None: the test
-    is skipped. least: minimal saving over having no homes (a share, as in `HomesSearchResult.saved`). before:
-    [K, ranks], present homes, kept unless others save at least `better` more. present: int16 [layers, slots]
-    placement.
+    Rows sum to 1, for unused clusters to 0. Infeasible gives the reason for no homes. Savings are parts of
+    the dispatch cost with nothing local (`LocalityPlacement.saved`). least: minimal saving over having no
+    homes. before: [K, ranks], present homes, kept unless others save at least `better` more. present: int16
+    [layers, slots] placement.
     """
-    ranks, none = room.ranks, np.zeros((len(traffic.shares), room.ranks))
-    found = None if pairs is None else gate(traffic.profiles, _used_pairs(pairs, traffic))
-    saved_before = 0.0 if present is None else _saved_now(traffic, room, before, present)
-    if (found is not None and not found.specialised) or (traffic.shares > 0).sum() < 2:
-        reason = (
-            Finding.of(FindingCode.SPECIALISATION, test=found, of="clusters")
-            if found is not None and not found.specialised
-            else Finding.of(FindingCode.SINGLE_CLUSTER)
-        )
-        return HomesSearchResult(
-            None, reason, found, traffic.demand(none), None, saved_before, saved_before, 0
-        )
+    if (traffic.shares > 0).sum() < 2:
+        raise Infeasible(Finding.of(FindingCode.SINGLE_CLUSTER))
     search = _Search(traffic, room, present)
-    best, value, turns = search.best(before, rounds)
-    nothing = search.saved(none)
+    best, value = search.best(before)
+    nothing = search.saved(np.zeros_like(best))
     if value < nothing + least:
-        reason = Finding.of(FindingCode.HOMES_SAVE_TOO_LITTLE, saved=100 * value, without=100 * nothing)
-        return HomesSearchResult(
-            None, reason, found, traffic.demand(none), None, saved_before, saved_before, turns
+        raise Infeasible(
+            Finding.of(FindingCode.HOMES_SAVE_TOO_LITTLE, saved=100 * value, without=100 * nothing)
         )
-    reason = Finding.of(FindingCode.HOMES_SAVE, saved=100 * value, without=100 * nothing)
-    kept = None if before is None or before.shape != best.shape or not before.any() else search.saved(before)
-    if before is not None and kept is not None and value < kept + better:
-        best, reason = (
-            before,
-            Finding.of(FindingCode.PRESENT_HOMES_SUFFICE, kept=100 * kept, saved=100 * value),
-        )
+    if _comparable(before, best) and value < search.saved(before) + better:
+        best = before
     elif present is not None:
         best = laid_onto(
             best,
             search.held(best),
-            held_of(present[search.layers], ranks, traffic.profiles.shape[2]),
+            held_of(present[search.layers], room.ranks, traffic.profiles.shape[2]),
             room,
-            traffic.room_for(ranks),
+            traffic.room_for(room.ranks),
         )
-    demand = traffic.demand(best)
-    place = locality_placement(demand, room, present)
-    return HomesSearchResult(
-        best, reason, found, demand, place, saved_before, float(place.saved.mean()), turns
-    )
-
-
-class FixedPlacementHomes(NamedTuple):
-    """Savings by homes under the present placement; shares as in `HomesSearchResult`."""
-
-    none: float
-    """Saved without homes."""
-    kept: float | None
-    """Saved by the present homes; None: there are none."""
-    homes: FloatArray
-    """[K, ranks]: the homes that save most."""
-    saved: float
-    """Saved by these homes."""
+    return best, locality_placement(traffic.demand(best), room, present)
 
 
 def homes_for_table(
-    traffic: ClusterTraffic, room: LocalityProblem, present: SlotTable, before: FloatArray | None = None
-) -> FixedPlacementHomes:
-    """Return the best homes for an unchanged placement. present: int16 [layers, slots]; before: [K,
-    ranks]."""
+    traffic: ClusterTraffic, room: LocalityProblem, present: SlotTable
+) -> tuple[FloatArray, Callable[[FloatArray], float]]:
+    """Return the best homes for an unchanged placement, float64 [K, ranks], and the saving by any homes under
+    it. present: int16 [layers, slots]."""
     search = _Search(traffic, room, present)
     held = held_of(present[search.layers], room.ranks, traffic.profiles.shape[2])
-    best = search.routed_to(held)
-    none = search.saved_by(held, np.zeros_like(best))
-    return FixedPlacementHomes(
-        none, None if before is None else search.saved_by(held, before), best, search.saved_by(held, best)
-    )
+    return search.routed_to(held), partial(search.saved_by, held)
 
 
-def _used_pairs(pairs: NDArray[Any], traffic: ClusterTraffic) -> NDArray[Any]:
-    """Return the pairs behind each cluster, 0 for unused ones."""
-    return np.where(traffic.shares > 0, pairs, 0.0)
-
-
-def _saved_now(
-    traffic: ClusterTraffic, room: LocalityProblem, before: FloatArray | None, present: SlotTable
-) -> float:
-    demand = traffic.demand(np.zeros((len(traffic.shares), room.ranks)) if before is None else before)
-    split = split_under(present, demand, room.ranks, room.node, 1.0 / room.balance)
-    return float(measured(present, split, demand, room).saved.mean())
+def _comparable(before: FloatArray | None, others: FloatArray) -> TypeGuard[FloatArray]:
+    """True if there are present homes, of the same clusters and ranks."""
+    return before is not None and before.shape == others.shape and bool(before.any())
 
 
 class _Search:
@@ -252,27 +182,24 @@ class _Search:
         """Return the saving by these homes under a given placement."""
         return float(worth_of(self._traffic.demand(homes), self._room).of(held).mean())
 
-    def best(self, before: FloatArray | None, rounds: int) -> tuple[FloatArray, float, int]:
-        """Return (homes, saved, rounds): of all starts, the best after a few rounds, continued to
-        convergence."""
+    def best(self, before: FloatArray | None) -> tuple[FloatArray, float]:
+        """Return (homes, saved): of all starts, the best after a few rounds, continued to convergence."""
         used, ranks = np.flatnonzero(self._traffic.shares > 0), self._room.ranks
         shuffled = (
             used[np.argsort(np.modf(np.arange(len(used)) * step)[0], kind="stable")]
             for step in _SHUFFLES[: _FEW_SHUFFLES if ranks > _MANY_RANKS else None]
         )
         starts = [chained(self._traffic, ranks), *(laid_along(self._traffic, row, ranks) for row in shuffled)]
-        if before is not None and before.shape == starts[0].shape and before.any():
+        if _comparable(before, starts[0]):
             starts.append(before)
         if self._present is not None:
             starts.append(self.routed_to(self._present))
         # Few rounds from every start first: most starts can be ranked early.
-        reached = [self._alternated(start, min(_FIRST, rounds)) for start in starts]
-        first = max(range(len(reached)), key=lambda at: reached[at][1])
-        homes, value, turns = reached[first]
-        if turns < _FIRST or rounds <= _FIRST:
-            return homes, value, turns
-        homes, value, more = self._alternated(homes, rounds - _FIRST)
-        return homes, value, _FIRST + more
+        reached = [self._alternated(start, _FIRST) for start in starts]
+        homes, value, turns = max(reached, key=lambda one: one[1])
+        if turns < _FIRST:
+            return homes, value
+        return self._alternated(homes, _ROUNDS - _FIRST)[:2]
 
     def _alternated(self, homes: FloatArray, rounds: int) -> tuple[FloatArray, float, int]:
         value = 0.0

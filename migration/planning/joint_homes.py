@@ -9,7 +9,6 @@ would hardly matter.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -58,16 +57,6 @@ _STILL = 0.005
 """Part of that cost that present homes must save to stay."""
 
 
-class EffectiveHomes(NamedTuple):
-    """Homes under the present placement.
-
-    share: [K, ranks]; None: no cluster has a home.
-    """
-
-    share: FloatArray | None
-    reason: Finding
-
-
 def with_expected_demand(found: PlanningProblem) -> PlanningProblem:
     """Return the problem with its expected demand where the homes are younger than the observed windows.
 
@@ -79,28 +68,24 @@ def with_expected_demand(found: PlanningProblem) -> PlanningProblem:
     return _expected(found, known, known.known)
 
 
-def effective_homes(found: PlanningProblem) -> EffectiveHomes:
-    """Choose the homes for the present placement."""
+def effective_homes(found: PlanningProblem) -> tuple[FloatArray | None, Finding]:
+    """Return the homes for the present placement, [K, ranks], and the reason for them. None: no cluster has
+    one."""
     known = found.routing
     if isinstance(known, Finding):
-        return EffectiveHomes(None, known)
+        return None, known
     traffic, bar = known.later, _material(found, known.later)
-    before = None if known.known is None else _within_capacity(known.known, traffic)
-    way = homes_for_table(traffic, locality_problem(found), found.table, before)
-    reason = Finding.of(FindingCode.HOMES_SAVE_HERE, saved=way.saved, without=way.none)
+    best, saved_by = homes_for_table(traffic, locality_problem(found), found.table)
+    none, saved = saved_by(np.zeros_like(best)), saved_by(best)
     # Hysteresis: young homes stay, and older ones stay unless others save clearly more.
-    if known.known is not None and way.kept is not None and way.kept >= way.none + _STILL:
-        young = (
-            found.view.homes is not None and found.view.now - found.view.homes.at < found.config.homes_seconds
-        )
-        if young or way.saved < way.kept + max(_CLEARLY, _REPLACED * bar):
-            return EffectiveHomes(
-                _completed(known.known, way.homes, traffic),
-                Finding.of(FindingCode.PRESENT_HOMES_SAVE, kept=way.kept, without=way.none),
-            )
-    if way.saved < way.none + bar:
-        return EffectiveHomes(None, reason)
-    return EffectiveHomes(way.homes, reason)
+    if known.known is not None and found.view.homes is not None:
+        kept = saved_by(_within_capacity(known.known, traffic))
+        young = found.view.now - found.view.homes.at < found.config.homes_seconds
+        if kept >= none + _STILL and (young or saved < kept + max(_CLEARLY, _REPLACED * bar)):
+            reason = Finding.of(FindingCode.PRESENT_HOMES_SAVE, kept=kept, without=none)
+            return _completed(known.known, best, traffic), reason
+    share = best if saved >= none + bar else None
+    return share, Finding.of(FindingCode.HOMES_SAVE_HERE, saved=saved, without=none)
 
 
 def joint(found: PlanningProblem) -> PlanCandidate:
@@ -109,24 +94,19 @@ def joint(found: PlanningProblem) -> PlanCandidate:
     known = found.routing
     if isinstance(known, Finding):
         raise Infeasible(known.of_subject("homes"))
-    room, traffic, stay = locality_problem(found), known.fit, effective_homes(found)
+    room, traffic, (stay, _) = locality_problem(found), known.fit, effective_homes(found)
     bar = _material(found, traffic) * (1.0 if known.known is None else _EXTENDED)
-    before = None if stay.share is None else _within_capacity(stay.share, traffic)
-    way = homes(traffic, room, before=before, present=found.table, least=bar, better=_CLEARLY)
-    if way.homes is None or way.placed is None:
-        raise Infeasible(way.reason)
-    share = stay.share if way.homes is before and stay.share is not None else way.homes
-    goal, end = way.placed.table, _expected(found, known, share)
+    before = None if stay is None else _within_capacity(stay, traffic)
+    best_homes, placed = homes(traffic, room, before=before, present=found.table, least=bar, better=_CLEARLY)
+    share = stay if stay is not None and best_homes is before else best_homes
+    goal, end = placed.table, _expected(found, known, share)
     # Group-limited gates: one node per group may be cheaper than free placement.
     whole = keep_groups(found.view.shape, found.terms.speed, end.fit, room)
     if whole.home is not None:
         goal = locality_placement(end.fit, replace(room, home=whole.home), present=found.table).table
     changes = without_reversals(found, ordered_diff(found.table, goal, end.fit, room, found.limits))
-    base = _before(found, known, stay.share)
-    ways = [
-        _candidate(found, changes, base, one, of)
-        for one, of in _choices(found, known, share, stay.share, end)
-    ]
+    base = _before(found, known, stay)
+    ways = [_candidate(found, changes, base, one, of) for one, of in _choices(found, known, share, stay, end)]
     best, seconds = min(ways, key=lambda one: one[1])
     # A plan cut short by limits is still worthwhile if its goal is.
     least = float(base.seconds.sum()) - NOTICEABLE * base.figures.seconds.dispatch

@@ -134,15 +134,11 @@ TEXTS: dict[FindingCode, str | Callable[..., str]] = {
     ),
     FindingCode.SINGLE_CLUSTER: "a single cluster needs no home",
     FindingCode.REACH_HOME: _reach_home,
-    FindingCode.HOMES_SAVE: "homes save {saved:.1f} % of dispatch, placement alone {without:.1f} %",
     FindingCode.HOMES_SAVE_TOO_LITTLE: (
         "homes would save {saved:.1f} % of dispatch, the same placement without them {without:.1f} %"
     ),
     FindingCode.PRESENT_HOMES_SAVE: (
         "the present homes save {kept:.1%} of dispatch, {without:.1%} without them"
-    ),
-    FindingCode.PRESENT_HOMES_SUFFICE: (
-        "the present homes save {kept:.1f} % of dispatch, the best {saved:.1f} %"
     ),
     FindingCode.HOMES_SAVE_HERE: (
         "homes save {saved:.1%} of dispatch under this placement, {without:.1%} without them"

@@ -193,15 +193,13 @@ def _joint_row(skew: str, leak: float, seeds: int, layers: int = 8, clusters: in
     alone, best, ours, bal = [], [], [], []
     for seed in range(seeds):
         traffic = _traffic(skew, clusters, leak, layers, seed)
-        found = homes(traffic, room)
-        if found.placed is None:
-            raise RuntimeError(f"{skew}: no homes: {found.reason}")
+        _, found = homes(traffic, room)
         alone.append(
             1 - float(locality_placement(traffic.demand(np.zeros((clusters, 8))), room).saved.mean())
         )
         best.append(1 - max(_exact_alternation(traffic, room, start) for start in range(3)))
-        ours.append(1 - found.saved)
-        bal.append(float(found.placed.balance.mean()))
+        ours.append(1 - float(found.saved.mean()))
+        bal.append(float(found.balance.mean()))
     gap = 100 * max(one - other for one, other in zip(ours, best, strict=True))
     figures: dict[str, float | str] = {
         "placement alone": 100 * mean(alone),
@@ -265,21 +263,19 @@ def _whole_row(ranks: int, quick: bool) -> Row:
     room = LocalityProblem(
         np.arange(ranks) // 8, EXPERTS // ranks + 4, LocalityPrices(1.0, NODE_PRICE if ranks > 8 else 0.0)
     )
-    found, ms = timed(lambda: homes(traffic, room), 1 if quick else 3)
-    if found.placed is None:
-        raise RuntimeError(f"{ranks} ranks: no homes: {found.reason}")
+    (_, found), ms = timed(lambda: homes(traffic, room), 1 if quick else 3)
     alone = locality_placement(traffic.demand(np.zeros((len(traffic.shares), ranks))), room)
     figures: dict[str, float | str] = {
         "placement alone": 100 * (1 - float(alone.saved.mean())),
-        "Roost": 100 * (1 - found.saved),
+        "Roost": 100 * (1 - float(found.saved.mean())),
         "best alternation": "",
         "gap": "",
-        "balance": float(found.placed.balance.mean()),
+        "balance": float(found.balance.mean()),
         "s": ms / 1e3,
     }
     held = (
         Target("homes and placement together", ms / 1e3, JOINT_SECONDS, at_least=False, unit=" s"),
-        Target("balance of a placement for locality", float(found.placed.balance.mean()), BALANCE, unit=""),
+        Target("balance of a placement for locality", float(found.balance.mean()), BALANCE, unit=""),
     )
     return Row(
         JOINT,
