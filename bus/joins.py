@@ -31,7 +31,7 @@ async def holds_its_name(bus: Bus, subjects: Subjects, joined: EngineJoined) -> 
     return claim is not None and holder_of(claim).worker_id == joined.worker_id
 
 
-async def vouched(
+async def verified_members(
     bus: Bus, subjects: Subjects, replay: AsyncIterator[Received], seconds: float = CLAIM_SECONDS
 ) -> AsyncIterator[Received]:
     """Filter a replay of memberships: pass joins only after their claim is seen, and everything else

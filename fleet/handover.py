@@ -182,7 +182,7 @@ CELL: Mapping[tuple[Cell, CellEvent], Cell] = {
 }
 
 
-class IllegalMove(Exception):
+class IllegalTransition(Exception):
     """An event that a state does not allow. The text names role, state and event."""
 
 
@@ -192,12 +192,12 @@ State = TypeVar("State", bound=StrEnum)
 Happening = TypeVar("Happening", bound=StrEnum)
 
 
-def moved(table: Mapping[tuple[State, Happening], State], state: State, event: Happening) -> State:
-    """Return the state after an event. IllegalMove if the table has no such transition."""
+def next_state(table: Mapping[tuple[State, Happening], State], state: State, event: Happening) -> State:
+    """Return the state after an event. IllegalTransition if the table has no such transition."""
     after = table.get((state, event))
     if after is None:
         allowed = ", ".join(repr(one.value) for (of, one) in table if of is state) or "nothing"
-        raise IllegalMove(
+        raise IllegalTransition(
             f"a {_ROLES[type(state)]} that is {state.value!r} cannot take {event.value!r}; allowed: {allowed}"
         )
     return after
@@ -296,22 +296,24 @@ def handle_abort(rank: ProtocolState, token: int, handover: int) -> CommandVerdi
 
 def proposed(rank: ProtocolState, token: int, handover: int) -> ProtocolState:
     """Return the state after an accepted proposal."""
-    return rank._replace(state=moved(RANK, rank.state, RankEvent.PROPOSE), token=token, handover=handover)
+    return rank._replace(
+        state=next_state(RANK, rank.state, RankEvent.PROPOSE), token=token, handover=handover
+    )
 
 
 def staged(rank: ProtocolState, *, failed: bool = False) -> ProtocolState:
     """Return the state after staging finished, or failed."""
-    return rank._replace(state=moved(RANK, rank.state, RankEvent.FAILED if failed else RankEvent.STAGED))
+    return rank._replace(state=next_state(RANK, rank.state, RankEvent.FAILED if failed else RankEvent.STAGED))
 
 
 def committed(rank: ProtocolState, token: int) -> ProtocolState:
     """Return the state after an accepted commit: ready."""
-    return rank._replace(state=moved(RANK, rank.state, RankEvent.COMMIT), token=token)
+    return rank._replace(state=next_state(RANK, rank.state, RankEvent.COMMIT), token=token)
 
 
 def flipped(rank: ProtocolState) -> ProtocolState:
     """Return the state after the step at which all ranks flipped."""
-    state = moved(RANK, rank.state, RankEvent.FLIPPED)
+    state = next_state(RANK, rank.state, RankEvent.FLIPPED)
     concluded = max(rank.concluded, rank.handover)
     return rank._replace(
         state=state, served=rank.served + 1, handover=0, concluded=concluded, flipped=rank.handover
@@ -326,7 +328,7 @@ def aborted(rank: ProtocolState, token: int, handover: int) -> ProtocolState:
     if handover != rank.handover:
         return rank._replace(token=token, concluded=concluded)
     return rank._replace(
-        state=moved(RANK, rank.state, RankEvent.ABORT), token=token, handover=0, concluded=concluded
+        state=next_state(RANK, rank.state, RankEvent.ABORT), token=token, handover=0, concluded=concluded
     )
 
 

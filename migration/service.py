@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 
 from bus import Bus, BusError, Received, Subscription
 from bus.claims import LeaseTaken
-from bus.joins import holds_its_name, vouched
+from bus.joins import holds_its_name, verified_members
 from bus.protocol.sequence import MessageOrder, Sequences
 from bus.protocol.subjects import Subjects
 from fleet.facts.activity import DispatchMeasured
@@ -67,7 +67,7 @@ class MigrationService:
     `ready` as well. The leader records the first epoch of each incarnation exactly once, also across
     restarts: it reads the log before it writes, and again if the result of a write is unknown.
 
-    clock: monotonic seconds. thinking: see `PlanQueries`.
+    clock: monotonic seconds. planning_executor: see `PlanQueries`.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class MigrationService:
         subjects: Subjects,
         config: MigrationConfig,
         clock: Callable[[], float] = time.monotonic,
-        thinking: Executor | None = None,
+        planning_executor: Executor | None = None,
     ) -> None:
         self.ready = asyncio.Event()
         self.metrics = MigrationMetrics()
-        self.ledger = PlacementRegistry()
-        self.watch = DemandWindows(config)
-        self.measured = DispatchWindows(config)
+        self.placements = PlacementRegistry()
+        self.demand = DemandWindows(config)
+        self.dispatch = DispatchWindows(config)
         self._bus = bus
         self._subjects = subjects
         self._config = config
@@ -90,7 +90,7 @@ class MigrationService:
         self._instance = secrets.randbits(64)
         """identity of this process, for the audit log of its settings"""
         self._plan_queries = PlanQueries(
-            self.ledger, self.watch, config, self.metrics, clock, self._plan_discount, thinking
+            self.placements, self.demand, config, self.metrics, clock, self._plan_discount, planning_executor
         )
         self._sequences = Sequences()
         self._unknown_engines = UnknownEngines()
@@ -127,7 +127,7 @@ class MigrationService:
         """Run as the leader until cancelled. Raises LeaseTaken, in a group, once another service is the
         leader."""
         subjects, executor = self._subjects, self._make_executor()
-        requests = OperatorCommands(self._bus, subjects, self.ledger, self.watch, executor)
+        requests = OperatorCommands(self._bus, subjects, self.placements, self.demand, executor)
         controller = self.controller = self._make_controller(executor, requests)
         async with (
             self._bus.subscribe(subjects.demand, subjects.kv_metrics) as reports,
@@ -137,15 +137,15 @@ class MigrationService:
             asyncio.TaskGroup() as tasks,
         ):
             tasks.create_task(self._lead.hold(), name="renew the leader lease")
-            await self._read_back(subjects.placements())
+            await self._replay_placements(subjects.placements())
             known: set[str] = set()
-            async for received in vouched(
+            async for received in verified_members(
                 self._bus, subjects, self._bus.replay(subjects.membership(), latest=True, follow=False)
             ):
                 known.add(received.subject)
                 await self._member(received)
             await self._identify_missing(known)
-            await self._retrace(self.ledger.engines().values())
+            await self._retrace(self.placements.engines().values())
             executor_ready = asyncio.Event()
             tasks.create_task(executor.run(executor_ready.set), name="carry out plans")
             await executor_ready.wait()
@@ -176,7 +176,7 @@ class MigrationService:
             self._bus,
             self._subjects,
             self._config,
-            self.ledger,
+            self.placements,
             self.metrics,
             self._lead,
             self._recorded,
@@ -188,9 +188,9 @@ class MigrationService:
         context = LoopContext(
             bus=self._bus,
             subjects=self._subjects,
-            placements=self.ledger,
-            demand=self.watch,
-            dispatch=self.measured,
+            placements=self.placements,
+            demand=self.demand,
+            dispatch=self.dispatch,
             plan_queries=self._plan_queries,
             executor=executor,
             commands=requests,
@@ -216,7 +216,7 @@ class MigrationService:
         change = reloaded(self._config, new, self._instance)
         if change.changed:
             self._config = new
-            for part in (self.watch, self.measured, self._plan_queries, self.controller):
+            for part in (self.demand, self.dispatch, self._plan_queries, self.controller):
                 if part is not None:
                     part.reconfigure(new)
         return change
@@ -247,7 +247,7 @@ class MigrationService:
     # Membership and placements
 
     async def _follow_members(self) -> None:
-        async for received in vouched(
+        async for received in verified_members(
             self._bus, self._subjects, self._bus.replay(self._subjects.membership(), latest=True)
         ):
             await self._member(received)
@@ -263,7 +263,7 @@ class MigrationService:
         known: subjects on which the log does hold a join or a leave.
         """
         async with asyncio.TaskGroup() as asking:
-            for engine, entry in self.ledger.newest().items():
+            for engine, entry in self.placements.newest().items():
                 if self._subject_of(engine) not in (None, *known):
                     asking.create_task(
                         self._identify(engine, entry.worker_id), name=f"ask {engine} whether it is present"
@@ -278,7 +278,7 @@ class MigrationService:
             beat = received.message
             if (
                 not isinstance(beat, EngineHeartbeat)
-                or self.ledger.present(beat.engine)
+                or self.placements.present(beat.engine)
                 or self._subject_of(beat.engine) is None
             ):
                 continue
@@ -287,7 +287,9 @@ class MigrationService:
             ):
                 try:
                     await self._retrace(
-                        entry for entry in self.ledger.engines().values() if entry.worker_id == beat.worker_id
+                        entry
+                        for entry in self.placements.engines().values()
+                        if entry.worker_id == beat.worker_id
                     )
                 except BusError as error:
                     logger.warning(
@@ -313,7 +315,7 @@ class MigrationService:
             logger.debug("worker %d of engine %s does not identify itself: %s", worker_id, engine, error)
             return False
         async with self._joining:
-            if self.ledger.present(engine):
+            if self.placements.present(engine):
                 return False
             try:
                 if not isinstance(answer, EngineJoined) or (answer.engine, answer.worker_id) != (
@@ -336,7 +338,7 @@ class MigrationService:
                     refusal,
                 )
             self._membership_changed()
-        return self.ledger.present(engine)
+        return self.placements.present(engine)
 
     async def _retrace(self, entries: Iterable[EngineEntry]) -> None:
         """Rebuild the move histories from the log."""
@@ -361,9 +363,9 @@ class MigrationService:
                         (placement, committed.plan, now - max(wall - received.published_at, 0.0))
                     )
         for worker_id, epochs in incarnations.items():
-            self.watch.retraced(worker_id, retraced(worker_id, epochs))
+            self.demand.retraced(worker_id, retraced(worker_id, epochs))
 
-    async def _read_back(self, subject: str) -> None:
+    async def _replay_placements(self, subject: str) -> None:
         async for received in self._bus.replay(subject, follow=False):
             self._placement(received)
 
@@ -375,12 +377,12 @@ class MigrationService:
                 self._refuse(received, "kind", "is no PlacementCommitted")
         except InvalidPlacementEvent as refusal:
             self._refuse(received, refusal.fault.value, str(refusal))
-        self.metrics.serving(self.ledger.engines())
+        self.metrics.serving(self.placements.engines())
 
     def _committed(self, committed: PlacementCommitted) -> None:
-        entry = self.ledger.entry(committed.worker_id) if self.ledger.committed(committed) else None
+        entry = self.placements.entry(committed.worker_id) if self.placements.committed(committed) else None
         if entry is not None:
-            self.watch.placed(entry.worker_id, entry.placement, committed.plan, self._clock())
+            self.demand.placed(entry.worker_id, entry.placement, committed.plan, self._clock())
 
     def _recorded(self, committed: PlacementCommitted) -> None:
         """Apply an epoch that this service recorded or found in the log."""
@@ -389,13 +391,13 @@ class MigrationService:
         except InvalidPlacementEvent as refusal:
             self.metrics.rejected(refusal.fault.value)
             logger.warning("epoch %d of engine %s: %s", committed.placement.epoch, committed.engine, refusal)
-        self.metrics.serving(self.ledger.engines())
+        self.metrics.serving(self.placements.engines())
 
     async def _member(self, received: Received) -> None:
         async with self._joining:
             match received.message:
                 case EngineJoined() | EngineLeft() as event if (
-                    of := self.ledger.engine_of(event.worker_id)
+                    of := self.placements.engine_of(event.worker_id)
                 ) not in (None, event.engine):
                     self._refuse(
                         received, "engine", f"names worker {event.worker_id}, which is engine {of!r}"
@@ -406,8 +408,8 @@ class MigrationService:
                     except InvalidPlacementEvent as refusal:
                         self._refuse(received, refusal.fault.value, str(refusal))
                 case EngineLeft() as left:
-                    self.ledger.left(left.worker_id)
-                    self.watch.left(left.worker_id)
+                    self.placements.left(left.worker_id)
+                    self.demand.left(left.worker_id)
                 case _:
                     self._refuse(received, "kind", "is neither EngineJoined nor EngineLeft")
             self._membership_changed()
@@ -415,16 +417,16 @@ class MigrationService:
     async def _joined(self, joined: EngineJoined) -> None:
         """Add an engine that announced itself. Raises InvalidPlacementEvent if the announcement is
         invalid."""
-        missing = self.ledger.joined(joined)
+        missing = self.placements.joined(joined)
         if missing is not None:
             await self._record(missing)
-        if (entry := self.ledger.entry(joined.worker_id)) is not None:
-            self.watch.joined(joined, entry, self._clock())
+        if (entry := self.placements.entry(joined.worker_id)) is not None:
+            self.demand.joined(joined, entry, self._clock())
 
     def _membership_changed(self) -> None:
         """Update what depends on the set of present engines."""
-        self.measured.keep_only(self.ledger.engines().values())
-        self.metrics.serving(self.ledger.engines())
+        self.dispatch.keep_only(self.placements.engines().values())
+        self.metrics.serving(self.placements.engines())
 
     def _subject_of(self, engine: str) -> str | None:
         """Return the membership subject of an engine; None: the name is not valid."""
@@ -437,10 +439,10 @@ class MigrationService:
         """Write an epoch to the log exactly once. If the result of a write is unknown, read the log before
         repeating it."""
         subject, began = self._subjects.placements(committed.engine), self._clock()
-        while self.ledger.entry(committed.worker_id) is None:
+        while self.placements.entry(committed.worker_id) is None:
             try:
                 await self._bus.record(subject, committed)
-                self.ledger.committed(committed)
+                self.placements.committed(committed)
             except BusError as error:
                 self.metrics.retries.inc()
                 logger.warning(
@@ -449,7 +451,7 @@ class MigrationService:
                     committed.engine,
                     error,
                 )
-                await self._read_again(subject)
+                await self._replay_when_available(subject)
             else:
                 self.metrics.recorded.inc()
                 self.metrics.recording.observe(self._clock() - began)
@@ -460,12 +462,12 @@ class MigrationService:
                     committed.worker_id,
                 )
 
-    async def _read_again(self, subject: str) -> None:
+    async def _replay_when_available(self, subject: str) -> None:
         """Read the log, once the bus is available again."""
         while True:
             await asyncio.sleep(self._config.retry_seconds)
             try:
-                return await self._read_back(subject)
+                return await self._replay_placements(subject)
             except BusError as error:
                 logger.warning("%s cannot be read: %s", subject, error)
 
@@ -485,11 +487,11 @@ class MigrationService:
             try:
                 await self._apply(received)
             except InvalidPlacementEvent as refusal:
-                self._refuse_often(received, refusal)
+                self._refuse_with_limited_log(received, refusal)
 
     async def _apply(self, received: Received) -> None:
         """Apply one report. Raises InvalidPlacementEvent if it cannot be used."""
-        if isinstance(sent := received.message, DispatchMeasured) and self.ledger.engine_of(
+        if isinstance(sent := received.message, DispatchMeasured) and self.placements.engine_of(
             sent.worker_id
         ) not in (None, sent.engine):
             raise InvalidPlacementEvent(
@@ -498,16 +500,16 @@ class MigrationService:
             )
         match received.message:
             case DemandPublished() as demand:
-                self.watch.demand(demand, self._clock())
+                self.demand.demand(demand, self._clock())
             case KvMetrics() as load:
-                self.watch.load(load, self._clock())
+                self.demand.load(load, self._clock())
             case DispatchMeasured() as sent:
-                self.measured.add(sent, self._clock())
+                self.dispatch.add(sent, self._clock())
             case PopularityShifted() as shift if self.controller is not None:
                 self.controller.shifted(shift)
-            case TablesPublished() as tables if tables.model in self.watch.models:
-                self.watch.predictability(tables.model, tables.reliability)
-            case ClustersPublished() as clusters if clusters.model in self.watch.models:
+            case TablesPublished() as tables if tables.model in self.demand.models:
+                self.demand.predictability(tables.model, tables.reliability)
+            case ClustersPublished() as clusters if clusters.model in self.demand.models:
                 await self._clusters(clusters)
 
     async def _clusters(self, published: ClustersPublished) -> None:
@@ -517,9 +519,9 @@ class MigrationService:
             raise InvalidPlacementEvent(
                 PlacementFault.CLUSTERS, f"clusters of model {published.model!r}: {error}"
             ) from error
-        self.watch.clusters(published.model, clusters)
+        self.demand.clusters(published.model, clusters)
 
-    def _refuse_often(self, received: Received, refusal: InvalidPlacementEvent) -> None:
+    def _refuse_with_limited_log(self, received: Received, refusal: InvalidPlacementEvent) -> None:
         """Count every rejection, but limit the rate of log lines."""
         self.metrics.rejected(refusal.fault.value)
         now = self._clock()
@@ -541,7 +543,7 @@ class MigrationService:
     async def _request_clusters(self) -> None:
         """Request the clusters of models without known clusters. The tracker publishes only changes, perhaps
         long ago."""
-        for model in self.watch.models_without_clusters:
+        for model in self.demand.models_without_clusters:
             try:
                 answer = await self._bus.request(
                     self._subjects.describe_profile, DescribeClusters(model=model), _ANSWER_SECONDS

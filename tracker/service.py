@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from bus import Bus, BusError, Message, Received, Subscription
-from bus.joins import vouched
+from bus.joins import verified_members
 from bus.protocol.codec import LARGE
 from bus.protocol.sequence import MessageOrder, Sequences
 from bus.protocol.subjects import Subjects
@@ -212,7 +212,9 @@ class TrackerService:
         """Return stored messages; of joins only those that hold their engine's name."""
         stored = self._bus.replay(subject, latest=True, follow=follow)
         return (
-            vouched(self._bus, self._subjects, stored) if subject == self._subjects.membership() else stored
+            verified_members(self._bus, self._subjects, stored)
+            if subject == self._subjects.membership()
+            else stored
         )
 
     async def _receive_stored(self, received: Received) -> None:

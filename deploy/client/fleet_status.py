@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bus import Bus, Message
-from bus.joins import vouched
+from bus.joins import verified_members
 from bus.protocol.subjects import Subjects
 from deploy.client.last_plan_entry import before_verdicts
 from fleet.facts.dynamo_kv import KvMetrics
@@ -80,7 +80,7 @@ async def engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], di
 async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
     """Return the joined engines by name, with their drains; their load is not known yet."""
     last: dict[str, EngineJoined | EngineLeft] = {}
-    async for received in vouched(
+    async for received in verified_members(
         bus, subjects, bus.replay(subjects.membership(), latest=True, follow=False)
     ):
         if isinstance(received.message, EngineJoined | EngineLeft):

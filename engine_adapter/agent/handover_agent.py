@@ -330,7 +330,7 @@ class HandoverAgent:
         log.info(
             "rank %d serves epoch %d (handover %d)",
             self._rank,
-            self.protocol.standing.served,
+            self.protocol.protocol_state.served,
             effect.handover,
         )
         self._on_event()

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.experts import ExpertId
-from fleet.handover import CELL, Cell, CellEvent, moved
+from fleet.handover import CELL, Cell, CellEvent, next_state
 from fleet.placement import EMPTY
 
 MAX_LEASES = 256
@@ -394,7 +394,7 @@ class CellTable:
 
     def _move(self, cell: int, event: CellEvent, now: float) -> None:
         record = self._records[cell]
-        before, record.use = record.use, moved(CELL, record.use, event)
+        before, record.use = record.use, next_state(CELL, record.use, event)
         self._counts[before] -= 1
         self._counts[record.use] += 1
         record.since = now

@@ -100,7 +100,7 @@ class RankProtocol:
         self.cell_table = cell_table
         self.placement = placement
         """The served placement."""
-        self.standing = ProtocolState(RankState.SERVING, placement.epoch)
+        self.protocol_state = ProtocolState(RankState.SERVING, placement.epoch)
         self.failure = ""
         """Reason why the open or last handover could not be staged."""
         self.fault = ""
@@ -123,16 +123,16 @@ class RankProtocol:
 
     def verdict_on_proposal(self, command: ProposeHandover) -> CommandVerdict:
         """Return the verdict on a proposal without changing any state."""
-        return handle_propose(self.standing, command.token, command.handover, command.placement.epoch)
+        return handle_propose(self.protocol_state, command.token, command.handover, command.placement.epoch)
 
     def propose(self, command: ProposeHandover, placement: Placement | str, now: float) -> CommandVerdict:
         """Take a proposal. placement: the decoded placement of the command, or the error text when it cannot
         be decoded."""
         verdict = self.verdict_on_proposal(command)
-        self.standing = with_token(self.standing, command.token)
+        self.protocol_state = with_token(self.protocol_state, command.token)
         if verdict is not CommandVerdict.TAKE:
             return verdict
-        self.standing = proposed(self.standing, command.token, command.handover)
+        self.protocol_state = proposed(self.protocol_state, command.token, command.handover)
         self.failure = self.fault = ""
         self.inbound.pulls.clear()
         self._open = open_ = _Open(command.handover, self.placement, now, now + command.deadline_seconds)
@@ -140,40 +140,40 @@ class RankProtocol:
         return verdict
 
     def commit(self, command: CommitHandover) -> CommandVerdict:
-        verdict = handle_commit(self.standing, command.token, command.handover)
-        self.standing = with_token(self.standing, command.token)
+        verdict = handle_commit(self.protocol_state, command.token, command.handover)
+        self.protocol_state = with_token(self.protocol_state, command.token)
         if verdict is CommandVerdict.TAKE:
-            self.standing = committed(self.standing, command.token)
+            self.protocol_state = committed(self.protocol_state, command.token)
             self._effects.append(Adopt(command.handover))
         return verdict
 
     def abort(self, command: AbortHandover, now: float) -> CommandVerdict:
-        verdict = handle_abort(self.standing, command.token, command.handover)
-        self.standing = with_token(self.standing, command.token)
+        verdict = handle_abort(self.protocol_state, command.token, command.handover)
+        self.protocol_state = with_token(self.protocol_state, command.token)
         if verdict is not CommandVerdict.TAKE:
             return verdict
         if self._open is not None and self._open.number == command.handover:
             self._drop_copies(now)
             self._close(now)
-        self.standing = aborted(self.standing, command.token, command.handover)
+        self.protocol_state = aborted(self.protocol_state, command.token, command.handover)
         return verdict
 
     def status_requested(self, token: int) -> None:
         """Note the token of a coordinator's status request. This fences coordinators with lower tokens."""
-        self.standing = with_token(self.standing, token)
+        self.protocol_state = with_token(self.protocol_state, token)
 
     def describe(self, now: float, verdict: CommandVerdict | None = None) -> HandoverDescribed:
         """Return this rank's status. verdict: the verdict on the command that this message replies to."""
-        standing, cell_table = self.standing, self.cell_table
+        protocol_state, cell_table = self.protocol_state, self.cell_table
         return HandoverDescribed(
             worker_id=self._worker_id,
             rank=self._rank,
-            state=standing.state.value,
-            served=standing.served,
-            token=standing.token,
-            handover=standing.handover,
-            concluded=standing.concluded,
-            flipped=standing.flipped,
+            state=protocol_state.state.value,
+            served=protocol_state.served,
+            token=protocol_state.token,
+            handover=protocol_state.handover,
+            concluded=protocol_state.concluded,
+            flipped=protocol_state.flipped,
             verdict="" if verdict is None else verdict.value,
             failure=self.failure,
             fault=self.fault,
@@ -195,7 +195,7 @@ class RankProtocol:
         """Mark the rank as staged: the engine is prepared. False: the handover is not staging any more."""
         if not self._stages(handover):
             return False
-        self.standing = staged(self.standing)
+        self.protocol_state = staged(self.protocol_state)
         return True
 
     def unprepared(self, handover: int, text: str, now: float) -> None:
@@ -210,7 +210,7 @@ class RankProtocol:
         self.placement = self._open.placement
         self.cell_table.adopt(self.placement.on_rank(self._rank), self._open.cells, now)
         self._close(now)
-        self.standing = flipped(self.standing)
+        self.protocol_state = flipped(self.protocol_state)
 
     def tick(self, now: float) -> None:
         """Advance the time: expire leases, and fail staging that is past its deadline."""
@@ -279,11 +279,11 @@ class RankProtocol:
             self._effects.append(Prepare(self._open.number, self._open.placement, self._open.cells))
 
     def _stages(self, handover: int) -> bool:
-        return self.standing.state is RankState.STAGING and self.standing.handover == handover
+        return self.protocol_state.state is RankState.STAGING and self.protocol_state.handover == handover
 
     def _fail(self, error: CannotStage, now: float) -> None:
         self.failure, self.fault = str(error), error.fault.value
-        self.standing = staged(self.standing, failed=True)
+        self.protocol_state = staged(self.protocol_state, failed=True)
         self._drop_copies(now)
 
     def _drop_copies(self, now: float) -> None:

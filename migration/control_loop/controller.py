@@ -37,7 +37,7 @@ class Controller:
     def __init__(self, context: LoopContext, config: MigrationConfig) -> None:
         self.context = context
         self._config = config
-        self._state_store = StateStore(context.bus, context.subjects.loop_key, context.lead.standing)
+        self._state_store = StateStore(context.bus, context.subjects.loop_key, context.lead.until_leading)
         self._evaluator = PlanEvaluator(context, config, self._state_store)
         self._homes = HomesPublisher(context)
         self._engines: dict[str, EngineController] = {}

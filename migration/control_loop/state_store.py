@@ -17,14 +17,17 @@ ATTEMPTS = 5
 
 
 class StateStore:
-    """Used on one event loop, on the leader. standing: waits until no other service can be the leader."""
+    """Used on one event loop, on the leader.
 
-    def __init__(self, bus: Bus, key: str, standing: Callable[[], Awaitable[None]]) -> None:
+    until_leading: waits until no other service can be the leader.
+    """
+
+    def __init__(self, bus: Bus, key: str, until_leading: Callable[[], Awaitable[None]]) -> None:
         self.memory = LoopMemory()
         """current state, including changes not written yet"""
         self._bus = bus
         self._key = key
-        self._standing = standing
+        self._until_leading = until_leading
         self._revision: int | None = None
         self._written: LoopMemory | None = self.memory
         """stored value; None: unknown"""
@@ -97,7 +100,7 @@ class StateStore:
         leader.
         """
         for _ in range(ATTEMPTS):
-            await self._standing()
+            await self._until_leading()
             memory, self._written = self.memory, None
             value = msgspec.json.encode(memory)
             mine = {*self._unanswered}
@@ -106,7 +109,7 @@ class StateStore:
                 self._revision = await self._bus.claim(self._key, value, self._revision)
             except ClaimLost:
                 # a lost answer, a server that lost its store, or another leader, earlier or later
-                await self._standing()  # a later leader: its writes must not be touched
+                await self._until_leading()  # a later leader: its writes must not be touched
                 await self._take_over(mine)
             else:
                 self._written = self._base = memory

@@ -28,7 +28,7 @@ from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
 from migration.execution.handover_driver import HandoverDriver, Unfit, plausible, stray
 from migration.execution.leader_lease import LeaderLease
-from migration.execution.migration_log import MigrationLog, OpenPlans, Superseded, Withdrawn
+from migration.execution.migration_log import MigrationLog, StoredHandover, Superseded, Withdrawn
 from migration.handover.coordinator import HandoverSpec, HandoverTimes, begun, taken_over
 from migration.handover.handover_messages import (
     Grounds,
@@ -67,7 +67,7 @@ class PlanExecutor:
         bus: Bus,
         subjects: Subjects,
         config: MigrationConfig,
-        ledger: PlacementRegistry,
+        placements: PlacementRegistry,
         metrics: MigrationMetrics,
         lead: LeaderLease,
         committed: Callable[[PlacementCommitted], None],
@@ -78,13 +78,13 @@ class PlanExecutor:
         self._bus = bus
         self._subjects = subjects
         self._config = config
-        self._ledger = ledger
+        self._placements = placements
         self._metrics = metrics
         self._lead = lead
         self._clock = clock
         self._tracing = tracing
         self.log = MigrationLog(
-            bus, subjects, ledger, committed, config.retry_seconds, lead.standing, clock, wall
+            bus, subjects, placements, committed, config.retry_seconds, lead.until_leading, clock, wall
         )
         """the log of plans, read by this executor while it runs"""
         self.log.observers.append(self._planned)
@@ -155,7 +155,7 @@ class PlanExecutor:
         try:
             plan = msgspec.structs.replace(plan, id=self.log.plans.engines[engine].unused(plan.id))
             blob = await self.log.store(plan)
-            await self._lead.standing()
+            await self._lead.until_leading()
             answers = "" if grounds is None else grounds.traceparent
             trace = None if self._tracing is None else self._tracing.plan(engine, plan, origin, answers)
             self._plans[engine] = plan
@@ -216,7 +216,7 @@ class PlanExecutor:
             entry.engine, entry.worker_id, entry.placement.ranks, patience, token
         )
         for status in statuses:
-            self._note(status, self._ledger.entry(status.worker_id))
+            self._note(status, self._placements.entry(status.worker_id))
         return statuses
 
     # Reports
@@ -225,7 +225,7 @@ class PlanExecutor:
         async for received_message in subscription:
             if not isinstance(report := received_message.message, HandoverDescribed | EngineHeartbeat):
                 continue
-            entry = self._ledger.entry(report.worker_id)
+            entry = self._placements.entry(report.worker_id)
             if entry is not None and entry.engine != engine_of(received_message.subject):
                 continue  # one engine sends reports in the name of another
             if isinstance(report, EngineHeartbeat):
@@ -246,13 +246,13 @@ class PlanExecutor:
     async def _watch(self) -> None:
         """Attend to engines with work that has no task: plans of a previous coordinator, and handovers open
         only on ranks."""
-        for engine in {*self._ledger.engines(), *self.log.plans.engines}:
+        for engine in {*self._placements.engines(), *self.log.plans.engines}:
             self._attend_to(engine)
         while True:
             self._heartbeats.listen(self._clock(), audible=self._bus.connected)
             for engine in self.log.plans.busy:
                 self._attend_to(engine)
-            for engine, entry in self._ledger.engines().items():
+            for engine, entry in self._placements.engines().items():
                 if stray(tuple(self._statuses.get(entry.worker_id, {}).values())):
                     self._attend_to(engine)
             self._publish_metrics()
@@ -260,7 +260,7 @@ class PlanExecutor:
 
     def _publish_metrics(self) -> None:
         """Update the watchdog metrics."""
-        present = {entry.worker_id for entry in self._ledger.engines().values()}
+        present = {entry.worker_id for entry in self._placements.engines().values()}
         self._heartbeats.keep_only(present)
         self._statuses = {
             worker_id: statuses for worker_id, statuses in self._statuses.items() if worker_id in present
@@ -268,7 +268,7 @@ class PlanExecutor:
         self._fences = {worker_id: token for worker_id, token in self._fences.items() if worker_id in present}
         now = self._clock()
         self._since = {engine: self._since.get(engine, now) for engine in self.log.plans.busy}
-        for engine, entry in self._ledger.engines().items():
+        for engine, entry in self._placements.engines().items():
             self._metrics.cells(engine, tuple(self._statuses.get(entry.worker_id, {}).values()))
             run, plan = self.log.plans.engines[engine].under_way, self._plans.get(engine)
             left = () if run is None or plan is None else plan.handovers[run.progress.next :]
@@ -278,7 +278,7 @@ class PlanExecutor:
 
     def _gone(self, engine: str, worker_id: int) -> str:
         """Return why an incarnation has ended; empty: there is no proof that it has."""
-        entry = self._ledger.engines().get(engine)
+        entry = self._placements.engines().get(engine)
         if entry is None:
             return "it has left"
         return "it has restarted" if entry.worker_id != worker_id else ""
@@ -341,7 +341,7 @@ class PlanExecutor:
         await self.log.clear(engine)
         return self.log.plans.engines[engine].under_way is None
 
-    async def _conclude(self, engine: str) -> OpenPlans:
+    async def _conclude(self, engine: str) -> StoredHandover:
         """Finish the handover that is open under the engine's key."""
         found = await self.log.look(engine)
         left, run = found.open, self.log.plans.engines[engine].current
@@ -358,9 +358,9 @@ class PlanExecutor:
             if run is None or run.progress.staged is None or run.progress.staged.handover != left.handover
             else run.progress.staged
         )
-        what = left_open(engine, left, staged, self._ledger.entry(left.worker_id), self._config)
+        what = left_open(engine, left, staged, self._placements.entry(left.worker_id), self._config)
         plan_trace = None if run is None or run.plan != left.plan else self._trace(engine, run)
-        await self._lead.standing()
+        await self._lead.until_leading()
         handover = taken_over(
             what,
             left,
@@ -369,14 +369,14 @@ class PlanExecutor:
             self._clock(),
             0.0 if staged is None else staged.seconds,
         )
-        await self._driver.carry(
+        await self._driver.drive(
             handover, found.revision, None if plan_trace is None else plan_trace.handover(what)
         )
         return await self.log.look(engine)
 
-    async def _next(self, engine: str, run: PlanRun, found: OpenPlans) -> None:
+    async def _next(self, engine: str, run: PlanRun, found: StoredHandover) -> None:
         """Carry out the next handover of a plan, or abandon the plan if it cannot continue."""
-        entry = self._ledger.engines().get(engine)
+        entry = self._placements.engines().get(engine)
         if entry is None or entry.worker_id != run.planned.worker_id:
             why = (
                 f"engine {engine!r} {'has left' if entry is None else 'has restarted'}; plan anew for what it"
@@ -402,7 +402,9 @@ class PlanExecutor:
         )
         return None
 
-    async def _ready(self, entry: EngineEntry, handover: Handover, found: OpenPlans) -> tuple[OpenPlans, int]:
+    async def _ready(
+        self, entry: EngineEntry, handover: Handover, found: StoredHandover
+    ) -> tuple[StoredHandover, int]:
         """Wait until every rank is free for a handover.
 
         Returns the durable state and the highest handover number used so far. Raises Unfit if a rank is not
@@ -456,23 +458,25 @@ class PlanExecutor:
             statuses = await self.survey(entry, self._config.stage_seconds)
         return statuses
 
-    async def _hand_over(self, what: HandoverSpec, found: OpenPlans, plan_trace: PlanTrace | None) -> None:
+    async def _hand_over(
+        self, what: HandoverSpec, found: StoredHandover, plan_trace: PlanTrace | None
+    ) -> None:
         trace = None if plan_trace is None else plan_trace.handover(what)
         if trace is not None:
             what = trace.carried_by(what)
-        await self._lead.standing()
+        await self._lead.until_leading()
         handover = begun(what, self._lead.token, self._times, self._clock())
         revision = await self.log.keep(
             what.engine, handover.durable(State.PROPOSING, self._clock()), found.revision
         )
-        await self._driver.carry(handover, revision, trace)
+        await self._driver.drive(handover, revision, trace)
 
-    async def _clear_strays(self, engine: str, found: OpenPlans) -> OpenPlans:
+    async def _clear_strays(self, engine: str, found: StoredHandover) -> StoredHandover:
         """Finish a handover that ranks have open but that is not in durable storage.
 
         Either the ranks missed its end, or a server lost its store.
         """
-        entry = self._ledger.engines().get(engine)
+        entry = self._placements.engines().get(engine)
         if entry is None or not stray(tuple(self._statuses.get(entry.worker_id, {}).values())):
             return found
         try:
@@ -491,7 +495,7 @@ class PlanExecutor:
         left = found_on_ranks(entry, *open_, self._lead.token, found.open)
         revision = await self.log.keep(engine, left, found.revision)
         what = left_open(engine, left, None, None, self._config)
-        await self._driver.carry(
+        await self._driver.drive(
             taken_over(what, left, self._lead.token, self._times, self._clock()), revision
         )
         return await self.log.look(engine)

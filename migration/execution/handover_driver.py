@@ -1,5 +1,5 @@
 """Driver of one handover: sends its commands, feeds reports to `migration.handover.coordinator`, persists its
-moves.
+transitions.
 
 Several handovers run at a time, at most one per engine. Nothing is sent while another service may be the
 leader.
@@ -18,7 +18,7 @@ from fleet.requests.handovers import DescribeHandover, HandoverDescribed
 from fleet.text import listed
 from migration.execution.leader_lease import LeaderLease
 from migration.execution.migration_log import MigrationLog
-from migration.handover.coordinator import Command, HandoverState, Move
+from migration.handover.coordinator import Command, HandoverState, Transition
 from migration.handover.rank_progress import DECLINED, OVERDUE, HandoverFailure
 from migration.telemetry.metrics import MigrationMetrics
 from migration.telemetry.tracing import HandoverTrace
@@ -107,7 +107,7 @@ class HandoverDriver:
                 raise Unfit(answer)
         return tuple(answer for answer in answers if isinstance(answer, HandoverDescribed))
 
-    async def carry(
+    async def drive(
         self, handover: HandoverState, revision: int | None, trace: HandoverTrace | None = None
     ) -> HandoverState:
         """Drive a handover until it ends.
@@ -119,14 +119,16 @@ class HandoverDriver:
             overdue = False
             async with _requests() as start:
                 while handover.state is not CoordinatorState.IDLE:
-                    await self._lead.standing()
+                    await self._lead.until_leading()
                     handover, now = await self._observe(handover), self._clock()
                     overdue = self._check_overdue(handover, now, before=overdue)
-                    move = handover.move(now)
-                    if move is not None:
-                        handover, revision = await self._make(handover, move, revision, now)
+                    transition = handover.next_transition(now)
+                    if transition is not None:
+                        handover, revision = await self._persist_transition(
+                            handover, transition, revision, now
+                        )
                         if trace is not None:
-                            trace.moved(handover, move)
+                            trace.transition(handover, transition)
                         continue
                     for rank, command in handover.due(now):
                         start(
@@ -153,18 +155,22 @@ class HandoverDriver:
                 )
         return handover
 
-    async def _make(
-        self, handover: HandoverState, move: Move, revision: int | None, now: float
+    async def _persist_transition(
+        self, handover: HandoverState, transition: Transition, revision: int | None, now: float
     ) -> tuple[HandoverState, int]:
-        """Write the records of a move, then persist the new state."""
-        for entry in move.records:
+        """Write the records of a transition, then persist the new state."""
+        for entry in transition.records:
             await self._log.record(entry)
-        kept = await self._log.keep(handover.what.engine, handover.durable(move.after, now), revision)
-        after = handover.moved(move, now)
+        kept = await self._log.keep(handover.what.engine, handover.durable(transition.after, now), revision)
+        after = handover.with_transition(transition, now)
         logger.info(
-            "handover %d of engine %s: %s, %s", after.what.handover, after.what.engine, move.cue, after.state
+            "handover %d of engine %s: %s, %s",
+            after.what.handover,
+            after.what.engine,
+            transition.event,
+            after.state,
         )
-        self._metrics.moved(after, move, now)
+        self._metrics.transition(after, transition, now)
         return after, kept
 
     def _check_overdue(self, handover: HandoverState, now: float, *, before: bool) -> bool:

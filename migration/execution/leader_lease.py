@@ -71,7 +71,7 @@ class LeaderLease:
     async def hold(self) -> None:
         """Renew the lease until cancelled. Raises LeaseTaken if another service is the leader.
 
-        While the bus is unavailable the leader is unknown; `standing` then waits.
+        While the bus is unavailable the leader is unknown; `until_leading` then waits.
         """
         while True:
             await asyncio.sleep(self._seconds / REFRESHES)
@@ -80,7 +80,7 @@ class LeaderLease:
             except BusError as error:
                 logger.warning("the lease cannot be renewed: %s", error)
 
-    async def standing(self) -> None:
+    async def until_leading(self) -> None:
         """Wait until no other service can be the leader. Usually returns at once."""
         while not self.leads:
             self._fresh.clear()

@@ -38,8 +38,8 @@ class Withdrawn(ValueError):
     """Error: the plan was withdrawn before it was started."""
 
 
-class OpenPlans(NamedTuple):
-    """Durable state under an engine's key."""
+class StoredHandover(NamedTuple):
+    """Handover stored under an engine's key, and the revision of that key."""
 
     open: OpenHandover | None
     """None: nothing is stored yet, or it cannot be read"""
@@ -52,19 +52,19 @@ class MigrationLog:
     Every entry, of this service or another, is applied to `plans` exactly once; then the observers are called
     in order.
 
-    committed: called with every recorded placement. retry: seconds between attempts. standing: waits until no
-    other service can be the leader, so that a replaced service does not resume work after an outage.
-    clock: monotonic seconds; wall: Unix seconds.
+    committed: called with every recorded placement. retry: seconds between attempts. until_leading: waits
+    until no other service can be the leader, so that a replaced service does not resume work after an
+    outage. clock: monotonic seconds; wall: Unix seconds.
     """
 
     def __init__(
         self,
         bus: Bus,
         subjects: Subjects,
-        ledger: PlacementRegistry,
+        placements: PlacementRegistry,
         committed: Callable[[PlacementCommitted], None],
         retry: float,
-        standing: Callable[[], Awaitable[None]],
+        until_leading: Callable[[], Awaitable[None]],
         clock: Callable[[], float],
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -73,10 +73,10 @@ class MigrationLog:
         """called with every entry that is new"""
         self._bus = bus
         self._subjects = subjects
-        self._ledger = ledger
+        self._placements = placements
         self._committed = committed
         self._retry = retry
-        self._standing = standing
+        self._until_leading = until_leading
         self._clock = clock
         self._wall = wall
 
@@ -112,7 +112,7 @@ class MigrationLog:
         still: called right before each attempt. Raises Withdrawn once it returns False.
         """
         while not self._has(entry):
-            await self._standing()
+            await self._until_leading()
             if still is not None and not still():
                 raise Withdrawn(
                     "it was withdrawn at the last moment (roost migration pause, or planner.automatic)"
@@ -129,7 +129,7 @@ class MigrationLog:
     def _has(self, entry: Recorded) -> bool:
         if not isinstance(entry, PlacementCommitted):
             return self.plans.has(entry)
-        known = self._ledger.entry(entry.worker_id)
+        known = self._placements.entry(entry.worker_id)
         return known is not None and known.epoch >= entry.placement.epoch
 
     async def _find_out(self, entry: Recorded) -> None:
@@ -149,18 +149,18 @@ class MigrationLog:
 
     # Open handovers
 
-    async def look(self, engine: str) -> OpenPlans:
+    async def look(self, engine: str) -> StoredHandover:
         """Return the durable state of an engine's handover. Raises BusError if it cannot be read."""
         claim = await self._bus.read_claim(self._subjects.handover_key(engine))
         if claim is None:
-            return OpenPlans(None, None)
+            return StoredHandover(None, None)
         try:
-            return OpenPlans(msgspec.json.decode(claim.value, type=OpenHandover), claim.revision)
+            return StoredHandover(msgspec.json.decode(claim.value, type=OpenHandover), claim.revision)
         except msgspec.DecodeError as error:
             logger.warning(
                 "the stored handover of engine %s cannot be decoded, and is replaced: %s", engine, error
             )
-            return OpenPlans(None, claim.revision)
+            return StoredHandover(None, claim.revision)
 
     async def keep(self, engine: str, state: OpenHandover, revision: int | None) -> int:
         """Replace a revision of the durable state and return the new revision. Waits for the bus.
@@ -169,7 +169,7 @@ class MigrationLog:
         """
         key, value = self._subjects.handover_key(engine), msgspec.json.encode(state)
         while True:
-            await self._standing()
+            await self._until_leading()
             try:
                 return await self._bus.claim(key, value, revision)
             except BusError as error:

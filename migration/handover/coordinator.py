@@ -2,9 +2,9 @@
 
 `HandoverState` is a value; the time is an argument. Reports from ranks (`reported`, `declined`), the time and
 the loss of the engine (`gone`) each produce a new state. The caller reads from it the commands to send
-(`due`) and the next move (`move`): the records to write, in order, and the state to persist after them. The
-caller must write them in exactly that order. A successor that sees only the durable state can then resume
-(`taken_over`).
+(`due`) and the next transition (`next_transition`): the records to write, in order, and the state to persist
+after them. The caller must write them in exactly that order. A successor that sees only the durable state can
+then resume (`taken_over`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import msgspec
 
 from fleet.facts.migrations import ExpertArrival, MigrationAborted, MigrationCommitted, MigrationStaged
 from fleet.facts.placements import PlacementCommitted
-from fleet.handover import CONDUCTING, CoordinatorEvent, CoordinatorState, moved
+from fleet.handover import CONDUCTING, CoordinatorEvent, CoordinatorState, next_state
 from fleet.layout import Layout
 from fleet.placement import PlacementRecord
 from fleet.requests.handovers import (
@@ -66,7 +66,7 @@ class HandoverSpec:
     stage_seconds: float
     """time limit for staging"""
     traceparent: str = ""
-    given: int = 0
+    highest_assigned: int = 0
     """see `OpenHandover`"""
 
     @property
@@ -101,7 +101,7 @@ class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     bytes: int
     token: int
     """fencing token of the coordinator that wrote this"""
-    given: int = 0
+    highest_assigned: int = msgspec.field(default=0, name="given")
     """highest number ever assigned to a handover of this engine, if higher than this one's. That happens when
     ranks were found with an earlier handover open"""
     reason: str = ""
@@ -115,13 +115,13 @@ class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Numbers are never reused, because a late command of one handover would be taken for a command of the
         other.
         """
-        return max(self.handover, self.given)
+        return max(self.handover, self.highest_assigned)
 
 
-class Move(NamedTuple):
-    """Next move: write these records, in order, then persist the following state."""
+class Transition(NamedTuple):
+    """Change of state: write these records, in order, then persist the state `after`."""
 
-    cue: CoordinatorEvent
+    event: CoordinatorEvent
     records: tuple[Record, ...]
     after: CoordinatorState
 
@@ -211,11 +211,11 @@ class HandoverState:
         """Use a higher fencing token. Every rank becomes due at once."""
         return replace(self._all_due(), token=token)
 
-    def moved(self, move: Move, now: float) -> "HandoverState":
-        """Apply a move after it was carried out. Raises IllegalMove if the tables do not allow it."""
-        state = moved(CONDUCTING, self.state, move.cue)
+    def with_transition(self, transition: Transition, now: float) -> "HandoverState":
+        """Apply a persisted transition. Raises IllegalTransition if the tables do not allow it."""
+        state = next_state(CONDUCTING, self.state, transition.event)
         decided = now if state is CoordinatorState.COMMITTING else self.decided
-        failure = self._failed(now) if move.cue is CoordinatorEvent.FAILED else self.failure
+        failure = self._failed(now) if transition.event is CoordinatorEvent.FAILED else self.failure
         return replace(self._all_due(), state=state, decided=decided, failure=failure)
 
     def _with_status(self, rank: int, status: RankStatus) -> "HandoverState":
@@ -264,10 +264,14 @@ class HandoverState:
             moments.append(self.deadline)
         return max(now, min(moments, default=now))
 
-    def move(self, now: float) -> Move | None:
-        """Return the next move; None: keep sending the due commands."""
-        cue = self._cue(now)
-        return None if cue is None else Move(cue, self._records(cue, now), moved(CONDUCTING, self.state, cue))
+    def next_transition(self, now: float) -> Transition | None:
+        """Return the next transition; None: keep sending the due commands."""
+        event = self._next_event(now)
+        return (
+            None
+            if event is None
+            else Transition(event, self._records(event, now), next_state(CONDUCTING, self.state, event))
+        )
 
     def durable(self, after: CoordinatorState, now: float) -> OpenHandover:
         """Return the durable record for a state."""
@@ -284,7 +288,7 @@ class HandoverState:
             copied=what.copied,
             bytes=what.bytes,
             token=self.token,
-            given=what.given,
+            highest_assigned=what.highest_assigned,
             **({} if failure is None else failure._asdict()),
         )
 
@@ -298,7 +302,7 @@ class HandoverState:
                 return status.progress >= RankProgress.OVER or status.declined or self.silent
         return True
 
-    def _cue(self, now: float) -> CoordinatorEvent | None:
+    def _next_event(self, now: float) -> CoordinatorEvent | None:
         if self.state is CoordinatorState.IDLE:
             return None
         if self.left:
@@ -370,10 +374,10 @@ class HandoverState:
 
     # Records
 
-    def _records(self, cue: CoordinatorEvent, now: float) -> tuple[Record, ...]:
+    def _records(self, event: CoordinatorEvent, now: float) -> tuple[Record, ...]:
         if not self.what.plan:
-            return ()  # unknown to a log that was lost
-        match cue:
+            return ()  # it was found on the ranks after the log was lost: its plan is unknown
+        match event:
             case CoordinatorEvent.ALL_STAGED:
                 return self._staged(now)
             case CoordinatorEvent.ALL_SERVING:
@@ -454,7 +458,7 @@ def begun(what: HandoverSpec, token: int, times: HandoverTimes, now: float) -> H
     return HandoverState(
         what=what,
         times=times,
-        state=moved(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN),
+        state=next_state(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN),
         token=token,
         begun=now,
         statuses=(RankStatus(),) * what.ranks,

@@ -83,7 +83,7 @@ def left_open(
         copied=left.copied,
         bytes=left.bytes,
         stage_seconds=config.stage_seconds,
-        given=left.given,
+        highest_assigned=left.highest_assigned,
     )
 
 
@@ -106,7 +106,7 @@ def found_on_ranks(
         copied=0,
         bytes=0,
         token=token,
-        given=0 if stored is None else stored.highest,
+        highest_assigned=0 if stored is None else stored.highest,
     )
 
 

@@ -34,14 +34,14 @@ class OperatorCommands:
         self,
         bus: Bus,
         subjects: Subjects,
-        ledger: PlacementRegistry,
-        watch: DemandWindows,
+        placements: PlacementRegistry,
+        demand: DemandWindows,
         conductor: PlanExecutor,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
-        self._ledger = ledger
-        self._watch = watch
+        self._placements = placements
+        self._demand = demand
         self._executor = conductor
 
     async def answer(self, message: Message) -> Message:
@@ -62,11 +62,11 @@ class OperatorCommands:
 
     def movable(self, engine: str) -> EngineEntry:
         """Return an engine whose experts can be moved. Raises ValueError if there is none of this name."""
-        entry = self._ledger.engines().get(engine)
+        entry = self._placements.engines().get(engine)
         if entry is None:
             raise ValueError(
                 f"no engine {engine!r} with experts is present; there are:"
-                f" {', '.join(sorted(self._ledger.engines())) or 'none'}"
+                f" {', '.join(sorted(self._placements.engines())) or 'none'}"
             )
         if not entry.layout.targets_are_ranks or entry.layout.boundary:
             raise ValueError(
@@ -84,7 +84,7 @@ class OperatorCommands:
         """Make the requested plan. Raises ValueError with the reason if there is none."""
         match request:
             case MigrateExpert():
-                demand = self._watch.reported_rates(entry.worker_id)
+                demand = self._demand.reported_rates(entry.worker_id)
                 return (
                     await asyncio.to_thread(
                         one_expert, entry.placement, request, self._room(entry, statuses), demand
@@ -114,7 +114,7 @@ class OperatorCommands:
 
         Raises RankFull if a rank has no free cell, and ValueError if the engine is not tracked.
         """
-        machines = self._watch.machines(entry.worker_id)
+        machines = self._demand.machines(entry.worker_id)
         if machines is None:
             raise ValueError(
                 f"engine {entry.engine!r} is not tracked: its demand exceeds planner.max_cells; raise it"

@@ -26,27 +26,27 @@ class PlanQueries:
     """Created and used on one event loop. A separate thread runs the planner on immutable values.
 
     clock: monotonic seconds. plan_discount: factor applied to the predicted gains of an engine, by its name.
-    thinking: executor that runs one function at a time; None: an own thread, ended by `close`.
+    planning_executor: runs one function at a time; None: a thread of its own, which `close` ends.
     """
 
     def __init__(
         self,
-        ledger: PlacementRegistry,
-        watch: DemandWindows,
+        placements: PlacementRegistry,
+        demand: DemandWindows,
         config: MigrationConfig,
         metrics: MigrationMetrics,
         clock: Callable[[], float],
         plan_discount: Callable[[str], float],
-        thinking: Executor | None = None,
+        planning_executor: Executor | None = None,
     ) -> None:
-        self._ledger = ledger
-        self._watch = watch
+        self._placements = placements
+        self._demand = demand
         self._config = config
         self._metrics = metrics
         self._clock = clock
         self._plan_discount = plan_discount
-        self._own = thinking is None
-        self._thinking = thinking or ThreadPoolExecutor(1, "plans")
+        self._owns_executor = planning_executor is None
+        self._executor = planning_executor or ThreadPoolExecutor(1, "plans")
         self._waiting = 0
 
     def reconfigure(self, config: MigrationConfig) -> None:
@@ -55,8 +55,8 @@ class PlanQueries:
 
     def close(self) -> None:
         """End the thread without waiting for the current run."""
-        if self._own:
-            self._thinking.shutdown(wait=False, cancel_futures=True)
+        if self._owns_executor:
+            self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, message: Message) -> Message:
         """Answer a request from the bus."""
@@ -91,33 +91,33 @@ class PlanQueries:
     async def decide(self, entry: EngineEntry, question: PlanningQuestion) -> PlannerDecision:
         """Plan for one engine. Raises InvalidPlacementEvent if too little is known."""
         try:
-            view = self._watch.view(entry, self._clock())
+            view = self._demand.view(entry, self._clock())
         except InvalidPlacementEvent as refusal:
             self._metrics.unknown(refusal.fault.value)
             raise
         began = self._clock()
         decided = await asyncio.get_running_loop().run_in_executor(
-            self._thinking, decide, view, question, self._config
+            self._executor, decide, view, question, self._config
         )
         taken = self._clock() - began
-        self._metrics.thought(None if decided.why is None else decided.why.value, taken)
+        self._metrics.planning_run(None if decided.why is None else decided.why.value, taken)
         return decided._replace(record=msgspec.structs.replace(decided.record, plan_seconds=taken))
 
     async def regret(self, entry: EngineEntry, placement: Placement) -> Counterfactual:
         """Compare the served placement of an engine with another. Raises InvalidPlacementEvent if too little
         is known."""
-        view = self._watch.view(entry, self._clock())
+        view = self._demand.view(entry, self._clock())
         return await asyncio.get_running_loop().run_in_executor(
-            self._thinking, counterfactual_gain, view, placement, self._config
+            self._executor, counterfactual_gain, view, placement, self._config
         )
 
     def _checked(self, request: DescribePlan) -> tuple[EngineEntry, PlanningQuestion]:
         """Check a request. Raises ValueError naming what is invalid, or if too many requests are waiting."""
-        entry = self._ledger.engines().get(request.engine)
+        entry = self._placements.engines().get(request.engine)
         if entry is None:
             raise ValueError(
                 f"no engine {request.engine!r} with experts is present; there are:"
-                f" {', '.join(sorted(self._ledger.engines())) or 'none'}"
+                f" {', '.join(sorted(self._placements.engines())) or 'none'}"
             )
         if self._waiting >= self._config.max_questions:
             raise ValueError(

@@ -15,7 +15,7 @@ from fleet.facts.migrations import (
 from fleet.requests.control_loop import LayerFigures
 from fleet.requests.handovers import HandoverDescribed
 from migration.engine_state.placement_registry import EngineEntry
-from migration.handover.coordinator import HandoverState, Move
+from migration.handover.coordinator import HandoverState, Transition
 from migration.model.plan_record import PlanRecord
 
 _RECORD = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -113,7 +113,7 @@ class MigrationMetrics:
             ["reason"],
             registry=registry,
         )
-        self.thinking = Histogram(
+        self._planning_seconds = Histogram(
             "roost_planner_plan_seconds",
             "Duration of planning runs in seconds",
             buckets=_PLAN,
@@ -183,12 +183,12 @@ class MigrationMetrics:
     def rejected(self, reason: str) -> None:
         self._rejected.labels(reason).inc()
 
-    def thought(self, reason: str | None, seconds: float) -> None:
+    def planning_run(self, reason: str | None, seconds: float) -> None:
         """Count a planning run. reason: short code for having no plan; None: there is a plan."""
         self._plans.labels("refused" if reason is not None else "plan").inc()
         if reason is not None:
             self._refusals.labels(reason).inc()
-        self.thinking.observe(seconds)
+        self._planning_seconds.observe(seconds)
 
     def unknown(self, reason: str) -> None:
         """Count an engine for which planning was impossible."""
@@ -268,9 +268,9 @@ class MigrationMetrics:
 
     # Handovers
 
-    def moved(self, after: HandoverState, move: Move, now: float) -> None:
-        """Publish the effects of a handover's move."""
-        for entry in move.records:
+    def transition(self, after: HandoverState, transition: Transition, now: float) -> None:
+        """Publish the effects of a handover's transition."""
+        for entry in transition.records:
             match entry:
                 case MigrationStaged():
                     self._seconds.labels("staging").observe(entry.seconds)

@@ -22,7 +22,7 @@ from fleet.facts.migrations import (
     PlanEvaluated,
 )
 from fleet.handover import CoordinatorEvent
-from migration.handover.coordinator import HandoverSpec, HandoverState, Move
+from migration.handover.coordinator import HandoverSpec, HandoverState, Transition
 from migration.model.plan import Plan
 
 Provider = TracerProvider
@@ -170,14 +170,16 @@ class HandoverTrace:
         """Return the handover description with this span as the parent of the ranks' spans."""
         return replace(what, traceparent=self._traceparent)
 
-    def moved(self, handover: HandoverState, move: Move) -> None:
-        """Record a move that was carried out."""
-        if move.cue is CoordinatorEvent.ALL_STAGED:
+    def transition(self, handover: HandoverState, transition: Transition) -> None:
+        """Record a transition that was carried out."""
+        if transition.event is CoordinatorEvent.ALL_STAGED:
             self._span.add_event("staged")
-        self._span.add_event(_EVENTS.get(move.cue, str(move.cue)))
-        if (failure := handover.failure) is not None and move.cue is CoordinatorEvent.FAILED:
+        self._span.add_event(_EVENTS.get(transition.event, str(transition.event)))
+        if (failure := handover.failure) is not None and transition.event is CoordinatorEvent.FAILED:
             self._span.set_attribute("roost.fault", failure.fault)
-        ends = [entry for entry in move.records if isinstance(entry, MigrationCommitted | MigrationAborted)]
+        ends = [
+            entry for entry in transition.records if isinstance(entry, MigrationCommitted | MigrationAborted)
+        ]
         if ends:
             _end(self._span, ends[-1])
 

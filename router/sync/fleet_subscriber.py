@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, Message, Received, Subscription
-from bus.joins import holds_its_name, vouched
+from bus.joins import holds_its_name, verified_members
 from bus.keyed_queue import KeyedQueue
 from fleet.dispatch import numbered
 from fleet.facts.dynamo_kv import KvMetrics
@@ -127,7 +127,9 @@ class FleetSubscriber:
         """Replay the stored messages; of joins, only those that hold their engine's name."""
         stored = self._bus.replay(subject, latest=True, follow=follow)
         return (
-            vouched(self._bus, self._subjects, stored) if subject == self._subjects.membership() else stored
+            verified_members(self._bus, self._subjects, stored)
+            if subject == self._subjects.membership()
+            else stored
         )
 
     async def _listen(self, subscription: Subscription) -> None:

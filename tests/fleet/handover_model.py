@@ -28,7 +28,7 @@ knows the durable state, and messages of the newest one.
 from collections.abc import Iterator
 from typing import Any
 
-from fleet.handover import CONDUCTING, Cell, CoordinatorEvent, CoordinatorState, RankState, moved
+from fleet.handover import CONDUCTING, Cell, CoordinatorEvent, CoordinatorState, RankState, next_state
 from tests.fleet.exploration import Kind, Step, Told
 from tests.fleet.handover_ranks import Ranks
 from tests.fleet.handover_world import (
@@ -76,8 +76,8 @@ class Handovers(Ranks):
     def ended(self, state: State) -> bool:
         world, ranks = self._worlds[state[0]], [self._ranks[number] for number in state[1:]]
         at_rest = all(
-            rank.standing is not None
-            and rank.standing.state is RankState.SERVING
+            rank.protocol_state is not None
+            and rank.protocol_state.state is RankState.SERVING
             and not rank.flows
             and sorted(use for use, _ in rank.cells)
             == sorted([Cell.LIVE] + [Cell.FREE] * (self.size.cells - 1))
@@ -107,7 +107,7 @@ class Handovers(Ranks):
             ]
         for kind, told, after in known:
             yield Step(kind, told, (after, *ranks))
-        alive = all(self._ranks[rank].standing is not None for rank in ranks)
+        alive = all(self._ranks[rank].protocol_state is not None for rank in ranks)
         if world.key[0] is CoordinatorState.IDLE and len(world.handovers) < self.size.handovers and alive:
             told, after = self._begun(world, self._ranks[ranks[0]].steps + 1)
             yield Step(Kind.MAY, told, (self._world(after), *ranks))
@@ -117,7 +117,7 @@ class Handovers(Ranks):
         begun = world._replace(handovers=(*world.handovers, (world.life, epoch)), decided=(*world.decided, 0))
         told = "a coordinator makes handover {} to epoch {} durable, and proposes it", (handover, epoch)
         return told, self._stored(
-            begun, moved(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN), handover
+            begun, next_state(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN), handover
         )
 
     def _coordinators(self, world: World, said: int) -> Iterator[tuple[Kind, Told, World]]:
@@ -163,7 +163,7 @@ class Handovers(Ranks):
                 world._replace(placed=handover),
             )
         for cue in self._cues(world, said, state, handover, gone):
-            after = moved(CONDUCTING, state, cue)
+            after = next_state(CONDUCTING, state, cue)
             told = (
                 "a coordinator, {} handover {}: {}; it makes durable: {}",
                 (state.value, handover, cue.value, after.value),
@@ -255,7 +255,7 @@ class Handovers(Ranks):
 
     def _commanded(self, state: State, at: int) -> Iterator[Step[State]]:
         rank = state[1 + at]
-        if self._ranks[rank].standing is None:
+        if self._ranks[rank].protocol_state is None:
             return
         for due, kind, token, handover, epoch in self._letters(state[0]):
             after = self._after_command(
@@ -306,8 +306,8 @@ class Handovers(Ranks):
             rank = self._ranks[state[1 + at]]
             own = (
                 []
-                if rank.standing is None
-                else list(self.own(rank, rank.standing, self._offer(before), self._readers(behind)))
+                if rank.protocol_state is None
+                else list(self.own(rank, rank.protocol_state, self._offer(before), self._readers(behind)))
             )
             known = self._known[key] = [(one, self._rank(one.after)) for one in own]
         for one, after in known:
@@ -338,13 +338,13 @@ class Handovers(Ranks):
 
     def _together(self, state: State) -> Iterator[Step[State]]:
         world, ranks = self._worlds[state[0]], [self._ranks[number] for number in state[1:]]
-        if any(rank.standing is None for rank in ranks):
+        if any(rank.protocol_state is None for rank in ranks):
             yield Step(Kind.DUE, *self._restarted(world, ranks))
         elif flipping := self._flipping(state[1:], ranks):
             after = [
                 (
-                    self._rank(rank._replace(steps=rank.steps + 1, made=rank.standing.handover))
-                    if at in flipping and rank.standing
+                    self._rank(rank._replace(steps=rank.steps + 1, made=rank.protocol_state.handover))
+                    if at in flipping and rank.protocol_state
                     else state[1 + at]
                 )
                 for at, rank in enumerate(ranks)
@@ -357,7 +357,7 @@ class Handovers(Ranks):
         if world.left.deaths:
             left = self._world(world._replace(left=world.left._replace(deaths=world.left.deaths - 1)))
             for at, rank in enumerate(ranks):
-                if rank.standing is not None:
+                if rank.protocol_state is not None:
                     dead = self._rank(Rank(None, 0, 0, (), (), rank.said))
                     yield Step(
                         Kind.FAULT,
@@ -392,14 +392,14 @@ class Handovers(Ranks):
         served = {
             rank.made
             for rank in (self._ranks[number] for number in state[1:])
-            if rank.made and rank.standing is not None
+            if rank.made and rank.protocol_state is not None
         }
         if any(not world.decided[made - 1] & COMMITTED_BIT for made in served):
             return "an epoch is served that was never decided"
         return ""
 
     def _wrong_ranks(self, ranks: list[Rank]) -> str:
-        alive = [rank for rank in ranks if rank.standing is not None]
+        alive = [rank for rank in ranks if rank.protocol_state is not None]
         if len({rank.steps for rank in alive}) > 1:
             return "ranks serve different epochs in one step"
         for at, rank in enumerate(ranks):
@@ -432,10 +432,11 @@ class Handovers(Ranks):
         return ""
 
     def _shrunk(self, earlier: Rank, later: Rank) -> bool:
-        if earlier.standing is None or later.standing is None:
+        if earlier.protocol_state is None or later.protocol_state is None:
             return False
         return later.steps < earlier.steps or any(
-            now < then for now, then in zip(later.standing[1:3], earlier.standing[1:3], strict=True)
+            now < then
+            for now, then in zip(later.protocol_state[1:3], earlier.protocol_state[1:3], strict=True)
         )
 
     # --- numbers for values, so that states are small ---

@@ -54,7 +54,7 @@ from migration.handover.coordinator import (
     HandoverSpec,
     HandoverState,
     HandoverTimes,
-    Move,
+    Transition,
     begun,
     taken_over,
 )
@@ -87,7 +87,7 @@ class Leader:
     fenced: int = 0
     """incarnation whose ranks accept no command of an earlier coordinator"""
     recorded: int = 0
-    """records of the present move in the log"""
+    """records of the present transition in the log"""
 
     def forget(self) -> None:
         self.proceeding, self.recorded = None, 0
@@ -162,17 +162,17 @@ class World(Store):
             leader.token = proceeding.highest_token + 1
             proceeding = proceeding.with_token(leader.token)
         leader.proceeding = proceeding
-        move = proceeding.move(self.now)
-        if move is not None:
-            self._make(leader, proceeding, move)
+        transition = proceeding.next_transition(self.now)
+        if transition is not None:
+            self._make(leader, proceeding, transition)
             return
         for rank, command in proceeding.due(self.now):
             self.commands.append((leader, command))
             leader.proceeding = leader.proceeding.commanded((rank,), self.now)
 
-    def _make(self, leader: Leader, proceeding: HandoverState, move: Move) -> None:
-        if leader.recorded < len(move.records):
-            record = move.records[leader.recorded]
+    def _make(self, leader: Leader, proceeding: HandoverState, transition: Transition) -> None:
+        if leader.recorded < len(transition.records):
+            record = transition.records[leader.recorded]
             if not any(_same(record, one) for one in self.log):
                 self.log.append(record)
                 self.tell(
@@ -182,7 +182,7 @@ class World(Store):
             leader.recorded += 1
             return
         leader.recorded = 0
-        if not self.claim(proceeding.durable(move.after, self.now), leader.revision):
+        if not self.claim(proceeding.durable(transition.after, self.now), leader.revision):
             self.tell(
                 f"coordinator {leader.token} finds that handover {proceeding.what.handover} was changed by"
                 " somebody else"
@@ -191,10 +191,10 @@ class World(Store):
             return
         leader.revision = self.revision
         self.tell(
-            f"coordinator {leader.token}: handover {proceeding.what.handover}: {move.cue}, {move.after}"
+            f"coordinator {leader.token}: handover {proceeding.what.handover}: {transition.event}, {transition.after}"
         )
-        leader.proceeding = proceeding.moved(move, self.now)
-        if move.after is CoordinatorState.IDLE:
+        leader.proceeding = proceeding.with_transition(transition, self.now)
+        if transition.after is CoordinatorState.IDLE:
             leader.forget()
 
     def _look(self, leader: Leader) -> None:
@@ -221,7 +221,7 @@ class World(Store):
     def survey(self, leader: Leader) -> list[HandoverDescribed]:
         """Query the state of every rank; none accepts earlier coordinators afterwards."""
         if leader is self.leaders[-1] and leader.fenced != self.life:
-            leader.token = max(leader.token, *(seat.protocol.standing.token + 1 for seat in self.seats))
+            leader.token = max(leader.token, *(seat.protocol.protocol_state.token + 1 for seat in self.seats))
             leader.fenced = self.life
         for seat in self.seats:
             seat.protocol.status_requested(leader.token)

@@ -46,10 +46,13 @@ class Ranks(Rules):
     def obeyed(
         self, rank: Rank, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]
     ) -> Rank:
-        standing = rank.standing
-        assert standing is not None
-        handover, token = self.meant(standing, kind, handover, epoch), self.fenced(standing, token)
-        verdict = self.heed(standing, kind, token, handover, epoch)
+        protocol_state = rank.protocol_state
+        assert protocol_state is not None
+        handover, token = (
+            self.meant(protocol_state, kind, handover, epoch),
+            self.fenced(protocol_state, token),
+        )
+        verdict = self.heed(protocol_state, kind, token, handover, epoch)
         if verdict is CommandVerdict.FENCED:
             return rank
         said = rank.said | (
@@ -57,15 +60,17 @@ class Ranks(Rules):
             if kind == ABORT and verdict in (CommandVerdict.TAKE, CommandVerdict.REPEAT)
             else 0
         )
-        rank = rank._replace(standing=with_token(standing, token), said=said)
+        rank = rank._replace(protocol_state=with_token(protocol_state, token), said=said)
         if verdict is not CommandVerdict.TAKE:
             return rank
         if kind == PROPOSE:
-            return self._reading(rank._replace(standing=proposed(standing, token, handover)), offer)
+            return self._reading(
+                rank._replace(protocol_state=proposed(protocol_state, token, handover)), offer
+            )
         if kind == COMMIT:
-            return rank._replace(standing=committed(standing, token))
-        return (self.dropped(rank) if handover == standing.handover else rank)._replace(
-            standing=aborted(standing, token, handover)
+            return rank._replace(protocol_state=committed(protocol_state, token))
+        return (self.dropped(rank) if handover == protocol_state.handover else rank)._replace(
+            protocol_state=aborted(protocol_state, token, handover)
         )
 
     def dropped(self, rank: Rank) -> Rank:
@@ -80,23 +85,25 @@ class Ranks(Rules):
         )
         return rank._replace(cells=cells)
 
-    def own(self, rank: Rank, standing: ProtocolState, offer: tuple[int, int], readers: int) -> Iterator[Own]:
-        if standing.state is RankState.READY and rank.steps > standing.served:
+    def own(
+        self, rank: Rank, protocol_state: ProtocolState, offer: tuple[int, int], readers: int
+    ) -> Iterator[Own]:
+        if protocol_state.state is RankState.READY and rank.steps > protocol_state.served:
             yield Own(
                 Kind.DUE,
                 "the agent of rank {} hears that it flipped: the old cell drains",
-                self._adopted(rank, standing, readers),
+                self._adopted(rank, protocol_state, readers),
             )
-        if standing.state is RankState.STAGED:
-            alone = self.gives_up(rank, standing)
+        if protocol_state.state is RankState.STAGED:
+            alone = self.gives_up(rank, protocol_state)
             if alone is not None:
                 yield Own(Kind.MAY, "rank {} has waited long enough, and gives up", alone)
-        if standing.state is RankState.STAGING and not any(
+        if protocol_state.state is RankState.STAGING and not any(
             use in (Cell.PULLING, Cell.VERIFYING) for use, _ in rank.cells
         ):
-            yield from self._beginning(rank, standing, offer)
+            yield from self._beginning(rank, protocol_state, offer)
         for cell, (use, _) in enumerate(rank.cells):
-            yield from self._transferring(rank, standing, cell, use, alive=offer[0] >= 0)
+            yield from self._transferring(rank, protocol_state, cell, use, alive=offer[0] >= 0)
             if use is Cell.DRAINING and self.drained(readers, cell):
                 yield Own(
                     Kind.DUE,
@@ -104,7 +111,7 @@ class Ranks(Rules):
                     self._used(rank, cell, CellEvent.SETTLED),
                 )
 
-    def _beginning(self, rank: Rank, standing: ProtocolState, offer: tuple[int, int]) -> Iterator[Own]:
+    def _beginning(self, rank: Rank, protocol_state: ProtocolState, offer: tuple[int, int]) -> Iterator[Own]:
         uses = [use for use, _ in rank.cells]
         reading = self._reading(rank, offer)
         if reading is not rank:
@@ -113,23 +120,23 @@ class Ranks(Rules):
             yield Own(
                 Kind.DUE,
                 "rank {} cannot stage, and says so",
-                rank._replace(standing=staged(standing, failed=True)),
+                rank._replace(protocol_state=staged(protocol_state, failed=True)),
             )
 
     def _reading(self, rank: Rank, offer: tuple[int, int]) -> Rank:
         """Start to read if source and a free cell exist; otherwise unchanged."""
         rank = self.with_room(rank)
         uses = [use for use, _ in rank.cells]
-        assert rank.standing is not None
-        if Cell.FREE not in uses or offer[1] != rank.standing.served:
+        assert rank.protocol_state is not None
+        if Cell.FREE not in uses or offer[1] != rank.protocol_state.served:
             return rank
         cell = uses.index(Cell.FREE)
-        return self._used(rank, cell, CellEvent.RESERVED, rank.standing.served + 1)._replace(
+        return self._used(rank, cell, CellEvent.RESERVED, rank.protocol_state.served + 1)._replace(
             flows=(*rank.flows, (cell, offer[0]))
         )
 
     def _transferring(
-        self, rank: Rank, standing: ProtocolState, cell: int, use: Cell, *, alive: bool
+        self, rank: Rank, protocol_state: ProtocolState, cell: int, use: Cell, *, alive: bool
     ) -> Iterator[Own]:
         under_way = any(here == cell for here, _ in rank.flows)
         settled = rank._replace(flows=tuple(flow for flow in rank.flows if flow[0] != cell))
@@ -137,7 +144,7 @@ class Ranks(Rules):
             case Cell.PULLING if alive:
                 landed = self._used(settled, cell, CellEvent.LANDED)
                 if self.size.verified_at_once:
-                    yield from self._transferring(landed, standing, cell, Cell.VERIFYING, alive=True)
+                    yield from self._transferring(landed, protocol_state, cell, Cell.VERIFYING, alive=True)
                 else:
                     yield Own(Kind.DUE, f"all bytes have landed in cell {cell} of rank {{}}", landed)
                 overdue = self._used(rank, cell, CellEvent.OVERDUE)
@@ -154,11 +161,13 @@ class Ranks(Rules):
                     self._used(settled, cell, CellEvent.BROKEN),
                 )
             case Cell.VERIFYING:
-                verified = self._used(rank, cell, CellEvent.VERIFIED)._replace(standing=staged(standing))
+                verified = self._used(rank, cell, CellEvent.VERIFIED)._replace(
+                    protocol_state=staged(protocol_state)
+                )
                 yield Own(
                     Kind.DUE,
                     f"rank {{}} has verified cell {cell}, and says that it has staged",
-                    self._telling(verified, STAGED, standing.handover),
+                    self._telling(verified, STAGED, protocol_state.handover),
                 )
                 refused = self._used(rank, cell, CellEvent.REFUSED)
                 yield Own(
@@ -176,7 +185,7 @@ class Ranks(Rules):
             case _ if under_way:
                 yield Own(Kind.DUE, f"nothing lands any more in cell {cell} of rank {{}}", settled)
 
-    def _adopted(self, rank: Rank, standing: ProtocolState, readers: int) -> Rank:
+    def _adopted(self, rank: Rank, protocol_state: ProtocolState, readers: int) -> Rank:
         """Drain the old cell; without readers it is free at once."""
         swap = {Cell.LIVE: CellEvent.EVICTED, Cell.STAGED: CellEvent.ADOPTED}
         cells = tuple(
@@ -184,7 +193,9 @@ class Ranks(Rules):
             for use, epoch in rank.cells
         )
         rank = self._telling(
-            rank._replace(standing=flipped(standing), cells=cells), FLIPPED, standing.handover
+            rank._replace(protocol_state=flipped(protocol_state), cells=cells),
+            FLIPPED,
+            protocol_state.handover,
         )
         for cell, (use, _) in enumerate(cells):
             if use is Cell.DRAINING and self.drained(readers, cell):

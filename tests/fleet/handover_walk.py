@@ -129,7 +129,7 @@ class Walk:
             and not (world.errands or world.flows)
             and all(
                 seat.protocol.at_rest
-                and seat.protocol.standing.state is RankState.SERVING
+                and seat.protocol.protocol_state.state is RankState.SERVING
                 and seat.cell_table.count(Cell.FREE) == SLOTS
                 and not seat.cell_table.leases
                 for seat in world.seats
@@ -139,7 +139,7 @@ class Walk:
     def _open(self) -> str:
         world = self.world
         ranks = "; ".join(
-            f"rank {seat.rank} {seat.protocol.standing}, {seat.cell_table.summary()}, {seat.cell_table.leases}"
+            f"rank {seat.rank} {seat.protocol.protocol_state}, {seat.cell_table.summary()}, {seat.cell_table.leases}"
             " leases"
             for seat in world.seats
         )

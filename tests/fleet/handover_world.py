@@ -16,7 +16,7 @@ from fleet.handover import (
     handle_abort,
     handle_commit,
     handle_propose,
-    moved,
+    next_state,
 )
 from tests.fleet.exploration import Kind
 
@@ -73,7 +73,7 @@ class World(NamedTuple):
 class Rank(NamedTuple):
     """One rank. A dead one has no protocol state and no cells."""
 
-    standing: ProtocolState | None
+    protocol_state: ProtocolState | None
     steps: int
     """epoch that its steps serve; the agent learns of a flip later"""
     made: int
@@ -129,7 +129,7 @@ class Rules:
         return world.handovers[handover - 1][0] == world.life
 
     def cell_after(self, state: Cell, event: CellEvent) -> Cell:
-        return moved(CELL, state, event)
+        return next_state(CELL, state, event)
 
     def drained(self, readers: int, cell: int) -> bool:
         """Return True if a cell out of service is free. readers: bits of the leased cells."""
@@ -149,7 +149,7 @@ class Rules:
         state, number = world.key
         return number if state is CoordinatorState.COMMITTING else world.placed
 
-    def gives_up(self, rank: Rank, standing: ProtocolState) -> Rank | None:
+    def gives_up(self, rank: Rank, protocol_state: ProtocolState) -> Rank | None:
         """Return the reaction of a rank that has staged and receives nothing; None: it waits."""
         return None
 
@@ -159,7 +159,9 @@ class Rules:
 
     def ready(self, rank: Rank) -> int:
         """Return the ready epoch in its step headers."""
-        standing = rank.standing
+        protocol_state = rank.protocol_state
         return (
-            standing.served + 1 if standing is not None and standing.state is RankState.READY else rank.steps
+            protocol_state.served + 1
+            if protocol_state is not None and protocol_state.state is RankState.READY
+            else rank.steps
         )

@@ -19,7 +19,7 @@ from fleet.handover import (
     CommandVerdict,
     CoordinatorEvent,
     CoordinatorState,
-    IllegalMove,
+    IllegalTransition,
     ProtocolState,
     RankEvent,
     RankState,
@@ -31,7 +31,7 @@ from fleet.handover import (
     handle_commit,
     handle_propose,
     is_open,
-    moved,
+    next_state,
     proposed,
     staged,
     with_token,
@@ -80,10 +80,10 @@ def test_a_move_that_the_table_lacks_is_refused_by_role_state_and_event(
     for state in states:
         for event in events:
             if (state, event) in table:
-                assert moved(table, state, event) is table[state, event]
+                assert next_state(table, state, event) is table[state, event]
                 continue
-            with pytest.raises(IllegalMove) as refused:
-                moved(table, state, event)
+            with pytest.raises(IllegalTransition) as refused:
+                next_state(table, state, event)
             assert str(refused.value).startswith(
                 f"a {role} that is {state.value!r} cannot take {event.value!r}; allowed: "
             )

@@ -4,7 +4,7 @@ finds known defects.
 
 import pytest
 
-from fleet.handover import CELL, Cell, CellEvent, CommandVerdict, ProtocolState, aborted, flips, moved
+from fleet.handover import CELL, Cell, CellEvent, CommandVerdict, ProtocolState, aborted, flips, next_state
 from tests.fleet.exploration import Broken, TooLarge, explore
 from tests.fleet.handover_model import Handovers
 from tests.fleet.handover_world import ABORT, ABORTED_BIT, COMMIT, Faults, Rank, Size, World
@@ -170,8 +170,10 @@ class _LeavesStrays(Handovers):
 class _GivesUpAlone(Handovers):
     """A rank that has staged stops waiting for the decision."""
 
-    def gives_up(self, rank: Rank, standing: ProtocolState) -> Rank | None:
-        return self.dropped(rank)._replace(standing=aborted(standing, standing.token, standing.handover))
+    def gives_up(self, rank: Rank, protocol_state: ProtocolState) -> Rank | None:
+        return self.dropped(rank)._replace(
+            protocol_state=aborted(protocol_state, protocol_state.token, protocol_state.handover)
+        )
 
 
 class _MakesRoomFirst(Handovers):
@@ -180,7 +182,7 @@ class _MakesRoomFirst(Handovers):
     def with_room(self, rank: Rank) -> Rank:
         cells = tuple(
             (
-                (moved(CELL, moved(CELL, use, CellEvent.EVICTED), CellEvent.SETTLED), 0)
+                (next_state(CELL, next_state(CELL, use, CellEvent.EVICTED), CellEvent.SETTLED), 0)
                 if use is Cell.LIVE
                 else (use, of)
             )

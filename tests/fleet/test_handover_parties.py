@@ -105,7 +105,7 @@ class _TrustsTies(_LosesItsStore):
 
     def survey(self, leader: Leader) -> list[HandoverDescribed]:
         leader.token, leader.fenced = (
-            max(leader.token, *(seat.protocol.standing.token for seat in self.seats)),
+            max(leader.token, *(seat.protocol.protocol_state.token for seat in self.seats)),
             self.life,
         )
         return super().survey(leader)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bus import Received
-from bus.joins import CLAIM_SECONDS, vouched
+from bus.joins import CLAIM_SECONDS, verified_members
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.facts.activity import ExpertsActivated
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
@@ -107,7 +107,8 @@ async def test_others_are_heard_while_a_join_waits_and_the_end_of_a_replay_waits
     clock = asyncio.get_running_loop().time
     began = clock()
     passed = [
-        one.message async for one in vouched(bus, subjects, bus.replay(subjects.membership(), follow=False))
+        one.message
+        async for one in verified_members(bus, subjects, bus.replay(subjects.membership(), follow=False))
     ]
     assert (passed, clock() - began) == ([engine("b", 2)], 0.0)
 
@@ -119,7 +120,7 @@ async def test_a_newer_word_about_an_engine_ends_the_waiting() -> None:
     received: list[Received] = []
 
     async def follow() -> None:
-        async for one in vouched(bus, subjects, bus.replay(subjects.membership())):
+        async for one in verified_members(bus, subjects, bus.replay(subjects.membership())):
             received.append(one)  # noqa: PERF401 it never ends
 
     following = asyncio.create_task(follow())
@@ -205,11 +206,11 @@ async def test_the_planner_records_nothing_for_who_does_not_hold_the_name() -> N
     await service.ready.wait()
     await bus.record(subjects.membership("a"), engine("a", 2, "http://evil:1"))
     await asyncio.sleep(CLAIM_SECONDS + 1)
-    assert not service.ledger.present("a")
+    assert not service.placements.present("a")
     await claim_name(bus, engine("a", 1))
     await bus.record(subjects.membership("a"), engine("a", 1))
     await bus.record(subjects.membership("b"), EngineLeft(engine="b", worker_id=1, reason="forged"))
     await asyncio.sleep(0.5)
-    assert service.ledger.present("a")
+    assert service.placements.present("a")
     running.cancel()
     await asyncio.wait([running])

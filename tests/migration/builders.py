@@ -42,12 +42,12 @@ def joined(
 
 @asynccontextmanager
 async def leading(
-    bus: Bus, config: MigrationConfig, thinking: Executor | None = None
+    bus: Bus, config: MigrationConfig, planning_executor: Executor | None = None
 ) -> AsyncIterator[MigrationService]:
-    """Run a service as the leader or on standby, and stop it at the end. thinking: executor for planning
+    """Run a service as the leader or on standby, and stop it at the end. planning_executor: runs planning
     runs."""
     service = MigrationService(
-        bus, Subjects(), config, clock=asyncio.get_running_loop().time, thinking=thinking
+        bus, Subjects(), config, clock=asyncio.get_running_loop().time, planning_executor=planning_executor
     )
     running = asyncio.create_task(service.run())
     try:

@@ -66,7 +66,7 @@ async def test_the_placement_of_an_engine_that_joined_is_recorded_and_can_be_rea
         await join(bus, 2, "after")
         await asyncio.sleep(0.1)
         assert await recorded(bus) == [("before", 1, 0), ("after", 2, 0)]
-        assert {engine: entry.epoch for engine, entry in service.ledger.engines().items()} == {
+        assert {engine: entry.epoch for engine, entry in service.placements.engines().items()} == {
             "before": 0,
             "after": 0,
         }
@@ -106,14 +106,14 @@ async def test_later_epochs_in_the_log_are_read_back_at_start_and_followed() -> 
         PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=moved.record()),
     )
     async with serving(bus) as service:
-        assert service.ledger.engines()["a"].placement == moved
+        assert service.placements.engines()["a"].placement == moved
         third = Placement(FIRST.expert_of_slot, experts=8, ranks=2, epoch=2)
         await bus.record(
             SUBJECTS.placements("a"),
             PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=third.record()),
         )
         await asyncio.sleep(0.1)
-        assert service.ledger.engines()["a"].epoch == 2
+        assert service.placements.engines()["a"].epoch == 2
         assert b'roost_migration_epoch{engine="a"} 2.0' in service.metrics.exposition()
 
 
@@ -126,7 +126,7 @@ async def test_engines_without_experts_and_engines_that_left_have_no_placement()
         await asyncio.sleep(0.1)
         await bus.record(SUBJECTS.membership("gone"), EngineLeft(engine="gone", worker_id=2, reason="test"))
         await asyncio.sleep(0.1)
-        assert service.ledger.engines() == {}
+        assert service.placements.engines() == {}
         assert await recorded(bus) == [("gone", 2, 0)]
         assert b"roost_migration_epoch{" not in service.metrics.exposition()
 
@@ -183,8 +183,8 @@ async def test_an_engine_whose_join_was_pushed_out_of_the_log_is_known_before_an
         pushed_out(broker, SUBJECTS.membership(name))
     engines = Introducing(bus, joined(1, "alive"), joined(3, "left"), joined(4, "older"))
     async with engines.living(1, 3, 4), serving(bus) as service:
-        assert {name: entry.worker_id for name, entry in service.ledger.engines().items()} == {"alive": 1}
-        assert service.watch.machines(1) is not None
+        assert {name: entry.worker_id for name, entry in service.placements.engines().items()} == {"alive": 1}
+        assert service.demand.machines(1) is not None
         assert (await recorded(bus)).count(("alive", 1, 0)) == 1
 
 
@@ -208,14 +208,14 @@ async def test_an_engine_that_beats_though_nothing_is_stored_of_it_is_asked_who_
         serving(bus) as service,
     ):
         await engines.beat("a", 1, 4)
-        assert service.ledger.engines()["a"].placement == served
+        assert service.placements.engines()["a"].placement == served
         assert await recorded(bus) == [("a", 1, 7)]
         assert len(engines.asked) == 1
         await join(bus, 1, "a", placement=served)
         await engines.beat("a", 2, 4)
-        assert service.ledger.engines()["a"].worker_id == 1, "the log knows who engine a is"
+        assert service.placements.engines()["a"].worker_id == 1, "the log knows who engine a is"
         await engines.beat("c", 2, 3)
-        assert set(service.ledger.engines()) == {"a"}, "it says that it is somebody else"
+        assert set(service.placements.engines()) == {"a"}, "it says that it is somebody else"
         assert b'rejected_total{reason="contradiction"} 1.0' in service.metrics.exposition()
         assert await recorded(bus) == [("a", 1, 7)]
 
@@ -229,7 +229,7 @@ async def test_whoever_beats_and_does_not_say_who_it_is_is_asked_ever_more_seldo
         pauses = np.diff(nobody.asked)
         assert 6 <= len(nobody.asked) <= 10
         assert (pauses[1:] > 1.5 * pauses[:-1]).all()
-        assert service.ledger.engines() == {}
+        assert service.placements.engines() == {}
 
 
 def test_of_more_strangers_than_are_remembered_the_one_heard_first_is_forgotten() -> None:
@@ -252,8 +252,8 @@ async def test_a_placement_in_the_log_that_cannot_be_is_left_out_and_the_service
             PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=record, plan="p"),
         )
     async with serving(bus) as service:
-        assert service.ledger.engines()["a"].placement == moved
-        history = service.watch._engines[1].history
+        assert service.placements.engines()["a"].placement == moved
+        history = service.demand._engines[1].history
         assert (history.epoch, history.plan) == (1, "p")
         assert b'rejected_total{reason="placement"} 2.0' in service.metrics.exposition()
 
@@ -331,7 +331,7 @@ async def test_an_outage_delays_the_record_and_nothing_else() -> None:
         keep(*raw[0])
         broker.reachable = False
         await asyncio.sleep(60)
-        assert not service.ledger.engines()
+        assert not service.placements.engines()
         broker.reachable = True
         await asyncio.sleep(10)
         assert await recorded(bus) == [("a", 1, 0)]
@@ -349,7 +349,7 @@ async def test_over_nats_every_incarnation_is_recorded_once_though_the_server_is
             await asyncio.to_thread(nats_server.start)
             await join(bus, 2, "b")
             async with asyncio.timeout(20):
-                while set(service.ledger.engines()) != {  # noqa: ASYNC110 the ledger is pure and has no event
+                while set(service.placements.engines()) != {  # noqa: ASYNC110 the registry is pure and has no event
                     "a",
                     "b",
                 }:

@@ -194,7 +194,7 @@ async def _run(seed: int) -> int:
 async def _is_whole(group: Group, trial: Trial) -> None:
     """Everything that is served is there, the books of all agree, and handovers go on."""
     group.check()
-    assert {handovers.protocol.standing.served for handovers in group.agents} == {group.placement.epoch}
+    assert {handovers.protocol.protocol_state.served for handovers in group.agents} == {group.placement.epoch}
     assert all(
         handovers.protocol.at_rest and handovers.protocol.cell_table.leases == 0 for handovers in group.agents
     )
@@ -204,7 +204,9 @@ async def _is_whole(group: Group, trial: Trial) -> None:
     await trial.rest()
     group.check()
     assert expert in group.placement.on_rank(rank)[layer]
-    (known,) = {entry.placement for service in trial.services for entry in service.ledger.engines().values()}
+    (known,) = {
+        entry.placement for service in trial.services for entry in service.placements.engines().values()
+    }
     assert known == group.placement
 
 

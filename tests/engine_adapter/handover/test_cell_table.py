@@ -28,7 +28,7 @@ from engine_adapter.handover.cell_table import (
     NoFreeCell,
     ReadLease,
 )
-from fleet.handover import Cell, IllegalMove
+from fleet.handover import Cell, IllegalTransition
 from fleet.placement import EMPTY
 
 LAYERS, SLOTS, EXPERTS = 2, 3, 5
@@ -392,7 +392,7 @@ def test_books_that_do_not_agree_are_told_and_so_is_what_cannot_be() -> None:
         adopt(cell_table, (0, 0, 4))
     with pytest.raises(Inconsistent, match="cell 0 is live; only quarantined"):
         cell_table.settled(0, 0.0)
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalTransition):
         cell_table.landed(0, 0.0)
     cell_table.table[0, 0] = 8
     with pytest.raises(Inconsistent, match="slots map to"):

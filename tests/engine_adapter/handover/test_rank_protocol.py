@@ -506,7 +506,7 @@ class Rank(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 6), token=st.integers(1, 2))
     def commit(self, number: int, token: int) -> None:
-        before = self.rig.protocol.standing
+        before = self.rig.protocol.protocol_state
         verdict = self.rig.commit(number, token)
         assert (verdict is CommandVerdict.TAKE) == (
             before.state is RankState.STAGED and before.handover == number and token >= before.token
@@ -577,7 +577,7 @@ class Rank(RuleBasedStateMachine):
     @invariant()
     def the_books_agree(self) -> None:
         self.rig.cell_table.check_integrity()
-        assert self.rig.protocol.standing.served == self.rig.protocol.placement.epoch == self.served
+        assert self.rig.protocol.protocol_state.served == self.rig.protocol.placement.epoch == self.served
         assert (self.rig.cell_table.held == self.rig.protocol.placement.on_rank(RANK)).all()
         described = self.rig.protocol.describe(self.rig.now)
         assert bool(described.failure) == bool(described.fault)
@@ -591,9 +591,11 @@ class Rank(RuleBasedStateMachine):
             return
         while self.pending:
             self.carry_out(0, "good")
-        standing = self.rig.protocol.standing
-        if standing.handover:
-            assert self.rig.abort(standing.handover, max(2, standing.token)) is CommandVerdict.TAKE
+        protocol_state = self.rig.protocol.protocol_state
+        if protocol_state.handover:
+            assert (
+                self.rig.abort(protocol_state.handover, max(2, protocol_state.token)) is CommandVerdict.TAKE
+            )
             self._collect()
         while self.pending:
             self.carry_out(0, "good")

@@ -40,13 +40,13 @@ class Leader:
         self.leads = asyncio.Event()
         self.leads.set()
         self.asked_again = asyncio.Event()
-        self.state_store = StateStore(self.bus, KEY, self._standing)
+        self.state_store = StateStore(self.bus, KEY, self._until_leading)
 
     async def keep(self, memory: LoopMemory) -> None:
         self.state_store.memory = memory
         await self.state_store.keep()
 
-    async def _standing(self) -> None:
+    async def _until_leading(self) -> None:
         if not self.leads.is_set():
             self.asked_again.set()
         await self.leads.wait()

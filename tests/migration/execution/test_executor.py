@@ -52,7 +52,7 @@ async def test_a_plan_of_three_handovers_is_carried_out_and_told_in_order() -> N
         await asyncio.sleep(5)
         assert ranks.served == [0, 1, 2, 3]
         assert ranks.placement == replay(FIRST, replicating())[-1]
-        assert service.ledger.engines()["a"].placement == ranks.placement
+        assert service.placements.engines()["a"].placement == ranks.placement
         assert at_rest(broker, ranks)
         entries = await log(bus)
         assert in_words(entries) == ["1@0", *ONE, "Staged", "1@2", "Committed", "Staged", "1@3", "Committed"]
@@ -285,7 +285,7 @@ async def test_an_engine_that_dies_in_any_phase_ends_the_plan_and_its_next_life_
             assert "Aborted" in in_words(entries)
             assert ("1@1" in in_words(entries)) == decided
             assert sum(isinstance(entry, MigrationAborted) for entry in entries) == 1
-            assert service.ledger.engines()["a"].epoch == second.epoch
+            assert service.placements.engines()["a"].epoch == second.epoch
             standing = key(broker)
             assert standing is not None
             assert standing.state == "idle"
@@ -476,7 +476,7 @@ async def test_history_is_found_in_the_log_again() -> None:
             accepted = await apply(bus, replicating())
             await asyncio.sleep(5)
         async with leading(bus) as service:
-            history = service.watch._engines[1].history
+            history = service.demand._engines[1].history
             assert (history.plan, history.epoch) == (accepted.plan, 3)
             assert (history.base == FIRST.expert_of_slot).all()
             assert (history.moved[0, :3] > float("-inf")).all()

@@ -69,9 +69,9 @@ def all_report(handover_state: HandoverState, state: RankState, **other: Any) ->
 
 
 def make(handover_state: HandoverState, now: float) -> tuple[HandoverState, CoordinatorEvent]:
-    move = handover_state.move(now)
-    assert move is not None
-    return handover_state.moved(move, now), move.cue
+    transition = handover_state.next_transition(now)
+    assert transition is not None
+    return handover_state.with_transition(transition, now), transition.event
 
 
 def committing() -> HandoverState:
@@ -141,23 +141,23 @@ def test_after_a_higher_token_all_are_asked_again_at_once() -> None:
 def test_all_staged_is_recorded_with_every_pull_and_decided() -> None:
     pull = PullReport(source=0, transfer="nixl", experts=1, bytes=50, seconds=0.1)
     handover_state = all_report(proposing(), RankState.STAGED, pulls=(pull,))
-    move = handover_state.move(11.0)
-    assert move is not None
-    assert (move.cue, move.after) == (CoordinatorEvent.ALL_STAGED, CoordinatorState.COMMITTING)
-    (staged,) = move.records
+    transition = handover_state.next_transition(11.0)
+    assert transition is not None
+    assert (transition.event, transition.after) == (CoordinatorEvent.ALL_STAGED, CoordinatorState.COMMITTING)
+    (staged,) = transition.records
     assert isinstance(staged, MigrationStaged)
     assert (staged.pulls, staged.seconds, staged.epoch, staged.handover) == ((pull,) * 3, 1.0, 4, 7)
 
 
 def test_all_serving_is_recorded_with_the_placement_first() -> None:
     handover_state = all_report(committing(), RankState.SERVING, flipped=7, concluded=7, served=4)
-    move = handover_state.move(12.0)
-    assert move is not None
-    placed, committed = move.records
+    transition = handover_state.next_transition(12.0)
+    assert transition is not None
+    placed, committed = transition.records
     assert isinstance(placed, PlacementCommitted)
     assert isinstance(committed, MigrationCommitted)
     assert (placed.plan, committed.seconds, committed.commit_seconds, committed.last) == ("p", 2.0, 1.0, True)
-    assert move.after is CoordinatorState.IDLE
+    assert transition.after is CoordinatorState.IDLE
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ def test_all_serving_is_recorded_with_the_placement_first() -> None:
     ],
 )
 def test_what_leaves_no_hope_aborts_with_whose_fault_it_is(status: HandoverDescribed, fault: str) -> None:
-    handover_state, cue = make(proposing().reported(report(0, RankState.STAGED)).reported(status), 10.5)
-    assert cue is CoordinatorEvent.FAILED
+    handover_state, event = make(proposing().reported(report(0, RankState.STAGED)).reported(status), 10.5)
+    assert event is CoordinatorEvent.FAILED
     assert handover_state.failure is not None
     assert (handover_state.failure.fault, handover_state.failure.rank) == (fault, 1)
-    move = all_report(handover_state, RankState.SERVING, concluded=7).move(11.0)
-    assert move is not None
-    (aborted,) = move.records
+    transition = all_report(handover_state, RankState.SERVING, concluded=7).next_transition(11.0)
+    assert transition is not None
+    (aborted,) = transition.records
     assert isinstance(aborted, MigrationAborted)
     assert (aborted.fault, aborted.rank, aborted.handover, aborted.epoch) == (fault, 1, 7, 4)
 
@@ -189,20 +189,20 @@ def test_the_deadline_names_who_is_late_and_a_commit_has_none() -> None:
         .reported(report(1, RankState.STAGING))
         .reported(report(2, RankState.STAGING))
     )
-    assert handover_state.move(12.9) is None
-    after, cue = make(handover_state, 13.0)
-    assert cue is CoordinatorEvent.FAILED
+    assert handover_state.next_transition(12.9) is None
+    after, event = make(handover_state, 13.0)
+    assert event is CoordinatorEvent.FAILED
     assert after.failure is not None
     assert after.failure.reason.startswith("ranks 1, 2 did not stage within 2 s")
-    assert committing().move(1e9) is None
+    assert committing().next_transition(1e9) is None
     assert committing().overdue(16.1)
     assert not committing().overdue(15.9)
 
 
 def test_a_rank_that_refuses_commands_ends_a_proposal_and_is_not_waited_for_with_the_abort() -> None:
     handover_state = proposing().reported(report(0, RankState.STAGED)).declined(2, "no experts")
-    after, cue = make(handover_state, 10.5)
-    assert cue is CoordinatorEvent.FAILED
+    after, event = make(handover_state, 10.5)
+    assert event is CoordinatorEvent.FAILED
     assert after.waiting_for == (0, 1)
     again = committing().declined(2, "a defect")
     assert 2 in again.waiting_for, "what is decided must be heard"
@@ -219,25 +219,25 @@ def test_a_rank_that_refuses_commands_ends_a_proposal_and_is_not_waited_for_with
 def test_an_engine_that_is_gone_ends_it_with_what_was_decided(begin: Any, records: list[type]) -> None:
     handover_state = begin().gone("it has left")
     assert handover_state.due(20.0) == ()
-    move = handover_state.move(20.0)
-    assert move is not None
-    assert (move.cue, move.after) == (CoordinatorEvent.ENGINE_GONE, CoordinatorState.IDLE)
-    assert [type(entry) for entry in move.records] == records
+    transition = handover_state.next_transition(20.0)
+    assert transition is not None
+    assert (transition.event, transition.after) == (CoordinatorEvent.ENGINE_GONE, CoordinatorState.IDLE)
+    assert [type(entry) for entry in transition.records] == records
 
 
 def test_silence_ends_an_abort_only() -> None:
-    assert proposing().checked(silent=True).move(11.0) is None
-    assert committing().checked(silent=True).move(1e6) is None
-    move = aborting().checked(silent=True).move(14.0)
-    assert move is not None
-    assert move.cue is CoordinatorEvent.ALL_ABORTED
+    assert proposing().checked(silent=True).next_transition(11.0) is None
+    assert committing().checked(silent=True).next_transition(1e6) is None
+    transition = aborting().checked(silent=True).next_transition(14.0)
+    assert transition is not None
+    assert transition.event is CoordinatorEvent.ALL_ABORTED
 
 
 # Successors
 
 
 @pytest.mark.parametrize(
-    ("begin", "command", "cue"),
+    ("begin", "command", "event"),
     [
         (proposing, None, CoordinatorEvent.FAILED),
         (committing, CommitHandover, None),
@@ -245,13 +245,13 @@ def test_silence_ends_an_abort_only() -> None:
     ],
 )
 def test_a_successor_goes_on_from_what_is_durable(
-    begin: Any, command: type | None, cue: CoordinatorEvent | None
+    begin: Any, command: type | None, event: CoordinatorEvent | None
 ) -> None:
     left = begin()
     found = left.durable(left.state, 13.5)
     heir = taken_over(left.what, found, 8, PACE, 100.0)
-    move = heir.move(100.0)
-    assert (None if move is None else move.cue) is cue
+    transition = heir.next_transition(100.0)
+    assert (None if transition is None else transition.event) is event
     if command is not None:
         assert sent(heir, 100.0) == dict.fromkeys(range(3), command)
         assert {one.token for _, one in heir.due(100.0) if not isinstance(one, DescribeHandover)} == {8}
@@ -265,9 +265,9 @@ def test_what_nothing_durable_knew_of_is_ended_without_a_record() -> None:
     heir = taken_over(
         undertaking(plan="", placement=None), left.durable(CoordinatorState.ABORTING, 13.5), 8, PACE, 20.0
     )
-    move = all_report(heir, RankState.SERVING, concluded=7).move(20.0)
-    assert move is not None
-    assert move.records == ()
+    transition = all_report(heir, RankState.SERVING, concluded=7).next_transition(20.0)
+    assert transition is not None
+    assert transition.records == ()
 
 
 # Lost, repeated and reordered reports
@@ -329,15 +329,15 @@ def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol
                     reports.append(at.aborted)
         for status in chance.sample(reports, min(2, len(reports))):
             handover_state = handover_state.reported(status)
-        if (move := handover_state.move(now)) is not None:
-            recorded += [type(entry) for entry in move.records if type(entry) not in recorded]
+        if (transition := handover_state.next_transition(now)) is not None:
+            recorded += [type(entry) for entry in transition.records if type(entry) not in recorded]
             if heirs and chance.random() < 0.3:
                 heirs, token = heirs - 1, token + 1
                 handover_state = taken_over(
                     handover_state.what, handover_state.durable(handover_state.state, now), token, PACE, now
                 )
                 continue
-            handover_state = handover_state.moved(move, now)
+            handover_state = handover_state.with_transition(transition, now)
             states.append(handover_state.state)
     committed = CoordinatorState.COMMITTING in states
     assert committed == (MigrationCommitted in recorded)

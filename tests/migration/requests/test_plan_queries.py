@@ -77,9 +77,9 @@ class Traffic:
 
 
 def serving(
-    bus: MemoryBus, config: MigrationConfig = CONFIG, thinking: Executor | None = None
+    bus: MemoryBus, config: MigrationConfig = CONFIG, planning_executor: Executor | None = None
 ) -> AbstractAsyncContextManager[MigrationService]:
-    return leading(bus, config, thinking)
+    return leading(bus, config, planning_executor)
 
 
 async def ask(bus: MemoryBus, engine: str = "a", **question: Any) -> PlanRecord:
@@ -131,7 +131,7 @@ class Thoughtful(Executor):
 async def test_a_plan_is_told_to_whoever_asks_and_nothing_is_moved() -> None:
     bus = MemoryBus()
     await join(bus)
-    async with serving(bus, thinking=Thoughtful()) as service:
+    async with serving(bus, planning_executor=Thoughtful()) as service:
         await Traffic(bus).last(50, SKEWED)
         record = await ask(bus, memory=True)
         assert (record.engine, record.epoch, record.next_window, record.refused) == ("a", 0, True, None)
@@ -145,7 +145,7 @@ async def test_a_plan_is_told_to_whoever_asks_and_nothing_is_moved() -> None:
         assert tight.copied_bytes <= 2 * SHAPE.expert_bytes
         assert {step.layer for step in tight.steps} <= {1}
         assert (await ask(bus, dead=(2,))).lost
-        assert service.ledger.engines()["a"].epoch == 0
+        assert service.placements.engines()["a"].epoch == 0
         exposed = service.metrics.exposition()
         for told in (
             b'roost_planner_plans_total{outcome="plan"}',
@@ -288,9 +288,9 @@ async def test_the_tracker_is_asked_for_clusters_that_were_not_heard() -> None:
         return ClustersPublished(model="m", record=model.record())
 
     async with bus.serve(SUBJECTS.describe_profile, tracker), serving(bus) as service:
-        assert service.watch.models_without_clusters == {"m"}
+        assert service.demand.models_without_clusters == {"m"}
         await asyncio.sleep(11)
-        assert service.watch.models_without_clusters == set()
+        assert service.demand.models_without_clusters == set()
 
 
 @pytest.mark.looptime
@@ -310,7 +310,7 @@ async def test_a_defect_of_planning_is_counted_and_the_service_goes_on(
             await ask(bus)
         await join(bus, 2, "b")
         await asyncio.sleep(0.1)
-        assert set(service.ledger.engines()) == {"a", "b"}
+        assert set(service.placements.engines()) == {"a", "b"}
 
 
 @pytest.mark.looptime
