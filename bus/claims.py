@@ -62,10 +62,11 @@ def next_step(
     replaces: int | None = None,
     lease: float = LEASE_SECONDS,
 ) -> ClaimStep:
-    """Decide from the key as first seen held, the key now, and the seconds between.
+    """Return what a claimant does next.
 
-    replaces: worker_id of an incarnation known to be dead (its launcher ended it). Its claim is taken over
-    without a wait.
+    seen: the claim as this claimant first saw it; None: the key was free until now. now: the claim at
+    present; None: the key is free. watched: seconds between the two. replaces: worker_id of an incarnation
+    known to be dead (its launcher ended it). Its claim is taken over without a wait.
     """
     if now is None:
         return ClaimStep.CREATE
@@ -196,7 +197,7 @@ class ClaimLease:
         holder = holder_of(now)
         return LeaseTaken(
             f"{self._key!r} is held by {holder.worker_id} on {holder.node}; it is free {self._lease:g} s"
-            " after that falls silent"
+            " after that holder stops renewing it"
         )
 
 
@@ -222,5 +223,5 @@ class NameClaim(ClaimLease):
         return NameTaken(
             f"the engine name {self._engine!r} is taken: worker {holder.worker_id} on {holder.node} serves"
             " under it. Give this engine another name (--name), or stop that one; its name is free"
-            f" {self._lease:.0f} s after it falls silent"
+            f" {self._lease:.0f} s after that stops renewing its claim"
         )

@@ -88,7 +88,7 @@ class HandoverAgent:
         self._copies = CopyRunner(context, self._memory, staging, report=self._report, spawn=self._spawn)
         self._preparing: asyncio.Task[None] | None = None
         self._adoption: Adoption | None = None
-        self._helping = False
+        self._busy = False
 
     async def run(self) -> None:
         """Serve until cancelled. EngineFailed, in a group, when the memory of an expert was changed from
@@ -255,8 +255,8 @@ class HandoverAgent:
     def _notify_backends(self) -> None:
         """Tell the transfer backends whether readers may need their help."""
         active = self.protocol.cell_table.leases > 0
-        if active != self._helping:
-            self._helping = active
+        if active != self._busy:
+            self._busy = active
             for transfer in self._staging.transfers:
                 transfer.busy(active)
 

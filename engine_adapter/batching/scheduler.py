@@ -65,14 +65,14 @@ class Slice:
     """Work on a sequence: `count` tokens from position `start`. last: these are all known tokens, so a new
     token can be sampled after them."""
 
-    generation: SequenceState
+    sequence: SequenceState
     start: int
     count: int
     last: bool
 
     @property
     def tokens(self) -> list[int]:
-        return self.generation.tokens[self.start : self.start + self.count]
+        return self.sequence.tokens[self.start : self.start + self.count]
 
 
 class BatchScheduler:
@@ -123,20 +123,20 @@ class BatchScheduler:
             step_seconds=step_seconds,
         )
 
-    def submit(self, generation: SequenceState) -> None:
+    def submit(self, sequence: SequenceState) -> None:
         """Queue a request. Overloaded when `max_waiting` + `max_running` requests are open. ValueError when
         the request can never be served."""
-        known, room = len(generation.tokens), self.cache.pages * self.cache.block_size
-        if not known or generation.max_new < 1 or known + generation.max_new > room:
+        known, room = len(sequence.tokens), self.cache.pages * self.cache.block_size
+        if not known or sequence.max_new < 1 or known + sequence.max_new > room:
             raise ValueError(
-                f"request of {known} tokens and {generation.max_new} to generate: at least 1 and 1 are"
+                f"request of {known} tokens and {sequence.max_new} to generate: at least 1 and 1 are"
                 f" needed, and {room} in all fit"
             )
         if len(self._waiting) + len(self._running) >= self.max_waiting + self.max_running:
             raise Overloaded(self.max_waiting)
-        if not generation.blocks:
-            generation.blocks = identify(generation.tokens, self.cache.block_size, generation.salt)
-        self._waiting.append(generation)
+        if not sequence.blocks:
+            sequence.blocks = identify(sequence.tokens, self.cache.block_size, sequence.salt)
+        self._waiting.append(sequence)
 
     def plan(self) -> list[Slice]:
         """Plan the next step. Empty when there is no work. Each slice must be passed to `computed` before the
@@ -153,29 +153,29 @@ class BatchScheduler:
 
     def computed(self, done: Slice) -> None:
         """Record that the slice's tokens are computed and their KV is in the pages."""
-        one = done.generation
+        one = done.sequence
         one.computed = done.start + done.count
         full = one.computed // self.cache.block_size
         if full > one.table.registered:
             self.cache.register(one.table, one.blocks, full)
 
-    def append(self, generation: SequenceState, token: int) -> None:
+    def append(self, sequence: SequenceState, token: int) -> None:
         """Append a sampled token to the sequence."""
-        generation.tokens.append(token)
-        generation.generated += 1
+        sequence.tokens.append(token)
+        sequence.generated += 1
         size = self.cache.block_size
-        if len(generation.tokens) % size == 0:
-            last = generation.blocks[-1] if generation.blocks else None
-            generation.blocks.append(following(last, generation.tokens[-size:], generation.salt))
+        if len(sequence.tokens) % size == 0:
+            last = sequence.blocks[-1] if sequence.blocks else None
+            sequence.blocks.append(following(last, sequence.tokens[-size:], sequence.salt))
 
-    def remove(self, generation: SequenceState) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Free everything that a finished or cancelled request holds. Unknown requests are ignored, because
         both events may coincide."""
-        if generation in self._running:
-            self._running.remove(generation)
-        elif generation in self._waiting:
-            self._waiting.remove(generation)
-        self.cache.close(generation.table)
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        self.cache.close(sequence.table)
 
     def check_idle(self) -> None:
         """RuntimeError when pages are held although nothing runs: a leak. Cheap enough to call each time the

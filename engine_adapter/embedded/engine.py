@@ -266,9 +266,9 @@ class EmbeddedEngine:
 
     def _new_sequence(self, request: GenerationRequest, answer: AnswerStream) -> EmbeddedSequence:
         tokenizer, shape = self._alive.tokenizer, self._alive.setup.shape
-        generation, text = sequence_parts(request, BLOCK_SIZE, tokenizer.detokenizer())
+        state, text = sequence_parts(request, BLOCK_SIZE, tokenizer.detokenizer())
         trace = RoutedTrace(shape.layers, shape.top_k)
-        return EmbeddedSequence(request, answer, generation, text, trace, tokenizer.eos)
+        return EmbeddedSequence(request, answer, state, text, trace, tokenizer.eos)
 
     def _cancel(self, answer: AnswerStream) -> GenerationOutcome | None:
         sequence = self._open.pop(answer, None)

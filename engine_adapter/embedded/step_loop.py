@@ -209,30 +209,27 @@ class StepLoop:
                 self._end(sequence, report)
                 continue
             try:
-                self._scheduler.submit(sequence.generation)
+                self._scheduler.submit(sequence.state)
             except (Overloaded, ValueError) as refusal:
                 report.news.append((sequence.answer, refusal))
             else:
-                self._sequences[sequence.generation] = sequence
+                self._sequences[sequence.state] = sequence
 
     def _end(self, sequence: EmbeddedSequence, report: StepReport) -> None:
         """Free everything that a request holds, and report what it computed. Idempotent, because a request
         can finish and be cancelled in the same step."""
-        if (
-            self._sequences.pop(sequence.generation, None) is not None
-            and (ended := sequence.ended()) is not None
-        ):
+        if self._sequences.pop(sequence.state, None) is not None and (ended := sequence.ended()) is not None:
             self._facts.add_ended(ended)
             report.facts = True
-        self._scheduler.remove(sequence.generation)
+        self._scheduler.remove(sequence.state)
 
     def _compute(self, slices: list[Slice], tokens_by_rank: list[int], report: StepReport) -> Forward:
-        work = [SequenceWork(one.tokens, one.start, one.generation.table.pages, one.last) for one in slices]
+        work = [SequenceWork(one.tokens, one.start, one.sequence.table.pages, one.last) for one in slices]
         self._note_admissions(slices)
         forward = self._setup.runner.forward(work, tokens_by_rank)
         now = time.time_ns()
         self._book(slices, forward.routed)
-        rows = [self._sequences[one.generation] for one in slices if one.last]
+        rows = [self._sequences[one.sequence] for one in slices if one.last]
         if rows:
             self._advance(rows, forward.logits.numpy(), now, report)
         return forward
@@ -242,7 +239,7 @@ class StepLoop:
         at = 0
         for one in slices:
             self._scheduler.computed(one)
-            self._sequences[one.generation].trace.note(one.start, routed[at : at + one.count])
+            self._sequences[one.sequence].trace.note(one.start, routed[at : at + one.count])
             at += one.count
         if at:
             self._facts.add_activations(count_pairs(routed, self._setup.shape.experts), at)
@@ -250,7 +247,7 @@ class StepLoop:
     def _note_admissions(self, slices: list[Slice]) -> None:
         """Record admissions before the forward pass: a request that fails in it did not fail in the queue."""
         for one in slices:
-            if cached := self._sequences[one.generation].admit(self._began):
+            if cached := self._sequences[one.sequence].admit(self._began):
                 self._facts.add_cached(cached)
 
     def _advance(
@@ -258,11 +255,11 @@ class StepLoop:
     ) -> None:
         """Sample a token for each row and report the deltas."""
         tokens = sample(
-            logits, [Draw(sequence.request.sampling, len(sequence.generation.tokens)) for sequence in rows]
+            logits, [Draw(sequence.request.sampling, len(sequence.state.tokens)) for sequence in rows]
         )
         scored = self._score(rows, logits, tokens)
         for row, (sequence, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            self._scheduler.append(sequence.generation, token)
+            self._scheduler.append(sequence.state, token)
             delta = sequence.emit(token, now, scored.get(row, []))
             report.news.append((sequence.answer, delta))
             if delta.outcome is not None:

@@ -33,7 +33,7 @@ class ServedSequence(Generic[Trace]):
 
     request: GenerationRequest
     answer: AnswerStream
-    generation: SequenceState
+    state: SequenceState
     text: TextStream
     trace: Trace
     eos: Collection[int]
@@ -58,17 +58,17 @@ class ServedSequence(Generic[Trace]):
         if self.moments.admitted:
             return 0
         self.moments.admitted = max(self.moments.submitted, now)
-        return self.generation.cached_tokens
+        return self.state.cached_tokens
 
     def emit(self, token: int, now: int, scored: list[ScoredToken]) -> AnswerDelta:
-        """Return the delta for a token that was just appended to `generation`."""
+        """Return the delta for a token that was just appended to `state`."""
         self.moments.first_token = self.moments.first_token or now
         if token in self.eos and not self.request.ignore_eos:
             return AnswerDelta([token], self.text.finish(), scored, self.outcome("stop", now))
         text = self.text.feed(token)
         if self.text.stopped:
             return AnswerDelta([token], text, scored, self.outcome("stop", now))
-        if self.generation.generated < self.generation.max_new:
+        if self.state.generated < self.state.max_new:
             return AnswerDelta([token], text, scored)
         return AnswerDelta([token], text + self.text.finish(), scored, self.outcome("length", now))
 
@@ -84,9 +84,9 @@ class ServedSequence(Generic[Trace]):
         return GenerationOutcome(
             reason=reason,
             prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.generation.generated,
-            cached_tokens=min(self.generation.cached_tokens, self.prompt_tokens),
-            preemptions=self.generation.preemptions,
+            completion_tokens=self.state.generated,
+            cached_tokens=min(self.state.cached_tokens, self.prompt_tokens),
+            preemptions=self.state.preemptions,
             moments=moments,
             failure=failure,
         )
@@ -95,7 +95,7 @@ class ServedSequence(Generic[Trace]):
         """Return the report of a request that is no longer computed. None when nothing was computed."""
         if not self.trace.positions:
             return None
-        blocks = [block.identity for block in self.generation.blocks]
+        blocks = [block.identity for block in self.state.blocks]
         return EndedRequest(self.request.decision, self.prompt_tokens, self.trace, blocks)
 
 
@@ -105,10 +105,10 @@ def sequence_parts(
     """Return the scheduler's and the client's view of a new request. Of a continuation, the text of what was
     emitted is known already."""
     blocks = identify(request.prompt, block_size, request.salt)
-    generation = SequenceState(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
+    state = SequenceState(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
     text = TextStream(detokenizer, request.stop)
     text.resume(request.prompt[len(request.prompt) - request.emitted :])
-    return generation, text
+    return state, text
 
 
 async def built(prompt: Sequence[int], build: Callable[[], Built]) -> Built:

@@ -9,7 +9,7 @@ import msgspec
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import Faults
 from engine_adapter.simulated.model.memory import SimulatedCells
-from engine_adapter.transfer.address_validation import OpenRead, own_address, refuse
+from engine_adapter.transfer.address_validation import OpenRead, check_read, own_address
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled
 from fleet.requests.handovers import MemoryAddress
 
@@ -77,7 +77,7 @@ class SimulatedTransfer:
         return self._links.memory(address.agent) is not None
 
     async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
-        refuse(address, pulls, self._own)
+        check_read(address, pulls, self._own)
         found = self._links.memory(address.agent)
         if found is None:
             raise AddressRefused(f"{address.agent!r} is not a rank of this engine")

@@ -152,8 +152,8 @@ class SimulatedRank:
         if sequence.is_over:
             answer.put(AnswerDelta(outcome=sequence.outcome("stop", sequence.moments.submitted)))
             return answer
-        self.scheduler.submit(sequence.generation)
-        self._sequences[sequence.generation] = self._open[answer] = sequence
+        self.scheduler.submit(sequence.state)
+        self._sequences[sequence.state] = self._open[answer] = sequence
         self.report_changes()
         self._engine.wake()
         return answer
@@ -169,20 +169,20 @@ class SimulatedRank:
         slices = self.scheduler.plan()
         now = time.time_ns() if slices else 0
         for one in slices:
-            if cached := self._sequences[one.generation].admit(now):
+            if cached := self._sequences[one.sequence].admit(now):
                 self._facts.add_cached(cached)
         return plan(slices, self._engine.routing)
 
     def book(self, done: StepPlan, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
         """Record a completed step. by_row: int [rows] tokens of the step. Requests cancelled meanwhile were
         never computed. Return by_row without them."""
-        parts = [one for one in done.parts if one.part.generation in self._sequences]
+        parts = [one for one in done.parts if one.part.sequence in self._sequences]
         if len(parts) < len(done.parts):
             by_row = tokens_of_row(parts, len(by_row))
         self._activity += by_row
         now = time.time_ns()
         for one in parts:
-            sequence = self._sequences[one.part.generation]
+            sequence = self._sequences[one.part.sequence]
             self.scheduler.computed(one.part)
             sequence.trace.note(one.part.start, one.rows)
             if one.part.last:
@@ -244,16 +244,16 @@ class SimulatedRank:
 
     def _new_sequence(self, request: GenerationRequest, answer: AnswerStream) -> SimulatedSequence:
         tokenizer = self.tokenizer
-        generation, text = sequence_parts(request, BLOCK_SIZE, tokenizer.detokenizer())
+        state, text = sequence_parts(request, BLOCK_SIZE, tokenizer.detokenizer())
         own = request.prompt[: len(request.prompt) - request.emitted]
         seed = request.sampling.seed if request.sampling.temperature > 0 else 0
         script = Script(tokenizer, own, seed, 0 if request.ignore_eos else self._config.output_tokens)
         trace = RowTrace(self._engine.routing)
-        return SimulatedSequence(request, answer, generation, text, trace, (tokenizer.end,), script=script)
+        return SimulatedSequence(request, answer, state, text, trace, (tokenizer.end,), script=script)
 
     def _advance(self, sequence: SimulatedSequence, now: int) -> None:
-        token = sequence.script.token(len(sequence.generation.tokens))
-        self.scheduler.append(sequence.generation, token)
+        token = sequence.script.token(len(sequence.state.tokens))
+        self.scheduler.append(sequence.state, token)
         delta = sequence.next_delta(token, now)
         sequence.answer.put(delta)
         if delta.outcome is not None:
@@ -269,8 +269,8 @@ class SimulatedRank:
 
     def _end(self, sequence: SimulatedSequence) -> None:
         """Free everything that a request holds, and report what it computed."""
-        del self._open[sequence.answer], self._sequences[sequence.generation]
-        self.scheduler.remove(sequence.generation)
+        del self._open[sequence.answer], self._sequences[sequence.state]
+        self.scheduler.remove(sequence.state)
         ended = sequence.ended()
         if ended is not None and self._may_report(sequence.trace.positions):
             self._facts.add_ended(ended)

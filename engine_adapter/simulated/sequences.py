@@ -48,7 +48,7 @@ class SimulatedSequence(ServedSequence[RowTrace]):
     script: Script
 
     def next_delta(self, token: int, now: int) -> AnswerDelta:
-        """Return the delta for a token that was just appended to `generation`."""
+        """Return the delta for a token that was just appended to `state`."""
         return self.emit(token, now, self._scored(token))
 
     def _scored(self, token: int) -> list[ScoredToken]:

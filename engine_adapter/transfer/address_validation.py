@@ -20,7 +20,7 @@ def own_address(memory: ExpertMemory) -> MemoryAddress:
     )
 
 
-def refuse(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress) -> None:
+def check_read(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress) -> None:
     """Raise AddressRefused unless these remote cells can be read into our own memory. Every number that
     becomes an address is checked."""
     # Cells are copied byte by byte, so both sides must agree on every offset in them.

@@ -15,7 +15,7 @@ from itertools import count
 import msgspec
 
 from engine_adapter.engine import ExpertMemory
-from engine_adapter.transfer.address_validation import OpenRead, own_address, refuse
+from engine_adapter.transfer.address_validation import OpenRead, check_read, own_address
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
 from fleet.requests.handovers import MemoryAddress
 
@@ -84,7 +84,7 @@ class MemoryTransfer:
         """All pulls so far: agent that was read from, and cells."""
         self.forgotten: list[str] = []
         """Agents passed to `forget`."""
-        self.helping = False
+        self.is_busy = False
         """Last argument of `busy`."""
         self._fabric = fabric
         self._memory = memory
@@ -98,7 +98,7 @@ class MemoryTransfer:
         return self._fabric.rank(address.agent) is not None
 
     async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
-        refuse(address, pulls, self._own)
+        check_read(address, pulls, self._own)
         peer = self._fabric.rank(address.agent)
         if peer is None:
             raise AddressRefused(f"agent {address.agent!r} is not of this process")
@@ -117,7 +117,7 @@ class MemoryTransfer:
         self.forgotten.append(address.agent)
 
     def busy(self, active: bool) -> None:
-        self.helping = active
+        self.is_busy = active
 
     async def close(self) -> None:
         """Cancel the pending reads. Nothing lands any more, and hanging reads never settle."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
-from engine_adapter.transfer.address_validation import own_address, refuse
+from engine_adapter.transfer.address_validation import check_read, own_address
 from engine_adapter.transfer.nixl_loader import Nixl, NixlMissing, load_nixl
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.reader_thread import Part, ReaderThread
@@ -64,7 +64,7 @@ class NixlTransfer:
 
     async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
         """Read cells. An empty list only establishes the connection."""
-        refuse(address, pulls, self._own)
+        check_read(address, pulls, self._own)
         if not self.reaches(address):
             raise AddressRefused(
                 f"agent {address.agent[:64]!r} with memory of kind {address.kind[:64]!r} cannot be read by"

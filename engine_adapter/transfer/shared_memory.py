@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
-from engine_adapter.transfer.address_validation import own_address, refuse
+from engine_adapter.transfer.address_validation import check_read, own_address
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.reader_thread import Part, ReaderThread
 from fleet.requests.handovers import MemoryAddress
@@ -58,7 +58,7 @@ class SharedTransfer:
         return bool(this_host()) and address.host == this_host() and address.descriptor >= 0
 
     async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
-        refuse(address, pulls, self._own)
+        check_read(address, pulls, self._own)
         if not self.reaches(address) or address.pid < 1:
             raise AddressRefused(
                 f"memory of process {address.pid} of machine {address.host[:64]!r} cannot be mapped on"

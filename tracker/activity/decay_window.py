@@ -160,14 +160,14 @@ class DecayWindow:
         sums.tokens += tokens * weight
         self._newest = max(self._newest, (now, 0.0))
 
-    def lose(self, start: float, end: float, *, found: bool = False) -> None:
-        """Mark the time from start to end as unobserved; `found`: as observed again. An empty span has no
+    def lose(self, start: float, end: float, *, recovered: bool = False) -> None:
+        """Mark the time from start to end as unobserved; recovered: as observed again. An empty span has no
         effect.
         """
         if end > start:
             for sums in self._sums:
                 span = weight_of(end - start, end, sums.constant, sums.advance(end))
-                sums.lost = max(0.0, sums.lost - span) if found else sums.lost + span
+                sums.lost = max(0.0, sums.lost - span) if recovered else sums.lost + span
 
     def counts(self, level: int, now: float) -> Float32Array:
         """Return weighted (token, k) pairs: float32 [layers, experts]."""

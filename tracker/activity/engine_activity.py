@@ -567,4 +567,4 @@ def _note_losses(rank: _Rank, model: _Model, publisher: int, sequence: int, star
         rank.window.sources = len(rank.publishers)
     for span in gaps.observe(sequence, start, end):
         for window in (rank.window, model.window):
-            window.lose(span.start, span.end, found=span.found)
+            window.lose(span.start, span.end, recovered=span.recovered)

@@ -14,11 +14,11 @@ MAX_OPEN = 64
 
 
 class SilentSpan(NamedTuple):
-    """No report covers start to end (seconds). `found`: withdraws this span."""
+    """Time from start to end (seconds) that no report covers. recovered: a late report now covers it."""
 
     start: float
     end: float
-    found: bool = False
+    recovered: bool = False
 
 
 class ReportGaps:
@@ -47,23 +47,23 @@ class ReportGaps:
             before, self._last = self._last, (sequence, end)
             yield from self._missing(before, (sequence, start))
         elif sequence < self._first[0]:
-            behind, self._first = self._first, (sequence, start)
-            yield from self._missing((sequence, end), behind)
+            after, self._first = self._first, (sequence, start)
+            yield from self._missing((sequence, end), after)
         else:
             yield from self._fill(sequence, start, end)
 
-    def _missing(self, before: tuple[int, float], behind: tuple[int, float]) -> Iterator[SilentSpan]:
-        if behind[0] > before[0] + 1:
-            self._open[before[0]] = (behind[0], before[1], behind[1])
+    def _missing(self, before: tuple[int, float], after: tuple[int, float]) -> Iterator[SilentSpan]:
+        if after[0] > before[0] + 1:
+            self._open[before[0]] = (after[0], before[1], after[1])
             if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
-            yield SilentSpan(before[1], behind[1])
+            yield SilentSpan(before[1], after[1])
 
     def _fill(self, sequence: int, start: float, end: float) -> Iterator[SilentSpan]:
         for low, (high, since, until) in self._open.items():
             if low < sequence < high:
                 del self._open[low]
-                yield SilentSpan(since, until, found=True)
+                yield SilentSpan(since, until, recovered=True)
                 yield from self._missing((low, since), (sequence, start))
                 yield from self._missing((sequence, end), (high, until))
                 return

@@ -37,19 +37,22 @@ PRIOR_PAIRS = 128.0
 GROWTH = 10
 """Refit after new samples amount to a tenth of those present."""
 CHANGED_NATS = 0.003
-"""Publish when the profiles differ by this much (Kullback-Leibler per pair, weighted by shares) from the
-published ones,
+"""Publish when the profiles differ by this much from the published ones (Kullback-Leibler per pair,
+weighted by shares).
 """
 CHANGED_SHARES = 0.05
-"""or the shares by this much (total variation),"""
+"""Publish when the shares differ by this much (total variation) from the published ones."""
 CHANGED_SHARPNESS = 2.0
-"""or the sharpness by this factor."""
+"""Publish when the sharpness differs by this factor from the published one."""
 SHARES_SECONDS = 30.0
 """Minimum interval between publications of changed shares alone."""
 ANCHOR_TOKENS = 8192.0
+"""Minimum weight of the samples' shares in the traffic mix, in tokens. Signatures are computed with the mix,
+and would otherwise confirm themselves.
+"""
 ANCHOR = 0.25
-"""Weight of the samples' shares in the shares: this many tokens, and at least this part of the signatures'
-tokens. Signatures are computed with the shares, and would otherwise confirm themselves.
+"""Minimum weight of the samples' shares in the traffic mix, relative to the tokens of signatures. The larger
+of `ANCHOR_TOKENS` and this applies.
 """
 
 

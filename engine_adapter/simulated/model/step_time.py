@@ -13,7 +13,7 @@ from fleet.timing import EngineSpeed, step_seconds, surplus_pairs
 
 
 class PlannedWork(NamedTuple):
-    """A slice of the next step, and the row of each of its tokens."""
+    """A slice of the next step, and the row of the routing table that each of its tokens uses."""
 
     part: Slice
     rows: NDArray[np.int16]
@@ -43,18 +43,19 @@ def plan(slices: Sequence[Slice], routing: RoutingModel) -> StepPlan:
     tokens = sequences = blocks = 0
     pairs = 0.0
     for one in slices:
-        about = one.generation
+        sequence = one.sequence
         # One row without the array machinery of a chunk: nearly all slices of a busy engine are of this kind.
         if one.count == 1 and one.last:
             parts.append(
                 PlannedWork(
-                    one, np.array([routing.row(about.tokens[one.start], one.start, about.blocks)], np.int16)
+                    one,
+                    np.array([routing.row(sequence.tokens[one.start], one.start, sequence.blocks)], np.int16),
                 )
             )
             sequences += 1
-            blocks += len(about.table.pages)
+            blocks += len(sequence.table.pages)
         else:
-            parts.append(PlannedWork(one, routing.rows_of(one.tokens, one.start, about.blocks)))
+            parts.append(PlannedWork(one, routing.rows_of(one.tokens, one.start, sequence.blocks)))
             tokens += one.count
             # Token i of the slice attends to start + i + 1 tokens. The sum over the slice has a closed form.
             pairs += one.count * (one.start + (one.count + 1) / 2)

@@ -136,10 +136,10 @@ async def test_the_source_is_told_to_help_while_it_is_read() -> None:
         group.transfers[2].faults.append(PullFault(delay_seconds=0.5))
         await group.propose(COPIED)
         await asyncio.sleep(0.2)
-        assert [way.helping for way in group.transfers] == [True, False, False]
+        assert [way.is_busy for way in group.transfers] == [True, False, False]
         await group.reaches(2, RankState.STAGED)
         await asyncio.sleep(0.1)
-        assert not group.transfers[0].helping
+        assert not group.transfers[0].is_busy
 
 
 # aborts

@@ -25,7 +25,7 @@ class PretendModel:
     def step(self, scheduler: BatchScheduler, slices: Sequence[Slice], budget: int) -> list[SequenceState]:
         assert sum(one.count for one in slices) <= budget
         written = [
-            (one.generation.table.pages[position // SIZE], position % SIZE)
+            (one.sequence.table.pages[position // SIZE], position % SIZE)
             for one in slices
             for position in range(one.start, one.start + one.count)
         ]
@@ -33,8 +33,8 @@ class PretendModel:
         for one in slices:
             for offset, token in enumerate(one.tokens):
                 position = one.start + offset
-                self.memory[one.generation.table.pages[position // SIZE], position % SIZE] = token
-        sampled = [(one.generation, self._next(one)) for one in slices if one.last]
+                self.memory[one.sequence.table.pages[position // SIZE], position % SIZE] = token
+        sampled = [(one.sequence, self._next(one)) for one in slices if one.last]
         for one in slices:
             scheduler.computed(one)
         for generation, token in sampled:
@@ -46,10 +46,10 @@ class PretendModel:
 
     def _next(self, one: Slice) -> int:
         seen = [
-            self.memory[one.generation.table.pages[at // SIZE], at % SIZE]
+            self.memory[one.sequence.table.pages[at // SIZE], at % SIZE]
             for at in range(one.start + one.count)
         ]
-        assert seen == one.generation.tokens, "pages hold another sequence's tokens"
+        assert seen == one.sequence.tokens, "pages hold another sequence's tokens"
         return pretend_token(seen)
 
 
@@ -176,7 +176,7 @@ def test_the_last_prompt_token_is_computed_even_when_all_of_the_prompt_is_cached
     assert (only.start, only.count, again.cached_tokens) == (4, 4, 4)
     longer = SequenceState([1] * 9, 1)
     scheduler.submit(longer)
-    assert [(one.start, one.count) for one in scheduler.plan() if one.generation is longer] == [(8, 1)]
+    assert [(one.start, one.count) for one in scheduler.plan() if one.sequence is longer] == [(8, 1)]
 
 
 def test_a_full_queue_refuses_with_a_type_of_its_own() -> None:

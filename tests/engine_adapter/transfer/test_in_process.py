@@ -106,5 +106,5 @@ def test_it_is_known_what_was_asked(pair: Pair) -> None:
     taking: MemoryTransfer = pair.taking
     taking.busy(True)
     taking.forget(pair.address)
-    assert taking.helping
+    assert taking.is_busy
     assert taking.forgotten == [pair.giving.agent]

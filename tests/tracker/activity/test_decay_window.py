@@ -41,7 +41,7 @@ def ones(scale: float = 1.0) -> np.ndarray:
 def hear(window: DecayWindow, gaps: ReportGaps, report: Told) -> None:
     """Process one report as the tracker does."""
     for span in gaps.observe(report.sequence, report.end - report.seconds, report.end):
-        window.lose(span.start, span.end, found=span.found)
+        window.lose(span.start, span.end, recovered=span.recovered)
     window.observe(WindowReport(report.table, report.tokens, report.seconds, report.end))
 
 
