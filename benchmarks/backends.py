@@ -143,10 +143,10 @@ def routed(policy: Policy, speed: EngineSpeed | None, prefix_bytes: int, request
                 continue
             group = order.pop()
             text = prefixes[group] + dice.randbytes(QUESTION_BYTES)
-            exchange = RequestLog("r", f"d{number}", "/v1/chat/completions", now[0])
-            exchange.stream = True
+            request_log = RequestLog("r", f"d{number}", "/v1/chat/completions", now[0])
+            request_log.stream = True
             decision, booking = service.book(
-                exchange, RoutingRequest(MODEL, TextPrompt(text, MODEL), 0, OUTPUT, None), "", FIRST_TRY
+                request_log, RoutingRequest(MODEL, TextPrompt(text, MODEL), 0, OUTPUT, None), "", FIRST_TRY
             )
             server = decision.target.key[0] - 1
             went[group][server] += 1

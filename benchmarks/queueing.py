@@ -52,7 +52,7 @@ class House(NamedTuple):
     service: RouterService
     needs: list[RoutingRequest]
 
-    def exchange(self) -> RequestLog:
+    def request_log(self) -> RequestLog:
         made = RequestLog("r", "d", "/v1/completions", self.service.clock())
         made.priority, made.urgency = "normal", 1
         return made
@@ -164,7 +164,7 @@ def booked(house: House, order: list[int]) -> float:
     """Return the total cost in ms of deciding and booking in sequence; all bookings are released."""
     cost, bookings = 0.0, []
     for at in order:
-        decision, booking = house.service.book(house.exchange(), house.needs[at], "", FIRST_TRY)
+        decision, booking = house.service.book(house.request_log(), house.needs[at], "", FIRST_TRY)
         cost += float(decision.scores.total[decision.chosen])
         bookings.append(booking)
     for booking in bookings:
@@ -176,16 +176,16 @@ async def passing(requests: int) -> tuple[float, float]:
     """Return microseconds of a decision with booking and release: directly, and through the wait queue while
     places are free."""
     house = House.of(64, requests)
-    service, exchange = house.service, house.exchange()
+    service, request_log = house.service, house.request_log()
     direct, through = [], []
     for _ in range(2):  # the first round is warm-up
         for need in house.needs:
             started = time.perf_counter()
-            _, booking = service.book(exchange, need, "", FIRST_TRY)
+            _, booking = service.book(request_log, need, "", FIRST_TRY)
             service.release(booking)
             direct.append(1e6 * (time.perf_counter() - started))
             started = time.perf_counter()
-            _, booking = await service.wait_queue.admit(exchange, need, "", FIRST_TRY, begun=False)
+            _, booking = await service.wait_queue.admit(request_log, need, "", FIRST_TRY, begun=False)
             service.release(booking)
             through.append(1e6 * (time.perf_counter() - started))
     return median(direct[requests:]), median(through[requests:])
@@ -200,9 +200,11 @@ class Crowd:
         self.places = places
 
     async def __aenter__(self) -> "Crowd":
-        service, exchange = self.house.service, self.house.exchange()
+        service, request_log = self.house.service, self.house.request_log()
         for at in range(64 * self.places):
-            _, booking = service.book(exchange, self.house.needs[at % len(self.house.needs)], "", FIRST_TRY)
+            _, booking = service.book(
+                request_log, self.house.needs[at % len(self.house.needs)], "", FIRST_TRY
+            )
             self.running.append(booking)
         self.tasks = [
             asyncio.create_task(self._admitted(need), name="waits for a place") for need in self.house.needs
@@ -216,7 +218,7 @@ class Crowd:
 
     async def _admitted(self, need: RoutingRequest) -> None:
         _, booking = await self.house.service.wait_queue.admit(
-            self.house.exchange(), need, "", FIRST_TRY, begun=False
+            self.house.request_log(), need, "", FIRST_TRY, begun=False
         )
         self.running.append(booking)
 

@@ -16,7 +16,7 @@ Work = Callable[[Decision, Booking, AttemptTrace | None], Awaitable[None]]
 
 async def make_attempt(
     service: RouterService,
-    exchange: RequestLog,
+    request_log: RequestLog,
     need: RoutingRequest,
     attempt: Attempt,
     work: Work,
@@ -30,16 +30,16 @@ async def make_attempt(
     `WaitQueue.admit`.
     """
     suffix += f"-a{attempt.number}" if attempt.number > 1 else ""
-    decision, booking = await service.wait_queue.admit(exchange, need, suffix, attempt, begun=begun)
+    decision, booking = await service.wait_queue.admit(request_log, need, suffix, attempt, begun=begun)
     span: AttemptTrace | None = None
     ended: str | None = "abandoned"
     try:
-        span = None if exchange.trace is None else exchange.trace.attempt(decision)
+        span = None if request_log.trace is None else request_log.trace.attempt(decision)
         await work(decision, booking, span)
         ended = None
     except UpstreamFailed as failed:
         ended = failed.how.value
-        service.attempt_failed(exchange, decision, booking, failed.how, str(failed))
+        service.attempt_failed(request_log, decision, booking, failed.how, str(failed))
         return decision, failed
     else:
         return decision, None

@@ -290,17 +290,17 @@ class RouterService:
         )
 
     def book(
-        self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt
+        self, request_log: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt
     ) -> tuple[Decision, Booking]:
         """Decide, book the load on the chosen rank at once, and record the decision's span."""
         started, lap = time.perf_counter(), self.metrics.lap()
-        decision = self.decide(need, exchange.decision_id + suffix, attempt, lap)
+        decision = self.decide(need, request_log.decision_id + suffix, attempt, lap)
         now = self.clock()
         timed = (
-            exchange.stream or decision.target_table.dialect != "text"
+            request_log.stream or decision.target_table.dialect != "text"
         )  # an unstreamed response shows no time to first token
         booking = self.scheduler.book(decision, need.prompt, now, external=need.external, timed=timed)
-        booked = BookedRequest(decision, booking, need.prompt, exchange.queued_seconds > 0)
+        booked = BookedRequest(decision, booking, need.prompt, request_log.queued_seconds > 0)
         for observer in self._observers:
             observer.booked(booked)
         if attempt.number == 1:
@@ -311,9 +311,9 @@ class RouterService:
         self.metrics.decided(decision, seconds)
         if decision.shared_cache:
             self._warn_shared_cache(decision)
-        if exchange.trace is not None:
+        if request_log.trace is not None:
             ended = time.time_ns()
-            exchange.trace.decided(decision, ended - int(1e9 * seconds), ended)
+            request_log.trace.decided(decision, ended - int(1e9 * seconds), ended)
         return decision, booking
 
     def _warn_shared_cache(self, decision: Decision) -> None:
@@ -426,14 +426,14 @@ class RouterService:
         return self._reporters is not None and self._reporters.routed_experts.note(decision, tap, usage)
 
     def attempt_failed(
-        self, exchange: RequestLog, decision: Decision, booking: Booking, how: AttemptFailure, detail: str
+        self, request_log: RequestLog, decision: Decision, booking: Booking, how: AttemptFailure, detail: str
     ) -> None:
         """Record a failed attempt. An engine that refuses connections is excluded until its next sign of
         life.
         """
-        exchange.failures.append(how)
+        request_log.failures.append(how)
         self.metrics.failed(how)
-        log.warning("request %s: %s failed: %s", exchange.request_id, decision.target.name, detail)
+        log.warning("request %s: %s failed: %s", request_log.request_id, decision.target.name, detail)
         if how is AttemptFailure.BUSY:
             self.scheduler.reported_busy(decision.target.key, self.clock())
         elif self.scheduler.health.failed(booking, self.clock()):

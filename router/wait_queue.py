@@ -66,7 +66,7 @@ class QueueService(Protocol):
         """Decide without booking. `Saturated` when no rank can take the request at present."""
         ...
 
-    def book(self, exchange: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt) -> Admitted:
+    def book(self, request_log: RequestLog, need: RoutingRequest, suffix: str, attempt: Attempt) -> Admitted:
         """Decide and book the load."""
         ...
 
@@ -76,13 +76,13 @@ class QueueService(Protocol):
 class _Waiting(Waiter):
     """A waiting request, its routing request, and the future that receives its admission."""
 
-    __slots__ = ("attempt", "done", "exchange", "need", "own_end", "suffix")
+    __slots__ = ("attempt", "done", "need", "own_end", "request_log", "suffix")
 
     def __init__(
-        self, exchange: RequestLog, model: str, urgency: int, came: float, until: float, size: int
+        self, request_log: RequestLog, model: str, urgency: int, came: float, until: float, size: int
     ) -> None:
         super().__init__(model, urgency, came, until, size)
-        self.exchange = exchange
+        self.request_log = request_log
         self.own_end = until
         """deadline while engines of its model are alive"""
         self.need: RoutingRequest | None = None
@@ -119,7 +119,7 @@ class WaitQueue(BookingObserver):
 
     async def admit(
         self,
-        exchange: RequestLog,
+        request_log: RequestLog,
         need: RoutingRequest,
         suffix: str,
         attempt: Attempt,
@@ -135,16 +135,16 @@ class WaitQueue(BookingObserver):
         ApiError as in `Scheduler.decide`, or with a code of `QueueRefusal` and a Retry-After when there is no
         capacity. A request cancelled while waiting leaves the queue at once, and nothing stays booked for it.
         """
-        urgency = CONTINUES if begun else exchange.urgency
+        urgency = CONTINUES if begun else request_log.urgency
         full: Saturated | None = None
         if not self._queue or not self._queue.passes_over(
             need.model, urgency, self._aged_before(self._service.clock())
         ):
             try:
-                return self._service.book(exchange, need, suffix, attempt)
+                return self._service.book(request_log, need, suffix, attempt)
             except Saturated as error:
                 full = error
-        waiting = self._newcomer(exchange, need.model, urgency, need.prompt.tokens)
+        waiting = self._newcomer(request_log, need.model, urgency, need.prompt.tokens)
         if not wait:
             raise self._unplaced(waiting, full)
         waiting.need, waiting.suffix, waiting.attempt = need, suffix, attempt
@@ -152,7 +152,7 @@ class WaitQueue(BookingObserver):
         assert found is not None
         return found
 
-    async def live_target_table(self, exchange: RequestLog, model: str) -> TargetTable:
+    async def live_target_table(self, request_log: RequestLog, model: str) -> TargetTable:
         """Return the ranks that may serve a model, at once if there are any. ApiError 404 for an unknown
         model, also at once.
         """
@@ -160,7 +160,7 @@ class WaitQueue(BookingObserver):
             try:
                 return self._service.scheduler.target_table(model)
             except Saturated as error:
-                await self._wait(self._newcomer(exchange, model, exchange.urgency, 0), error)
+                await self._wait(self._newcomer(request_log, model, request_log.urgency, 0), error)
 
     def wake(self) -> None:
         """Check for capacity or a returned engine soon. Nearly free while the queue is empty; calls in one
@@ -196,13 +196,18 @@ class WaitQueue(BookingObserver):
 
     # One request that waits
 
-    def _newcomer(self, exchange: RequestLog, model: str, urgency: int, tokens: int) -> _Waiting:
+    def _newcomer(self, request_log: RequestLog, model: str, urgency: int, tokens: int) -> _Waiting:
         now = self._service.clock()
         until = now + self._service.config.queue_wait_seconds
         if urgency != CONTINUES:
-            until = min(until, exchange.give_up_at)
+            until = min(until, request_log.give_up_at)
         return _Waiting(
-            exchange, model, urgency, now, until, _HELD_BYTES + exchange.body_bytes + _TOKEN_BYTES * tokens
+            request_log,
+            model,
+            urgency,
+            now,
+            until,
+            _HELD_BYTES + request_log.body_bytes + _TOKEN_BYTES * tokens,
         )
 
     async def _wait(self, waiting: _Waiting, full: Saturated | None) -> Admitted | None:
@@ -210,8 +215,8 @@ class WaitQueue(BookingObserver):
         tried yet.
         """
         self._enter(waiting, full)
-        exchange, began = waiting.exchange, time.time_ns()
-        self._service.metrics.queued(exchange.priority)
+        request_log, began = waiting.request_log, time.time_ns()
+        self._service.metrics.queued(request_log.priority)
         refused: str | None = "failed"
         try:
             found = await waiting.done
@@ -227,10 +232,10 @@ class WaitQueue(BookingObserver):
             return found
         finally:
             seconds = self._service.clock() - waiting.came
-            exchange.queued_seconds = max(exchange.queued_seconds, seconds)
-            self._service.metrics.dequeued(exchange.priority, seconds)
-            if exchange.trace is not None:
-                exchange.trace.queued(exchange.priority, began, time.time_ns(), refused)
+            request_log.queued_seconds = max(request_log.queued_seconds, seconds)
+            self._service.metrics.dequeued(request_log.priority, seconds)
+            if request_log.trace is not None:
+                request_log.trace.queued(request_log.priority, began, time.time_ns(), refused)
 
     def _enter(self, waiting: _Waiting, full: Saturated | None) -> None:
         """Queue a request. ApiError when it may not wait."""
@@ -352,7 +357,7 @@ class WaitQueue(BookingObserver):
                 alone.append(
                     (
                         waiting,
-                        self._service.decide(waiting.need, waiting.exchange.decision_id, waiting.attempt),
+                        self._service.decide(waiting.need, waiting.request_log.decision_id, waiting.attempt),
                     )
                 )
         if not alone:
@@ -374,12 +379,12 @@ class WaitQueue(BookingObserver):
             self._queue.remove(waiting)
             return True
         assert waiting.need is not None
-        exchange = waiting.exchange
-        exchange.queued_seconds = max(
-            exchange.queued_seconds, self._service.clock() - waiting.came
+        request_log = waiting.request_log
+        request_log.queued_seconds = max(
+            request_log.queued_seconds, self._service.clock() - waiting.came
         )  # observers of the booking read it
         try:
-            admitted = self._service.book(waiting.exchange, waiting.need, waiting.suffix, waiting.attempt)
+            admitted = self._service.book(waiting.request_log, waiting.need, waiting.suffix, waiting.attempt)
         except Saturated:
             return False
         except Exception as error:  # noqa: BLE001 any error concerns this request alone, and is raised in its task
@@ -407,7 +412,7 @@ class WaitQueue(BookingObserver):
 
     def _refusal(self, waiting: _Waiting, why: QueueRefusal, full: Saturated | None = None) -> ApiError:
         now = self._service.clock()
-        self._service.metrics.refused(waiting.exchange.priority, why.value)
+        self._service.metrics.refused(waiting.request_log.priority, why.value)
         otherwise = _DEFAULT_RETRY_SECONDS if full is None or full.retry_after is None else full.retry_after
         rate = self._rates.get(waiting.model)
         seconds = retry_after(
@@ -430,7 +435,7 @@ class WaitQueue(BookingObserver):
             case QueueRefusal.SHED:
                 return (
                     "every rank that serves this model is saturated, and requests more urgent than"
-                    f" {waiting.exchange.priority!r} filled the queue"
+                    f" {waiting.request_log.priority!r} filled the queue"
                 )
             case QueueRefusal.QUEUE_TIMEOUT:
                 return (

@@ -181,10 +181,10 @@ class Roost:
 
     def predict(self, *, on: bool) -> None:
         """Turn the tracker's tables on or off."""
-        foresight = self.router.scheduler.foresight
-        foresight.keep_only(set())
+        predictor = self.router.scheduler.predictor
+        predictor.keep_only(set())
         if on:
-            foresight.replace(MODEL, self._prediction)
+            predictor.replace(MODEL, self._prediction)
 
     def hold(self, held: Held) -> None:
         """Publish the ranks' cached blocks."""

@@ -28,9 +28,9 @@ from router.fleet_state.cluster_homes import MIN_HOME_LIFT, ClusterHomes
 from router.fleet_state.dispatch_cost import locality
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
 from router.fleet_state.view import FleetView
-from router.prediction.predictor import Forecast
+from router.prediction.predictor import RequestPrediction
 from router.scheduling.cost import TERMS
-from router.scheduling.decision import Ask, Conditions, Decision, Outlook, decide
+from router.scheduling.decision import Ask, Conditions, Decision, TargetPredictions, decide
 from router.scheduling.filters import SaturationLimits, candidates
 from router.scheduling.policies import PolicyRules
 
@@ -175,7 +175,7 @@ class _Router:
             self._world.weights[row],
         )
         evidence, reliabilities = (0.0, 0.0, 128.0, 0.0), [0.0, 0.0, 0.9, 0.0]
-        forecast = Forecast(
+        request_prediction = RequestPrediction(
             weights,
             self._world.model.shares,
             setting.gain,
@@ -188,8 +188,10 @@ class _Router:
             reliabilities,
         )
         remote, nodes, local, added = prices.of(weights)
-        prior, home = prices.prior_local(forecast.shares), prices.home(weights)
-        outlook = Outlook(forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions)
+        prior, home = prices.prior_local(request_prediction.shares), prices.home(weights)
+        prediction = TargetPredictions(
+            request_prediction, remote, nodes, local, prior, added, prices.priced, home, prices.versions
+        )
         seed = int(self._random.integers(1 << 32))
         ask = Ask(
             decision_id="d", seed=seed, model="m", prompt_tokens=setting.prompt, output_tokens=setting.output
@@ -203,7 +205,7 @@ class _Router:
             Conditions(load, factors=self._factors),
             setting.rules,
             1,
-            outlook,
+            prediction,
         )
 
 

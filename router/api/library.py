@@ -164,33 +164,38 @@ class Decider:
         """Return the decision itself; counted, logged and traced as a request of its own."""
         self._check()
         service, path = self.service, RESERVE_PATH if reserve else ROUTE_PATH
-        exchange = RequestLog(
+        request_log = RequestLog(
             identity.get("request_id") or service.new_request_id(),
             service.new_decision_id(),
             path,
             service.clock(),
         )
-        exchange.session, exchange.tenant = identity.get("session") or None, identity.get("tenant") or None
-        exchange.priority_header = identity.get("priority") or None
+        request_log.session, request_log.tenant = (
+            identity.get("session") or None,
+            identity.get("tenant") or None,
+        )
+        request_log.priority_header = identity.get("priority") or None
         if service.credentials.clients is not None:  # the library and the bus are trusted to name tenants
-            exchange.caller = Caller(exchange.tenant or "", None, ALL_RIGHTS)
+            request_log.caller = Caller(request_log.tenant or "", None, ALL_RIGHTS)
         if self._tracing is not None:
-            exchange.trace = self._tracing.route_request(
+            request_log.trace = self._tracing.route_request(
                 interface, path, identity.get("traceparent") or "", time.time_ns()
             )
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         outcome = RequestEnd.FAILED
         try:
-            decision = await self._edge.choose(exchange, data, reserve=reserve, wait=wait, supposed=supposed)
+            decision = await self._edge.choose(
+                request_log, data, reserve=reserve, wait=wait, supposed=supposed
+            )
         except ApiError as error:
-            exchange.status, exchange.detail = error.status, error.message
+            request_log.status, request_log.detail = error.status, error.message
             outcome = outcome_of(error.status)
             raise
         else:
-            exchange.status, outcome = 200, RequestEnd.ANSWERED
+            request_log.status, outcome = 200, RequestEnd.ANSWERED
             return decision
         finally:
-            exchange.finish(outcome, service.clock(), service.metrics)
+            request_log.finish(outcome, service.clock(), service.metrics)
 
     def _check(self) -> None:
         """RuntimeError when the service has ended, because its view is then out of date."""

@@ -162,8 +162,8 @@ class HotRoutes:
             for raw, value in scope["headers"]
             if (name := self._read.get(raw)) is not None
         }
-        exchange = self._begin(path, headers, scope)
-        fixed: Headers = [(b"x-request-id", exchange.request_id.encode())]
+        request_log = self._begin(path, headers, scope)
+        fixed: Headers = [(b"x-request-id", request_log.request_id.encode())]
         watch = ClientWatch(receive)
         reply = AsgiResponse(send, watch.stop)
         outcome = RequestEnd.FAILED
@@ -172,14 +172,14 @@ class HotRoutes:
             if service.refusing:
                 fixed.append((b"connection", b"close"))
                 raise not_ready("the router is stopping; ask again, on another connection")  # noqa: TRY301
-            self._admit(exchange, headers, right or (INFER if path in (CHAT_PATH, TEXT_PATH) else ROUTE))
-            with service.body_budget.share(exchange.client) as share:
+            self._admit(request_log, headers, right or (INFER if path in (CHAT_PATH, TEXT_PATH) else ROUTE))
+            with service.body_budget.share(request_log.client) as share:
                 body = await read_body(scope, receive, service.config.max_body_bytes, share)
-                self._watches.start(watch, exchange.request_id)
-                await answer(exchange, reply, fixed, body)
+                self._watches.start(watch, request_log.request_id)
+                await answer(request_log, reply, fixed, body)
             outcome = outcome_of(reply.status)
         except ApiError as error:
-            outcome = await _refuse(exchange, reply, fixed, error)
+            outcome = await _refuse(request_log, reply, fixed, error)
         except ClientGone:
             outcome = RequestEnd.CLIENT_GONE
         except asyncio.CancelledError:
@@ -187,32 +187,37 @@ class HotRoutes:
                 outcome = RequestEnd.CLIENT_GONE
             else:
                 outcome = RequestEnd.CANCELLED
-                await _break_off(exchange, reply, fixed)
+                await _break_off(request_log, reply, fixed)
         except Exception:
-            log.exception("request %s: a fault of the router", exchange.request_id)
+            log.exception("request %s: a fault of the router", request_log.request_id)
             fault = ApiError(500, "the router failed; its log says why", code="internal_error")
-            await _refuse(exchange, reply, fixed, fault)
+            await _refuse(request_log, reply, fixed, fault)
         finally:
             watch.stop()
             service.metrics.in_flight -= 1
-            exchange.status = reply.status
-            exchange.finish(outcome, service.clock(), service.metrics)
+            request_log.status = reply.status
+            request_log.finish(outcome, service.clock(), service.metrics)
 
     def _begin(self, path: str, headers: dict[str, str], scope: Scope) -> RequestLog:
         given = headers.get("x-request-id", "")
         request_id = given if given and _REQUEST_ID.fullmatch(given) else self.service.new_request_id()
-        exchange = RequestLog(request_id, self.service.new_decision_id(), path, self.service.clock())
-        exchange.client_headers, exchange.query = scope["headers"], scope.get("query_string", b"")
-        exchange.address = _address(scope)
-        exchange.session, exchange.tenant = headers.get(SESSION) or None, headers.get(TENANT) or None
-        exchange.priority_header, exchange.timeout_header = headers.get(PRIORITY), headers.get(TIMEOUT_HEADER)
+        request_log = RequestLog(request_id, self.service.new_decision_id(), path, self.service.clock())
+        request_log.client_headers, request_log.query = scope["headers"], scope.get("query_string", b"")
+        request_log.address = _address(scope)
+        request_log.session, request_log.tenant = headers.get(SESSION) or None, headers.get(TENANT) or None
+        request_log.priority_header, request_log.timeout_header = (
+            headers.get(PRIORITY),
+            headers.get(TIMEOUT_HEADER),
+        )
         trusted = "traceparent" not in headers or self._may_trace(headers)
         if self._tracing is not None:
             operation = {CHAT_PATH: "chat", TEXT_PATH: "text_completion"}.get(path, "route")
-            exchange.trace = self._tracing.request(operation, path, headers, time.time_ns(), trusted=trusted)
+            request_log.trace = self._tracing.request(
+                operation, path, headers, time.time_ns(), trusted=trusted
+            )
         elif trusted:
-            exchange.pass_on = {name: headers[name] for name in _TRACE_CONTEXT if name in headers}
-        return exchange
+            request_log.pass_on = {name: headers[name] for name in _TRACE_CONTEXT if name in headers}
+        return request_log
 
     def _may_trace(self, headers: dict[str, str]) -> bool:
         """True when the client's trace context is trusted. An untrusted client could otherwise have all its
@@ -223,40 +228,42 @@ class HotRoutes:
         except ApiError:
             return False  # `_admit` refuses the request next
 
-    def _admit(self, exchange: RequestLog, headers: dict[str, str], right: str) -> None:
-        """Record the caller on the exchange. ApiError 401 without a valid key, 403 for a key without the
+    def _admit(self, request_log: RequestLog, headers: dict[str, str], right: str) -> None:
+        """Record the caller on the request log. ApiError 401 without a valid key, 403 for a key without the
         route's right.
         """
         caller = self.service.credentials.caller(headers.get("authorization"))
         caller.require(right)
-        if exchange.tenant is not None:
-            caller = caller.speaking_for(exchange.tenant)
-        exchange.caller = caller
+        if request_log.tenant is not None:
+            caller = caller.speaking_for(request_log.tenant)
+        request_log.caller = caller
         if caller.tenant:  # else the header or the body may name the tenant
-            exchange.tenant = caller.tenant
+            request_log.tenant = caller.tenant
 
     # The routes
 
     async def _answer(
-        self, kind: BodyKind, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+        self, kind: BodyKind, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
     ) -> None:
         """Answer chat or completions. Servers that speak text get the body unchanged and validate it."""
-        exchange.body_bytes = len(body)
-        fields = await self._for_text_servers(exchange, body)
-        if fields is not None and await self._speaks_text(exchange):
-            await self._relay(CHAT_ROUTE, exchange, reply, headers, body, fields)
+        request_log.body_bytes = len(body)
+        fields = await self._for_text_servers(request_log, body)
+        if fields is not None and await self._speaks_text(request_log):
+            await self._relay(CHAT_ROUTE, request_log, reply, headers, body, fields)
         else:
-            await self._stream(kind, exchange, reply, headers, body)
+            await self._stream(kind, request_log, reply, headers, body)
 
-    async def _speaks_text(self, exchange: RequestLog) -> bool:
+    async def _speaks_text(self, request_log: RequestLog) -> bool:
         """Return true if the servers of the request's model speak text, once a live one is known."""
-        return (await self.service.wait_queue.live_target_table(exchange, exchange.model)).dialect == "text"
+        return (
+            await self.service.wait_queue.live_target_table(request_log, request_log.model)
+        ).dialect == "text"
 
     async def _answer_other(
         self,
         route: ForeignRoute,
         method: str,
-        exchange: RequestLog,
+        request_log: RequestLog,
         reply: AsgiResponse,
         headers: Headers,
         body: bytes,
@@ -264,48 +271,52 @@ class HotRoutes:
         """Forward a request that only servers that speak text understand."""
         if route.kind is not RouteKind.INFERENCE:
             await self._direct.run(
-                route, exchange, reply, headers, UpstreamRequest(method, "", _target(exchange), [], body)
+                route,
+                request_log,
+                reply,
+                headers,
+                UpstreamRequest(method, "", _target(request_log), [], body),
             )
             return
-        exchange.body_bytes = len(body)
-        fields = await self._for_text_servers(exchange, body)
-        if fields is None or not await self._speaks_text(exchange):
+        request_log.body_bytes = len(body)
+        fields = await self._for_text_servers(request_log, body)
+        if fields is None or not await self._speaks_text(request_log):
             message = (
                 "the engines of this fleet serve chat and completions; no server behind this router takes"
-                f" {exchange.path}"
+                f" {request_log.path}"
             )
             raise ApiError(
                 404,
-                f"{message} for {exchange.model!r}" if exchange.model else message,
+                f"{message} for {request_log.model!r}" if request_log.model else message,
                 code="route_not_found",
             )
-        await self._relay(route, exchange, reply, headers, body, fields)
+        await self._relay(route, request_log, reply, headers, body, fields)
 
     async def _relay(
         self,
         route: ForeignRoute,
-        exchange: RequestLog,
+        request_log: RequestLog,
         reply: AsgiResponse,
         headers: Headers,
         body: bytes,
         fields: LenientRequest,
     ) -> None:
-        exchange.stream = fields.stream and route.generates
+        request_log.stream = fields.stream and route.generates
         only = None
         if fields.refers_to is not None and route.creates:
-            kind = "responses" if exchange.path == "/v1/responses" else "files"
+            kind = "responses" if request_log.path == "/v1/responses" else "files"
             only = (
-                await self._direct.find(fields.refers_to, f"/v1/{kind}/{fields.refers_to}", exchange)
+                await self._direct.find(fields.refers_to, f"/v1/{kind}/{fields.refers_to}", request_log)
             ).rank
         request = ForwardedRequest(
             "POST",
-            _target(exchange),
-            exchange.client_headers,
+            _target(request_log),
+            request_log.client_headers,
             body,
             (
                 fields
-                if fields.stream == exchange.stream
-                else msgspec.structs.replace(fields, stream=exchange.stream)
+                if fields.stream == request_log.stream
+                else msgspec.structs.replace(fields, stream=request_log.stream)
             ),
             self._expected(fields.max_tokens) if route.generates else 1,
             own_credentials=self.service.credentials.clients is None,
@@ -313,24 +324,24 @@ class HotRoutes:
             creates=route.creates,
             only=only,
         )
-        await Relay(self.service, exchange, reply, headers, request, self._unstreamed, self._located).run()
+        await Relay(self.service, request_log, reply, headers, request, self._unstreamed, self._located).run()
 
-    async def _for_text_servers(self, exchange: RequestLog, body: bytes) -> LenientRequest | None:
-        """Parse the request as leniently as servers that speak text do, and record it on the exchange. None:
-        there are no such servers, or it names no model of theirs.
+    async def _for_text_servers(self, request_log: RequestLog, body: bytes) -> LenientRequest | None:
+        """Parse the request as leniently as servers that speak text do, and record it on the request log.
+        None: there are no such servers, or it names no model of theirs.
         """
         if not self._has_text_servers:
             return None
         fields = await self.service.bodies.read_passthrough(
-            exchange.client, body, value_of(exchange.client_headers, b"content-type")
+            request_log.client, body, value_of(request_log.client_headers, b"content-type")
         )
         model = self._text_model(fields.model)
         if model is None:
             return None
         known = type(fields.priority) is int or fields.priority in self.service.config.classes
-        exchange.session = exchange.session or fields.session
-        exchange.tenant = exchange.tenant or fields.user
-        self._note(exchange, model, fields, fields.priority if known else None)
+        request_log.session = request_log.session or fields.session
+        request_log.tenant = request_log.tenant or fields.user
+        self._note(request_log, model, fields, fields.priority if known else None)
         return fields
 
     def _text_model(self, named: str | None) -> str | None:
@@ -347,37 +358,37 @@ class HotRoutes:
         return default if len(view.target_table(default).targets) == live else named
 
     async def _stream(
-        self, kind: BodyKind, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+        self, kind: BodyKind, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
     ) -> None:
         """Answer with ranks that speak token ids."""
-        decoded = await self._decoded(kind, exchange, body)
+        decoded = await self._decoded(kind, request_log, body)
         request = decoded.request
-        table = await self.service.wait_queue.live_target_table(exchange, request.model)
-        settings, states = await self._completion_states(exchange, decoded, table)
-        exchange.prompt_tokens = sum(len(state.prompt) for state in states[:: settings.n])
+        table = await self.service.wait_queue.live_target_table(request_log, request.model)
+        settings, states = await self._completion_states(request_log, decoded, table)
+        request_log.prompt_tokens = sum(len(state.prompt) for state in states[:: settings.n])
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
-        exchange.answer_id = f"{prefix}-{exchange.decision_id}"
-        head = ResponseHead(id=exchange.answer_id, model=request.model, created=int(time.time()))
+        request_log.answer_id = f"{prefix}-{request_log.decision_id}"
+        head = ResponseHead(id=request_log.answer_id, model=request.model, created=int(time.time()))
         answer = answer_for(request, head, len(states))
         await TokenStream(
-            self.service, exchange, reply, headers, answer, states, settings.n, table.tokenizer
+            self.service, request_log, reply, headers, answer, states, settings.n, table.tokenizer
         ).run()
 
     async def _explain(
-        self, query: bytes, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+        self, query: bytes, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
     ) -> None:
-        decision = await self.choose(exchange, body, supposed=parsed_query(query))
+        decision = await self.choose(request_log, body, supposed=parsed_query(query))
         answer = msgspec.json.encode(decision.record())
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
     async def _reserve(
-        self, wait: bool | None, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+        self, wait: bool | None, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
     ) -> None:
         if wait is None:
             raise ApiError(
                 400, "what can be asked here is ?wait=true or ?wait=false", param="wait", code="invalid_value"
             )
-        decision = await self.choose(exchange, body, reserve=True, wait=wait)
+        decision = await self.choose(request_log, body, reserve=True, wait=wait)
         answer = msgspec.json.encode(
             reserved(
                 decision.record(),
@@ -389,7 +400,7 @@ class HotRoutes:
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
     async def _release(
-        self, exchange: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+        self, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
     ) -> None:
         if len(body) > _MAX_RELEASE_BYTES:
             raise ApiError(413, f"a release is longer than {_MAX_RELEASE_BYTES} bytes", code="body_too_large")
@@ -400,13 +411,13 @@ class HotRoutes:
                 400, f'the body must be {{"id": "...", "first_token": false}}: {error}', code="invalid_value"
             ) from error
         released = self.service.released(
-            release.id, first_token=release.first_token, tenant=exchange.caller.sees
+            release.id, first_token=release.first_token, tenant=request_log.caller.sees
         )
         await reply.whole(200, [*headers, _JSON], msgspec.json.encode(released))
 
     async def choose(
         self,
-        exchange: RequestLog,
+        request_log: RequestLog,
         body: bytes,
         *,
         reserve: bool = False,
@@ -426,93 +437,95 @@ class HotRoutes:
                 "a reservation is for what is, not for what is supposed: leave out `without` and `gone`",
                 code="invalid_value",
             )
-        need = msgspec.structs.replace(await self._need(exchange, body), supposed=supposed, external=reserve)
+        need = msgspec.structs.replace(
+            await self._need(request_log, body), supposed=supposed, external=reserve
+        )
         if reserve:
-            exchange.decision, booking = await self.service.wait_queue.admit(
-                exchange, need, "", FIRST_TRY, begun=False, wait=wait
+            request_log.decision, booking = await self.service.wait_queue.admit(
+                request_log, need, "", FIRST_TRY, begun=False, wait=wait
             )
-            self.service.hold(exchange.decision, booking)
+            self.service.hold(request_log.decision, booking)
         else:
-            exchange.decision = self.service.decide(need, exchange.decision_id)
-        return exchange.decision
+            request_log.decision = self.service.decide(need, request_log.decision_id)
+        return request_log.decision
 
-    async def _need(self, exchange: RequestLog, body: bytes) -> RoutingRequest:
+    async def _need(self, request_log: RequestLog, body: bytes) -> RoutingRequest:
         """Return the routing request of serving the first prompt once."""
-        lenient = await self._for_text_servers(exchange, body)
+        lenient = await self._for_text_servers(request_log, body)
         # Nothing is forwarded here, so no server would refuse an unknown name.
-        known = lenient is not None and lenient.model in (None, exchange.model)
+        known = lenient is not None and lenient.model in (None, request_log.model)
         if (
             lenient is not None
             and known
-            and self.service.scheduler.target_table(exchange.model).dialect == "text"
+            and self.service.scheduler.target_table(request_log.model).dialect == "text"
         ):
-            keys = exchange.keys(CHAT_PATH if lenient.is_chat else TEXT_PATH)
-            text = TextPrompt(lenient.prompt, exchange.model, exchange.block_seed, lenient.prompt_bytes)
+            keys = request_log.keys(CHAT_PATH if lenient.is_chat else TEXT_PATH)
+            text = TextPrompt(lenient.prompt, request_log.model, request_log.block_seed, lenient.prompt_bytes)
             return RoutingRequest(
-                exchange.model,
+                request_log.model,
                 text,
                 0,
                 self._expected(lenient.max_tokens),
                 None,
-                exchange.request_id,
+                request_log.request_id,
                 keys,
-                owner=exchange.owner,
+                owner=request_log.owner,
             )
-        decoded = await self._decoded("either", exchange, body)
+        decoded = await self._decoded("either", request_log, body)
         request = decoded.request
         table = self.service.scheduler.target_table(request.model)
-        keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
-        _, (state, *_) = await self._completion_states(exchange, decoded, table)
-        exchange.prompt_tokens = len(state.prompt)
+        keys = request_log.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
+        _, (state, *_) = await self._completion_states(request_log, decoded, table)
+        request_log.prompt_tokens = len(state.prompt)
         return RoutingRequest(
             model=request.model,
-            prompt=TokenPrompt(state.prompt, exchange.block_seed),
+            prompt=TokenPrompt(state.prompt, request_log.block_seed),
             context=len(state.prompt) + state.max_tokens,
             output=self._expected(state.max_tokens),
             tokenizer=table.tokenizer,
-            request_id=exchange.request_id,
+            request_id=request_log.request_id,
             keys=keys,
-            owner=exchange.owner,
+            owner=request_log.owner,
             passes_fields=bool(state.fields.binding),
         )
 
-    async def _decoded(self, kind: BodyKind, exchange: RequestLog, body: bytes) -> Decoded:
-        """Decode and validate a body for ranks that speak token ids, and record it on the exchange."""
-        decoded = await self.service.bodies.read(exchange.client, kind, body)
+    async def _decoded(self, kind: BodyKind, request_log: RequestLog, body: bytes) -> Decoded:
+        """Decode and validate a body for ranks that speak token ids, and record it on the request log."""
+        decoded = await self.service.bodies.read(request_log.client, kind, body)
         request = decoded.request
-        exchange.session = exchange.session or request.prompt_cache_key
-        exchange.tenant = exchange.tenant or request.user or request.safety_identifier
-        self._note(exchange, request.model, request, request.priority)
+        request_log.session = request_log.session or request.prompt_cache_key
+        request_log.tenant = request_log.tenant or request.user or request.safety_identifier
+        self._note(request_log, request.model, request, request.priority)
         return decoded
 
     def _note(
         self,
-        exchange: RequestLog,
+        request_log: RequestLog,
         model: str,
         request: Request | LenientRequest,
         priority: str | int | None,
     ) -> None:
-        """Record a request on the exchange. ApiError 400 for an invalid priority, deadline or salt."""
-        exchange.model, exchange.stream = model, bool(request.stream)
-        exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, request.cache_salt)
-        self._rank(exchange, priority)
-        if exchange.trace is not None:
-            exchange.trace.decoded(model, {name: getattr(request, name) for name in _TRACED})
+        """Record a request on the request log. ApiError 400 for an invalid priority, deadline or salt."""
+        request_log.model, request_log.stream = model, bool(request.stream)
+        request_log.salt = self.service.credentials.cache_salt(request_log.caller.tenant, request.cache_salt)
+        self._rank(request_log, priority)
+        if request_log.trace is not None:
+            request_log.trace.decoded(model, {name: getattr(request, name) for name in _TRACED})
 
-    def _rank(self, exchange: RequestLog, priority: str | int | None) -> None:
+    def _rank(self, request_log: RequestLog, priority: str | int | None) -> None:
         """Set the request's priority class and deadline. ApiError 400 for an invalid one."""
         config = self.service.config
-        index = class_of(exchange.priority_header or priority, config.classes, config.default_class)
-        exchange.urgency = max(index, exchange.caller.most_urgent(config.classes))
-        exchange.priority = config.classes[exchange.urgency]
-        if exchange.timeout_header is not None:
-            if not _TIMEOUT_MS.fullmatch(exchange.timeout_header) or not int(exchange.timeout_header):
+        index = class_of(request_log.priority_header or priority, config.classes, config.default_class)
+        request_log.urgency = max(index, request_log.caller.most_urgent(config.classes))
+        request_log.priority = config.classes[request_log.urgency]
+        if request_log.timeout_header is not None:
+            if not _TIMEOUT_MS.fullmatch(request_log.timeout_header) or not int(request_log.timeout_header):
                 message = (
                     f"{TIMEOUT_HEADER} must be a whole number of milliseconds above 0, not"
-                    f" {exchange.timeout_header[:64]!r}"
+                    f" {request_log.timeout_header[:64]!r}"
                 )
                 raise ApiError(400, message, param=TIMEOUT_HEADER, code="invalid_value")
-            exchange.give_up_at = exchange.started + int(exchange.timeout_header) / 1000.0
+            request_log.give_up_at = request_log.started + int(request_log.timeout_header) / 1000.0
 
     def _expected(self, max_tokens: int | None) -> int:
         """Return the expected number of output tokens."""
@@ -522,7 +535,7 @@ class HotRoutes:
     # Prompts as ids
 
     async def _tokenise(
-        self, exchange: RequestLog, decoded: Decoded, settings: SamplingSettings, table: TargetTable
+        self, request_log: RequestLog, decoded: Decoded, settings: SamplingSettings, table: TargetTable
     ) -> list[list[int]]:
         """Return the token ids of each prompt."""
         tokenizer, service = self.service.tokenizer(table.tokenizer), self.service
@@ -531,23 +544,23 @@ class HotRoutes:
         started = time.perf_counter()
         room = PromptBounds(table.largest_context, max(1, service.config.max_choices // settings.n))
         found = await service.bodies.ids(
-            exchange.client, decoded, tokenizer, table.tokenizer, room, exchange.salt
+            request_log.client, decoded, tokenizer, table.tokenizer, room, request_log.salt
         )
         service.metrics.tokenise.observe(time.perf_counter() - started)
         return found
 
     async def _completion_states(
-        self, exchange: RequestLog, decoded: Decoded, table: TargetTable
+        self, request_log: RequestLog, decoded: Decoded, table: TargetTable
     ) -> tuple[SamplingSettings, list[CompletionState]]:
         """Return the settings of a request, and one completion state per choice of each prompt; choice i
         samples with seed + i. ApiError 400 for values that the ranks do not serve.
         """
         request, limit = decoded.request, self.service.config.max_choices
         settings = sampling(request, limit, passes_fields=table.passes_fields)
-        prompt_ids = await self._tokenise(exchange, decoded, settings, table)
+        prompt_ids = await self._tokenise(request_log, decoded, settings, table)
         fields = NO_FIELDS
         if table.passes_fields:
-            fields = await self.service.bodies.passed_fields(exchange.client, decoded)
+            fields = await self.service.bodies.passed_fields(request_log.client, decoded)
         if len(prompt_ids) * settings.n > limit:
             raise ApiError(
                 400,
@@ -566,9 +579,9 @@ class HotRoutes:
         ]
 
 
-def _target(exchange: RequestLog) -> str:
+def _target(request_log: RequestLog) -> str:
     """Return path and query as they are sent to a server."""
-    return exchange.path + (f"?{exchange.query.decode('latin-1')}" if exchange.query else "")
+    return request_log.path + (f"?{request_log.query.decode('latin-1')}" if request_log.query else "")
 
 
 def _address(scope: Scope) -> str:
@@ -581,7 +594,7 @@ def _about(decision: Decision) -> Headers:
     return [_JSON, decision_header(decision.id)]
 
 
-async def _break_off(exchange: RequestLog, reply: AsgiResponse, headers: Headers) -> None:
+async def _break_off(request_log: RequestLog, reply: AsgiResponse, headers: Headers) -> None:
     """Answer a request whose task was cancelled because the grace period of a shutdown is over.
 
     The cancellation is taken back, because the client gets an answer; a second one breaks the connection.
@@ -590,24 +603,26 @@ async def _break_off(exchange: RequestLog, reply: AsgiResponse, headers: Headers
     if task is not None:
         task.uncancel()
     refusal = not_ready("the router is stopping, and could not finish this answer in time; ask again")
-    await _refuse(exchange, reply, headers, refusal)
+    await _refuse(request_log, reply, headers, refusal)
 
 
-async def _refuse(exchange: RequestLog, reply: AsgiResponse, headers: Headers, error: ApiError) -> RequestEnd:
+async def _refuse(
+    request_log: RequestLog, reply: AsgiResponse, headers: Headers, error: ApiError
+) -> RequestEnd:
     """Report an error to the client: as a response, as an event of a begun stream, or by breaking the
     connection.
     """
-    exchange.detail = error.message
+    request_log.detail = error.message
     if reply.ended:
         return RequestEnd.BROKEN
     if reply.status:
         if reply.streams_events:
-            await reply.end(error_event(exchange.path, error))
+            await reply.end(error_event(request_log.path, error))
         else:
             reply.abandon()
         return RequestEnd.BROKEN
-    if exchange.decision is not None:
-        headers = [*headers, decision_header(exchange.decision.id)]
+    if request_log.decision is not None:
+        headers = [*headers, decision_header(request_log.decision.id)]
     await reply.error(error, headers)
     return outcome_of(error.status)
 

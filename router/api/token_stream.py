@@ -40,7 +40,7 @@ class TokenStream:
     def __init__(
         self,
         service: RouterService,
-        exchange: RequestLog,
+        request_log: RequestLog,
         reply: AsgiResponse,
         headers: Headers,
         answer: ClientResponse,
@@ -52,14 +52,14 @@ class TokenStream:
         ids.
         """
         self._service = service
-        self._exchange = exchange
+        self._request_log = request_log
         self._reply = reply
         self._headers = headers
         self._answer = answer
         self._states = states
         self._digest = digest
         self._open = len(states)
-        self._seed = exchange.block_seed
+        self._seed = request_log.block_seed
         self._per_prompt = choices
 
     async def run(self) -> None:
@@ -74,7 +74,7 @@ class TokenStream:
                 for state in self._states:
                     choices.create_task(
                         self._follow(state),
-                        name=f"answers choice {state.index} of request {self._exchange.request_id}",
+                        name=f"answers choice {state.index} of request {self._request_log.request_id}",
                     )
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
@@ -112,20 +112,20 @@ class TokenStream:
         prompt = TokenPrompt(state.prompt + state.emitted if state.emitted else state.prompt, self._seed)
         missing = state.max_tokens - len(state.emitted)
         need = RoutingRequest(
-            model=self._exchange.model,
+            model=self._request_log.model,
             prompt=prompt,
             context=prompt.tokens + missing,
             output=min(missing, self._service.config.expected_output_tokens),
             tokenizer=self._digest,
-            request_id=self._exchange.request_id,
-            keys=self._exchange.keys(),
-            owner=self._exchange.owner,
+            request_id=self._request_log.request_id,
+            keys=self._request_log.keys(),
+            owner=self._request_log.owner,
             passes_fields=bool(state.fields.binding),
             begun=state.begun,
         )
         decision, failed = await make_attempt(
             self._service,
-            self._exchange,
+            self._request_log,
             need,
             Attempt(attempt, replaces, tuple(state.failures)),
             partial(self._attempt, state, prompt),
@@ -146,10 +146,10 @@ class TokenStream:
         span: AttemptTrace | None,
     ) -> None:
         """Let one rank produce the missing tokens."""
-        if state.index == 0 or self._exchange.decision is None:
-            self._exchange.decision = decision
-        context = self._exchange.pass_on if span is None else span.headers
-        headers = own_headers(context, self._exchange.request_id, decision.id)
+        if state.index == 0 or self._request_log.decision is None:
+            self._request_log.decision = decision
+        context = self._request_log.pass_on if span is None else span.headers
+        headers = own_headers(context, self._request_log.request_id, decision.id)
         headers += self._service.credentials.for_ranks
         passes = decision.target.engine.capabilities.passes_fields
         body = rank_body(state.request(decision.cache_salt), state.fields.values if passes else {})
@@ -187,7 +187,7 @@ class TokenStream:
         await self._finished(state)
 
     def _first_token(self, booking: Booking, span: AttemptTrace | None) -> None:
-        self._exchange.first_token(self._service.clock())
+        self._request_log.first_token(self._service.clock())
         self._service.first_token(booking)
         if span is not None:
             span.first_token()
@@ -195,7 +195,7 @@ class TokenStream:
     async def _emit(self, state: CompletionState, choices: list[Choice]) -> None:
         data = b""
         for choice in choices:
-            self._exchange.output_tokens += len(choice.token_ids or ())
+            self._request_log.output_tokens += len(choice.token_ids or ())
             data += self._answer.add(state.index, choice)
         if data:
             if not self._reply.status:
@@ -206,7 +206,7 @@ class TokenStream:
         """Count a finished choice. After the last one, end the answer; upstream's own end of stream is
         awaited only after that.
         """
-        self._exchange.finish_reasons.append(state.finish_reason or "")
+        self._request_log.finish_reasons.append(state.finish_reason or "")
         self._open -= 1
         if self._open:
             return
@@ -216,7 +216,7 @@ class TokenStream:
         await self._reply.end(last)
 
     async def _start(self, length: int | None = None) -> None:
-        decided = self._exchange.decision
+        decided = self._request_log.decision
         headers = [*self._headers, (b"content-type", self._answer.content_type)]
         if decided is not None:
             headers.append(decision_header(decided.id))
@@ -229,8 +229,8 @@ class TokenStream:
         """Return the usage of the client's own prompts; each prompt counts once, for any number of
         choices."""
         completion = sum(len(state.emitted) for state in self._states)
-        prompt = self._exchange.prompt_tokens
-        cached = self._exchange.cached_tokens = sum(
+        prompt = self._request_log.prompt_tokens
+        cached = self._request_log.cached_tokens = sum(
             state.cached_tokens for state in self._states[:: self._per_prompt]
         )
         return Usage(

@@ -70,10 +70,10 @@ def _expected(decision: Decision, truth: Truth, prices: PriceList) -> ExpectedLo
     if truth.weights is not None and len(truth.weights) == prices.clusters:
         remote, nodes, _, added = prices.of(truth.weights)
         return ExpectedLoad(remote, nodes, added)
-    outlook = decision.outlook
-    if outlook is None or outlook.expected is None:
+    prediction = decision.prediction
+    if prediction is None or prediction.expected is None:
         return None
-    believed = outlook.expected
+    believed = prediction.expected
     whole = np.zeros((3, len(decision.target_table.targets)))
     whole[:, decision.at] = believed.remote_ranks, believed.remote_nodes, believed.added_experts
     return ExpectedLoad(whole[0], whole[1], whole[2], believed.gain)

@@ -43,10 +43,10 @@ class ActiveClusterMix:
         """Add a request to its engine's mix until its share ends. None: its experts make no difference, or
         are unknown.
         """
-        engine, outlook = decision.target.engine, decision.outlook
-        if outlook is None or engine.speed is None or not engine.speed.expert_read:
+        engine, prediction = decision.target.engine, decision.prediction
+        if prediction is None or engine.speed is None or not engine.speed.expert_read:
             return None
-        return self._mixes.book(engine.worker_id, outlook.forecast.weights, outlook.forecast.clusters)
+        return self._mixes.book(engine.worker_id, prediction.request.weights, prediction.request.clusters)
 
     def forget_worker(self, worker_id: int) -> None:
         self._mixes.forget_worker(worker_id)

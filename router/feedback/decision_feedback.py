@@ -235,15 +235,15 @@ class DecisionFeedback(BookingObserver):
             self._settle(late)
 
     def _settle(self, probe: Probe, profile: RequestProfile | None = None, clusters: int = 0) -> None:
-        decision, outlook = probe.decision, probe.decision.outlook
+        decision, prediction = probe.decision, probe.decision.prediction
         truth = Truth(probe.load, probe.factors)
         if profile is not None:
             if (
-                outlook is not None
-                and outlook.forecast.clusters == clusters
+                prediction is not None
+                and prediction.request.clusters == clusters
                 and len(profile.signature) == PACKED
             ):
-                truth = truth._replace(weights=unpack(profile.signature, outlook.forecast.shares))
+                truth = truth._replace(weights=unpack(profile.signature, prediction.request.shares))
             if 0 <= profile.cached_tokens <= decision.ask.prompt_tokens:
                 truth = truth._replace(cached_tokens=profile.cached_tokens)
         self._metrics.regret(decision.ask.model, regret_ms(decision, truth, probe.prices) / 1000.0)
@@ -271,15 +271,17 @@ class DecisionFeedback(BookingObserver):
                 self._metrics.profiled("unknown")
                 continue
             self._metrics.profiled("ours")
-            outlook, at = decision.outlook, decision.chosen
+            prediction, at = decision.prediction, decision.chosen
             if (
-                outlook is not None
-                and outlook.priced[at]
+                prediction is not None
+                and prediction.priced[at]
                 and profile.local is not None
                 and 0 <= profile.local <= 1
             ):
-                heaviest = int(outlook.forecast.weights.argmax())
-                self._metrics.locality(decision.ask.model, heaviest, float(outlook.local[at]), profile.local)
+                heaviest = int(prediction.request.weights.argmax())
+                self._metrics.locality(
+                    decision.ask.model, heaviest, float(prediction.local[at]), profile.local
+                )
             probe = self._waiting.take(profile.decision)
             if probe is not None:
                 self._settle(probe, profile, message.clusters)

@@ -63,7 +63,9 @@ class OutcomeReporter:
         if len(self._waiting) >= self._max_waiting:
             self._metrics.outcomes_dropped.inc()
             return
-        looked_up = slice(0, MAX_TOKENS) if decision.outlook is None else decision.outlook.forecast.looked_up
+        looked_up = (
+            slice(0, MAX_TOKENS) if decision.prediction is None else decision.prediction.request.looked_up
+        )
         self._waiting.append(_Ended(decision, list(prompt.ids[looked_up])))
         if len(self._waiting) >= BATCH:
             self._many.set()
@@ -95,17 +97,19 @@ class OutcomeReporter:
 
 def _about(ended: _Ended) -> tuple[str, int, int]:
     """Return model, tables version and cluster version; versions 0: there were no tables."""
-    outlook = ended.decision.outlook
+    prediction = ended.decision.prediction
     return (
         (ended.decision.ask.model, 0, 0)
-        if outlook is None
-        else (ended.decision.ask.model, outlook.forecast.tables, outlook.forecast.clusters)
+        if prediction is None
+        else (ended.decision.ask.model, prediction.request.tables, prediction.request.clusters)
     )
 
 
 def _outcomes(ended: list[_Ended]) -> tuple[RequestOutcome, ...]:
     """Convert requests whose decisions used the same tables."""
-    weights = [one.decision.outlook.forecast.weights for one in ended if one.decision.outlook is not None]
+    weights = [
+        one.decision.prediction.request.weights for one in ended if one.decision.prediction is not None
+    ]
     packed = pack(np.stack(weights)) if weights else np.zeros((len(ended), PACKED), np.uint8)
     return tuple(_outcome(one, row.tobytes()) for one, row in zip(ended, packed, strict=True))
 
@@ -113,20 +117,20 @@ def _outcomes(ended: list[_Ended]) -> tuple[RequestOutcome, ...]:
 def _outcome(ended: _Ended, predicted: bytes) -> RequestOutcome:
     decision = ended.decision
     worker_id, rank = decision.target.key
-    outlook, at = decision.outlook, decision.chosen
-    priced = outlook is not None and bool(outlook.priced[at])
+    prediction, at = decision.prediction, decision.chosen
+    priced = prediction is not None and bool(prediction.priced[at])
     return RequestOutcome(
         spread=_spread(decision) if priced else None,
         decision=decision.id,
         worker_id=worker_id,
         rank=rank,
-        prefix=0 if outlook is None else outlook.forecast.prefix,
+        prefix=0 if prediction is None else prediction.request.prefix,
         tokens=_u32(ended.looked_up),
         session=decision.ask.keys.session,
         tenant=decision.ask.keys.tenant,
         predicted=predicted,
-        predicted_local=float(outlook.local[at]) if outlook is not None and priced else None,
-        prior_local=float(outlook.prior_local[at]) if outlook is not None and priced else None,
+        predicted_local=float(prediction.local[at]) if prediction is not None and priced else None,
+        prior_local=float(prediction.prior_local[at]) if prediction is not None and priced else None,
     )
 
 
@@ -134,10 +138,10 @@ def _spread(decision: Decision) -> float | None:
     """Return the lead of the most local candidate over the mean of the candidates of the chosen engine
     (`RequestOutcome.spread`).
     """
-    outlook, engines = decision.outlook, decision.target_table.engine[decision.at]
-    if outlook is None:
+    prediction, engines = decision.prediction, decision.target_table.engine[decision.at]
+    if prediction is None:
         return None
-    beside = (outlook.local - outlook.prior_local)[engines == engines[decision.chosen]]
+    beside = (prediction.local - prediction.prior_local)[engines == engines[decision.chosen]]
     return float(min(max(beside.max() - beside.mean(), 0.0), 1.0))
 
 

@@ -264,7 +264,9 @@ def _columns(
         pairs=any(speed.prefill_pair for speed in speeds),
         far=any(speed.dispatch_node for speed in speeds),
         reads=any(speed.expert_read and state.reads for speed, (state, _) in zip(speeds, ranks, strict=True)),
-        together=np.repeat(members > 1, members).astype(np.float64) if members.max(initial=0) > 1 else None,
+        in_lockstep=np.repeat(members > 1, members).astype(np.float64)
+        if members.max(initial=0) > 1
+        else None,
         passes_fields=any(state.joined.capabilities.passes_fields for state in engines),
         approximate=np.array([not state.joined.capabilities.kv_events for state, _ in ranks], np.bool_),
         block_sizes=tuple(sorted(set(sizes))),

@@ -108,7 +108,7 @@ class TargetTable:
     `lockstep_seconds` expects them
     """
     group_first: NDArray[np.intp]
-    together: NDArray[np.float64] | None
+    in_lockstep: NDArray[np.float64] | None
     """1 where an engine's targets step together, 0 where it has only one; None: 0 everywhere"""
     apart: bool
     """some engine has only one target"""

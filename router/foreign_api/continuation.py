@@ -141,13 +141,17 @@ class Continuable:
             self.obstacle = self.obstacle or "its events cannot be read"
         for event in whole:
             try:
-                passed.append(self._translated(event) if self._continued else self._noted(event) + b"\n\n")
+                passed.append(
+                    self._from_continuing_server(event)
+                    if self._continued
+                    else self._from_first_server(event) + b"\n\n"
+                )
             except InexactContinuation as inexact:
                 self.broken = str(inexact)
                 return b"".join(passed)
         return b"".join([*passed, rest])
 
-    def _noted(self, event: bytes) -> bytes:
+    def _from_first_server(self, event: bytes) -> bytes:
         """Translate an event of the first server for the client. InexactContinuation at an error, if another
         server can continue.
         """
@@ -191,7 +195,7 @@ class Continuable:
             self._mark = _Mark(len(self.ids), self._characters)
         self.finished = self.finished or choice.finish_reason is not None
 
-    def _translated(self, event: bytes) -> bytes:
+    def _from_continuing_server(self, event: bytes) -> bytes:
         """Translate an event of a continuing server into the form of the client's own stream.
         InexactContinuation if the event cannot belong to the rest.
         """

@@ -33,7 +33,7 @@ class DirectRequests:
     async def run(
         self,
         route: ForeignRoute,
-        exchange: RequestLog,
+        request_log: RequestLog,
         reply: AsgiResponse,
         headers: Headers,
         sent: UpstreamRequest,
@@ -42,41 +42,43 @@ class DirectRequests:
         server must be named, 503 when the server is unavailable.
         """
         if route.kind is RouteKind.OBJECT:
-            place = self.place_of(route.object_id, exchange)
+            place = self.place_of(route.object_id, request_log)
             if place is None:
-                await self._ask_all(route, exchange, reply, headers, sent)
+                await self._ask_all(route, request_log, reply, headers, sent)
                 return
             server = self._server_at(place, route.object_id)
         else:
-            server = self._named(value_of(exchange.client_headers, SERVER_HEADER.encode()), exchange.caller)
-        call = self._call(server, exchange, sent)
+            server = self._named(
+                value_of(request_log.client_headers, SERVER_HEADER.encode()), request_log.caller
+            )
+        call = self._call(server, request_log, sent)
         try:
             async with call:
                 await self._pass(call, reply, headers)
         except UpstreamFailed as failed:
             raise _failed(server, failed) from failed
 
-    def place_of(self, object_id: str, exchange: RequestLog) -> ObjectLocation | None:
+    def place_of(self, object_id: str, request_log: RequestLog) -> ObjectLocation | None:
         """Return the known location of an object. ApiError 404 when it is another tenant's."""
         place = self._located.find(object_id)
-        if place is not None and exchange.caller.tenant not in ("", place.tenant):
+        if place is not None and request_log.caller.tenant not in ("", place.tenant):
             raise _no_object(object_id)
         return place
 
-    async def find(self, object_id: str, path: str, exchange: RequestLog) -> ObjectLocation:
+    async def find(self, object_id: str, path: str, request_log: RequestLog) -> ObjectLocation:
         """Return the location of an object, querying every server if it is unknown. path: a path that the
         right server answers with 200. ApiError 404 when no server has the object.
         """
-        place = self.place_of(object_id, exchange)
+        place = self.place_of(object_id, request_log)
         if place is not None:
             return place
         for server in self._servers():
             try:
                 async with self._call(
-                    server, exchange, UpstreamRequest("GET", "", path, [], b""), _QUERY_SECONDS
+                    server, request_log, UpstreamRequest("GET", "", path, [], b""), _QUERY_SECONDS
                 ) as call:
                     if call.status == 200:
-                        return ObjectLocation((server.joined.worker_id, 0), exchange.caller.tenant)
+                        return ObjectLocation((server.joined.worker_id, 0), request_log.caller.tenant)
             except (UpstreamFailed, ApiError):
                 continue
         raise _no_object(object_id)
@@ -84,7 +86,7 @@ class DirectRequests:
     async def _ask_all(
         self,
         route: ForeignRoute,
-        exchange: RequestLog,
+        request_log: RequestLog,
         reply: AsgiResponse,
         headers: Headers,
         sent: UpstreamRequest,
@@ -93,7 +95,7 @@ class DirectRequests:
         servers = self._servers()
         for number, server in enumerate(servers, 1):
             try:
-                async with self._call(server, exchange, sent, _QUERY_SECONDS) as call:
+                async with self._call(server, request_log, sent, _QUERY_SECONDS) as call:
                     if (call.status != 404 and call.status < 500) or number == len(servers):
                         await self._pass(call, reply, headers)
                         return
@@ -140,18 +142,22 @@ class DirectRequests:
         return state
 
     def _call(
-        self, server: EngineState, exchange: RequestLog, sent: UpstreamRequest, seconds: float | None = None
+        self,
+        server: EngineState,
+        request_log: RequestLog,
+        sent: UpstreamRequest,
+        seconds: float | None = None,
     ) -> Call:
         """Prepare the upstream call. seconds: timeout of the complete answer; None: the timeout of any
         unstreamed answer.
         """
         credentials, url = self._service.credentials, server.joined.urls[0]
         key = credentials.backend_key_of(url)
-        own = own_headers(exchange.pass_on, exchange.request_id, key=key)
-        if exchange.caller.tenant:
-            own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
+        own = own_headers(request_log.pass_on, request_log.request_id, key=key)
+        if request_log.caller.tenant:
+            own.append((self._service.config.tenant_header.encode(), request_log.caller.tenant.encode()))
         headers = to_server(
-            exchange.client_headers, own, credentials=key is None and credentials.clients is None
+            request_log.client_headers, own, credentials=key is None and credentials.clients is None
         )
         patience = None if seconds is None else Patience(math.inf, seconds, seconds)
         return self._service.upstream.forward(

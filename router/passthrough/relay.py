@@ -76,7 +76,7 @@ class Relay:
     def __init__(
         self,
         service: RouterService,
-        exchange: RequestLog,
+        request_log: RequestLog,
         reply: AsgiResponse,
         headers: Headers,
         request: ForwardedRequest,
@@ -84,14 +84,14 @@ class Relay:
         located: ObjectLocations,
     ) -> None:
         self._service = service
-        self._exchange = exchange
+        self._request_log = request_log
         self._reply = reply
         self._headers = headers
         self._request = request
         self._unstreamed = unstreamed
         self._located = located
         self._prompt = TextPrompt(
-            request.fields.prompt, exchange.model, exchange.block_seed, request.fields.prompt_bytes
+            request.fields.prompt, request_log.model, request_log.block_seed, request.fields.prompt_bytes
         )
         self._failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
         self._reported = False
@@ -112,7 +112,7 @@ class Relay:
             had = self._progress
             try:
                 decision, failed = await self._try(attempt, replaces)
-                if failed is None or await self._complete_in_spite_of(failed):
+                if failed is None or await self._finish_if_only_end_missing(failed):
                     return
                 refused = failed.refused or refused
                 fruitless = 1 if self._progress > had else fruitless + 1
@@ -129,7 +129,7 @@ class Relay:
         """Tokens received, if they are counted."""
         return 0 if self._continuable is None else len(self._continuable.ids)
 
-    async def _complete_in_spite_of(self, failed: UpstreamFailed) -> bool:
+    async def _finish_if_only_end_missing(self, failed: UpstreamFailed) -> bool:
         """Send the end of an answer of which nothing else was missing, and return true. False: the answer has
         not begun, or another server can continue it; ApiError if none can.
         """
@@ -175,41 +175,45 @@ class Relay:
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """Make one attempt at one server."""
-        about, begun, continuable = self._exchange, bool(self._reply.status), self._continuable
+        request_log, begun, continuable = self._request_log, bool(self._reply.status), self._continuable
         prompt, output = self._prompt, self._request.output
         if begun and continuable is not None:
             prompt = self._longer_prompt(continuable.text.encode("utf-8", "surrogatepass"))
             output = min(output, continuable.remaining)
         need = RoutingRequest(
-            about.model,
+            request_log.model,
             prompt,
             0,
             output,
             None,
-            about.request_id,
-            about.keys(),
-            owner=about.owner,
+            request_log.request_id,
+            request_log.keys(),
+            owner=request_log.owner,
             only=self._request.only,
             begun=self._begun if begun else None,
         )
         tried = Attempt(attempt, replaces, self._failures)
-        decision, failed = await make_attempt(self._service, about, need, tried, self._attempt, begun=begun)
+        decision, failed = await make_attempt(
+            self._service, request_log, need, tried, self._attempt, begun=begun
+        )
         if failed is not None:
             self._failures += ((decision.target.key, failed.how),)
         return decision, failed
 
     def _longer_prompt(self, text: bytes) -> TextPrompt:
         """Return the prompt of a continuation, as far as its text is known."""
-        fields, about = self._request.fields, self._exchange
+        fields, request_log = self._request.fields, self._request_log
         if fields.prompt_bytes is not None:
-            return TextPrompt(fields.prompt, about.model, about.block_seed, fields.prompt_bytes + len(text))
-        return TextPrompt(fields.prompt + text, about.model, about.block_seed)
+            return TextPrompt(
+                fields.prompt, request_log.model, request_log.block_seed, fields.prompt_bytes + len(text)
+            )
+        return TextPrompt(fields.prompt + text, request_log.model, request_log.block_seed)
 
     # One server
 
     async def _attempt(self, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
         """Forward the request to one server. The client then has its answer, which may be a refusal."""
-        self._exchange.decision = decision
+        self._request_log.decision = decision
         request, target, self._events = self._request, self._request.target, None
         body = request.body
         if self._reply.status:
@@ -222,7 +226,7 @@ class Relay:
         elif (continuable := self._new_continuable(decision)) is not None:
             body = continuable.body()
         if decision.cache_salt and request.is_json:
-            body = await self._service.bodies.with_salt(self._exchange.client, body, decision.cache_salt)
+            body = await self._service.bodies.with_salt(self._request_log.client, body, decision.cache_salt)
         sent = UpstreamRequest(
             request.method, decision.target.url, target, self._sent_headers(decision, span), body
         )
@@ -269,7 +273,7 @@ class Relay:
             if continuable.positions():
                 headers = self._sent_headers(decision, None)
                 await find_position(
-                    continuable, self._service.upstream, decision.target.url, headers, self._exchange.model
+                    continuable, self._service.upstream, decision.target.url, headers, self._request_log.model
                 )
             return continuable.request()
         except InexactContinuation as inexact:
@@ -281,11 +285,11 @@ class Relay:
         await self._reply.end(self._continuable.ending())
 
     def _sent_headers(self, decision: Decision, span: AttemptTrace | None) -> Headers:
-        exchange, key = self._exchange, self._service.credentials.backend_key_of(decision.target.url)
-        context = exchange.pass_on if span is None else span.headers
-        own = own_headers(context, exchange.request_id, decision.id, key)
-        if exchange.caller.tenant:  # a server may trust this header, so it must name the tenant of the key
-            own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
+        request_log, key = self._request_log, self._service.credentials.backend_key_of(decision.target.url)
+        context = request_log.pass_on if span is None else span.headers
+        own = own_headers(context, request_log.request_id, decision.id, key)
+        if request_log.caller.tenant:  # a server may trust this header, so it must name the tenant of the key
+            own.append((self._service.config.tenant_header.encode(), request_log.caller.tenant.encode()))
         if self._reply.status:  # a continuation is a request of the router's own
             own.append((b"content-type", b"application/json"))
         return to_server(
@@ -319,7 +323,7 @@ class Relay:
         names = {name.lower() for name, _ in refused.headers}
         if refused.status in (429, 503) and b"retry-after" not in names:
             own.append((b"retry-after", _RETRY_SECONDS))
-        self._exchange.detail = api_error(refused.status, refused.body).message
+        self._request_log.detail = api_error(refused.status, refused.body).message
         await self._start(refused.status, refused.headers, own)
         await self._reply.end(refused.body)
 
@@ -334,7 +338,7 @@ class Relay:
                 ready = self._ready(stream.feed(data), passed)
                 if ready:
                     if not passed.tail:
-                        self._exchange.first_token(self._service.clock())
+                        self._request_log.first_token(self._service.clock())
                         self._service.first_token(booking)
                     if not self._reply.status:
                         self._locate(decision, ready)
@@ -357,7 +361,7 @@ class Relay:
             await self._start(call.status, call.headers, [])
         call.whole()
         if continuable is not None and continuable.prompt is not None:
-            self._exchange.prompt_tokens, self._exchange.output_tokens = (
+            self._request_log.prompt_tokens, self._request_log.output_tokens = (
                 len(continuable.prompt),
                 len(continuable.ids),
             )
@@ -392,13 +396,13 @@ class Relay:
         tap = self._service.tap(decision) if call.status < 400 else None
         body = await self._buffered(call, tap)
         call.whole()
-        self._exchange.arrived_whole(self._service.clock())
+        self._request_log.arrived_whole(self._service.clock())
         if call.status < 400:
             self._locate(decision, body)
             self._count([body])
             self._note(decision, tap)
         else:
-            self._exchange.detail = api_error(call.status, body).message
+            self._request_log.detail = api_error(call.status, body).message
         if self._reply.status:
             await self._reply.end()
             return
@@ -427,27 +431,27 @@ class Relay:
 
     def _note(self, decision: Decision, tap: RoutedExpertsParser | None) -> None:
         """Pass on the expert routing of the answer, after its tokens were counted."""
-        about = self._exchange
-        usage = TokenUsage(about.prompt_tokens, about.output_tokens, about.cached_tokens)
+        request_log = self._request_log
+        usage = TokenUsage(request_log.prompt_tokens, request_log.output_tokens, request_log.cached_tokens)
         self._reported = tap is not None and self._service.routed(decision, tap, usage)
 
     def _locate(self, decision: Decision, answer: bytes) -> None:
         """Remember the location of the object that an answer created."""
         made = object_id(answer) if self._request.creates else None
         if made is not None:
-            self._located.note(made, ObjectLocation(decision.target.key, self._exchange.caller.tenant))
+            self._located.note(made, ObjectLocation(decision.target.key, self._request_log.caller.tenant))
 
     async def _start(self, status: int, server: Headers, own: Headers) -> None:
-        decision = self._exchange.decision
-        about = [] if decision is None else [decision_header(decision.id)]
-        await self._reply.start(status, to_client(server, [*self._headers, *about, *own]))
+        decision = self._request_log.decision
+        id_header = [] if decision is None else [decision_header(decision.id)]
+        await self._reply.start(status, to_client(server, [*self._headers, *id_header, *own]))
 
     def _count(self, events: list[bytes]) -> None:
         """Record the server's token counts, if any, for log and metrics."""
         usage = counted(events)
         if usage is not None:
-            self._exchange.prompt_tokens = usage.prompt_tokens
-            self._exchange.output_tokens = usage.completion_tokens
-            self._exchange.cached_tokens = (
+            self._request_log.prompt_tokens = usage.prompt_tokens
+            self._request_log.output_tokens = usage.completion_tokens
+            self._request_log.cached_tokens = (
                 usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
             )

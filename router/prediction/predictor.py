@@ -50,7 +50,7 @@ def _hash(*parts: str) -> int:
     return xxhash.xxh3_64_intdigest("\0".join((*parts, "")).encode("utf-8", "surrogatepass")) or 1
 
 
-class Forecast(NamedTuple):
+class RequestPrediction(NamedTuple):
     """A prediction as stored in a decision: without references to its tables, so that old ones can be freed.
 
     weights, shares: float32 [K]; gain: calibrated value of the expert term for this request; evidence
@@ -178,7 +178,7 @@ class Predictor:
         self._budget = budget
         self._replicas: dict[str, TableReplica] = {}
 
-    def predict(self, model: str, query: Query) -> Forecast | None:
+    def predict(self, model: str, query: Query) -> RequestPrediction | None:
         """Predict a request. None without tables."""
         replica = self._replicas.get(model)
         if replica is None or replica.tables is None:
@@ -187,7 +187,7 @@ class Predictor:
         found = predict(tables, query)
         known = found.known
         facts = known.blocks, known.hash, known.looked_up, known.evidence, found.reliabilities
-        return Forecast(
+        return RequestPrediction(
             found.weights,
             tables.shares,
             tables.gain_of(found.weights),

@@ -234,7 +234,7 @@ class LoadPrices:
                 own_seconds(self._sequence_s, token_block_s, prompts + outputs, outputs),
             ]
         )
-        self._together = None if target_table.together is None else target_table.together[:, None]
+        self._in_lockstep = None if target_table.in_lockstep is None else target_table.in_lockstep[:, None]
         self._fixed = costs.T - self._by_load(
             slice(0, len(outputs)), slice(0, len(target_table.targets)), load
         )
@@ -260,7 +260,7 @@ class LoadPrices:
             added,
             outstanding + added,
             self._longest(outstanding),
-            None if self._together is None else self._together[targets],
+            None if self._in_lockstep is None else self._in_lockstep[targets],
         )
         costs = np.zeros(added.shape[1:])
         for term, factor in self._terms:
@@ -271,7 +271,7 @@ class LoadPrices:
 
     def _longest(self, outstanding: FloatArray) -> FloatArray | None:
         """Return `RequestWork.longest` of one entire engine, or of all targets."""
-        if self._together is None:
+        if self._in_lockstep is None:
             return None
         if outstanding.shape[1] < len(self.engine):
             return np.asarray(outstanding.max(axis=1, keepdims=True))

@@ -62,7 +62,7 @@ class RequestWork(msgspec.Struct, frozen=True, gc=False):
     """[2, ...]: the sum of both"""
     longest: FloatArray | None
     """[2, ...]: the largest `outstanding` of the engine's ranks; None: no ranks step together"""
-    together: FloatArray | None
+    in_lockstep: FloatArray | None
     """1 where an engine's ranks step together, 0 elsewhere; None: 1"""
     steps: FloatArray | float = 0.0
     """fixed part of the request's steps"""
@@ -71,7 +71,10 @@ class RequestWork(msgspec.Struct, frozen=True, gc=False):
     output: float = 0.0
     """expected output tokens"""
     expected: ExpectedLoad | None = None
-    handover: FloatArray | None = None
+    switch_delay: FloatArray | None = None
+    """seconds that a migration or layout switch in progress costs at each target, the `handover` term;
+    None: there is none
+    """
 
 
 class CostTerm(NamedTuple):
@@ -129,12 +132,12 @@ def _lockstep(work: RequestWork) -> FloatArray | None:
     if work.longest is None:
         return None
     seconds = lockstep_seconds(work.with_request, work.longest)
-    return seconds if work.together is None else seconds * work.together
+    return seconds if work.in_lockstep is None else seconds * work.in_lockstep
 
 
-def _handover(work: RequestWork) -> FloatArray | None:
+def _switch_delay(work: RequestWork) -> FloatArray | None:
     """Wait for a migration or layout switch in progress."""
-    return work.handover
+    return work.switch_delay
 
 
 COST_TERMS = (
@@ -144,7 +147,7 @@ COST_TERMS = (
     CostTerm("experts", _experts),
     CostTerm("distinct", _distinct),
     CostTerm("lockstep", _lockstep, DECODE_SPEED, by_load=True),
-    CostTerm("handover", _handover),
+    CostTerm("handover", _switch_delay),
 )
 """In the order in which they are added up."""
 TERMS = tuple(term.name for term in COST_TERMS)
@@ -237,12 +240,12 @@ def score(
     output_tokens: int,
     weights: Weights,
     expected: ExpectedLoad | None = None,
-    handover: NDArray[np.float64] | None = None,
+    switch_delay: NDArray[np.float64] | None = None,
     factors: NDArray[np.float64] | None = None,
 ) -> Scores:
     """Price all targets: the weighted terms of COST_TERMS, and their sum.
 
-    load: int64 [AMOUNTS, targets]; uncached: int64 [targets]. handover: float64 [targets], seconds that a
+    load: int64 [AMOUNTS, targets]; uncached: int64 [targets]. switch_delay: float64 [targets], seconds that a
     migration or layout switch in progress costs; None: there is none. expected None: nothing is known about
     the experts. factors: float64 [2, targets], measured over modelled speed of prefill and of decode; None:
     1.
@@ -276,23 +279,23 @@ def score(
         added *= factors
         steps *= factors[DECODE_SPEED]
     longest = None
-    if target_table.together is not None:
+    if target_table.in_lockstep is not None:
         longest = np.maximum.reduceat(outstanding.reshape(-1), target_table.group_first).take(
             target_table.group
         )
-    together = target_table.together if target_table.apart else None
+    in_lockstep = target_table.in_lockstep if target_table.apart else None
     work = RequestWork(
         target_table,
         outstanding,
         added,
         outstanding + added,
         longest,
-        together,
+        in_lockstep,
         steps,
         tokens,
         output,
         expected,
-        handover,
+        switch_delay,
     )
     terms = np.zeros((len(COST_TERMS), targets))
     for row, seconds_of in enumerate(_SECONDS):

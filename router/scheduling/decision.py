@@ -20,9 +20,9 @@ from router.prediction.predictor import (
     NO_GAIN,
     NO_KEYS,
     UNKNOWN_MODEL,
-    Forecast,
     PredictionKeys,
     PredictionRecord,
+    RequestPrediction,
 )
 from router.scheduling.cost import COST_TERMS, TERMS, ExpectedLoad, Scores, Weights, score, uncached_tokens
 from router.scheduling.decision_record import (
@@ -52,7 +52,7 @@ ignored: the homes were ignored (`DecisionRecord.homes_note`); none: the request
 """
 _COLUMN_BYTES = 8 * (3 + AMOUNTS + len(TERMS) + 2 + 1 + 4)
 """Bytes of one candidate: place, overlap and uncached tokens; load; terms; their sum and the outstanding
-work; score; four columns of the outlook.
+work; score; four columns of the prediction.
 """
 _MIN_GAIN = 1e-6
 _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
@@ -93,7 +93,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     owner: Owner = UNKNOWN_OWNER
 
 
-class Outlook(NamedTuple):
+class TargetPredictions(NamedTuple):
     """Prediction for a request, and its expected expert traffic at each candidate. remote_ranks, remote_nodes
     and local, float64 [candidates]: expected distinct remote ranks and nodes of a token, and expected share
     of pairs that the rank serves itself. prior_local: the same share for the mix of the traffic. All are 0
@@ -101,7 +101,7 @@ class Outlook(NamedTuple):
     each step of the engine would read for this request alone.
     """
 
-    forecast: Forecast
+    request: RequestPrediction
     remote_ranks: FloatArray
     remote_nodes: FloatArray
     local: FloatArray
@@ -115,14 +115,14 @@ class Outlook(NamedTuple):
     versions: Versions | None = None
     """of prices and homes"""
     clusters: ReferenceType[ClusterModel] | None = None
-    """the clusters of the forecast. Weak, so that a retained decision does not keep megabytes of old clusters
-    alive
+    """the clusters of the prediction. Weak, so that a retained decision does not keep megabytes of old
+    clusters alive
     """
 
     @property
     def expected(self) -> ExpectedLoad | None:
         """Load that has a price; None: the prediction has no weight."""
-        gain = self.forecast.gain
+        gain = self.request.gain
         return ExpectedLoad(self.remote_ranks, self.remote_nodes, self.added, gain) if gain else None
 
     @property
@@ -130,21 +130,21 @@ class Outlook(NamedTuple):
         """Calibrated share of routed pairs that another rank serves, float64 [candidates]; 0 where nothing is
         priced.
         """
-        return np.where(self.priced, self.forecast.gain * (1.0 - self.local), 0.0)
+        return np.where(self.priced, self.request.gain * (1.0 - self.local), 0.0)
 
     def record(self) -> PredictionRecord:
-        """Return the forecast for readers, with the experts behind it while its clusters are in memory."""
-        return self.forecast.record(None if self.clusters is None else self.clusters())
+        """Return the prediction for readers, with the experts behind it while its clusters are in memory."""
+        return self.request.record(None if self.clusters is None else self.clusters())
 
-    def of(self, at: NDArray[np.intp]) -> "Outlook":
-        """Return the outlook for some of the candidates."""
+    def of(self, at: NDArray[np.intp]) -> "TargetPredictions":
+        """Return the predictions for some of the candidates."""
         remote, nodes, local, prior, added = (
             columns(column, at)
             for column in (self.remote_ranks, self.remote_nodes, self.local, self.prior_local, self.added)
         )
         home = None if self.home is None else columns(self.home, at)
-        return Outlook(
-            self.forecast,
+        return TargetPredictions(
+            self.request,
             remote,
             nodes,
             local,
@@ -158,12 +158,12 @@ class Outlook(NamedTuple):
 
 
 class Conditions(msgspec.Struct, frozen=True):
-    """State of the fleet when the request arrives. load: int64 [AMOUNTS, targets]; handover and factors as in
-    `cost.score`. held: the last rank of its session; turn: number of decisions for this model so far.
+    """State of the fleet when the request arrives. load: int64 [AMOUNTS, targets]; switch_delay and factors
+    as in `cost.score`. held: the last rank of its session; turn: number of decisions for this model so far.
     """
 
     load: IntArray
-    handover: NDArray[np.float64] | None = None
+    switch_delay: NDArray[np.float64] | None = None
     factors: NDArray[np.float64] | None = None
     held: RankKey | None = None
     turn: int = 0
@@ -197,7 +197,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """exclusions that were ignored because no other rank was left"""
     rules: PolicyRules
     view_version: int
-    outlook: Outlook | None
+    prediction: TargetPredictions | None
     """None: there are no prediction tables"""
     home: HomeRanks | None
     """homes of the request, if they were applied; None: it has none"""
@@ -282,7 +282,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return "reached" if self.home.at[self.chosen] else "passed"
         return (
             "ignored"
-            if self.home is None and self.outlook is not None and self.outlook.home is not None
+            if self.home is None and self.prediction is not None and self.prediction.home is not None
             else "none"
         )
 
@@ -359,7 +359,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             ignored=list(self.ignored),
             weights=weights,
             epochs=self._epochs(),
-            prediction=None if self.outlook is None else self.outlook.record(),
+            prediction=None if self.prediction is None else self.prediction.record(),
             attempt=self.ask.attempt,
             replaces=self.ask.replaces,
             cause=self.ask.cause,
@@ -368,8 +368,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
 
     def _epochs(self) -> Epochs:
-        forecast, versions = (
-            (None, None) if self.outlook is None else (self.outlook.forecast, self.outlook.versions)
+        request_prediction, versions = (
+            (None, None) if self.prediction is None else (self.prediction.request, self.prediction.versions)
         )
         return Epochs(
             placement={target.engine.engine: target.epoch for target in self.target_table.targets},
@@ -382,22 +382,22 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                     for engine, (of, epoch) in versions.homes.items()
                 }
             ),
-            tables=None if forecast is None else forecast.tables,
-            clusters=None if forecast is None else forecast.clusters,
+            tables=None if request_prediction is None else request_prediction.tables,
+            clusters=None if request_prediction is None else request_prediction.clusters,
             view=self.view_version,
         )
 
     def _home_mask(self) -> NDArray[np.bool_]:
         """Return the homes of the request, applied or not, bool [candidates]."""
-        lift = None if self.outlook is None else self.outlook.home
+        lift = None if self.prediction is None else self.prediction.home
         return np.zeros(len(self.at), np.bool_) if lift is None else is_home(lift)
 
     def _homes_note(self) -> str | None:
         """Explain why a request's homes were ignored, or why it has none; None: they were applied."""
-        if self.outlook is None:
+        if self.prediction is None:
             return UNKNOWN_MODEL
-        forecast, versions = self.outlook.forecast, self.outlook.versions
-        if self.outlook.home is None:
+        request_prediction, versions = self.prediction.request, self.prediction.versions
+        if self.prediction.home is None:
             waits = (
                 []
                 if versions is None
@@ -411,7 +411,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             )
         if self.home is None:
             return (
-                f"ignored: the prediction has a confidence of {forecast.confidence:.3f};"
+                f"ignored: the prediction has a confidence of {request_prediction.confidence:.3f};"
                 f" {self.rules.home_confidence:g} is required"
             )
         return (
@@ -422,11 +422,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def _candidates(self, at: list[int]) -> list[Candidate]:
         """Return the records of these candidates, in this order."""
-        outlook = self.outlook
+        prediction = self.prediction
         predicted = (
             None
-            if outlook is None
-            else (outlook.remote_ranks, outlook.remote_nodes, outlook.local, outlook.added)
+            if prediction is None
+            else (prediction.remote_ranks, prediction.remote_nodes, prediction.local, prediction.added)
         )
         experts = [(None,) * 4] * len(at) if predicted is None else np.stack(predicted)[:, at].T.tolist()
         columns = zip(
@@ -451,7 +451,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ) -> Candidate:
         target = self.target_table.targets[int(self.at[at])]
         remote_ranks, remote_nodes, local, added = experts
-        priced = self.outlook is not None and bool(self.outlook.priced[at])
+        priced = self.prediction is not None and bool(self.prediction.priced[at])
         return Candidate(
             engine=target.engine.engine,
             rank=target.rank,
@@ -476,7 +476,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             local_share=local if priced else None,
             added_experts=added,
             home_lift=(
-                None if self.outlook is None or self.outlook.home is None else float(self.outlook.home[at])
+                None
+                if self.prediction is None or self.prediction.home is None
+                else float(self.prediction.home[at])
             ),
             experts_note=self._note(at),
         )
@@ -486,11 +488,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         note = self.target_table.targets[int(self.at[at])].note
         if note is not None:
             return note
-        if self.outlook is None:
+        if self.prediction is None:
             return UNKNOWN_MODEL
-        if not self.outlook.priced[at]:
+        if not self.prediction.priced[at]:
             return "not priced yet with the present clusters"
-        return None if self.outlook.forecast.gain else NO_GAIN
+        return None if self.prediction.request.gain else NO_GAIN
 
 
 def decide(
@@ -501,11 +503,11 @@ def decide(
     conditions: Conditions,
     rules: PolicyRules,
     view_version: int,
-    outlook: Outlook | None = None,
+    prediction: TargetPredictions | None = None,
 ) -> Decision:
     """Price every target and pick a candidate by the rules.
 
-    overlap_blocks: int64 [targets]; outlook: for all targets. ValueError without any candidate.
+    overlap_blocks: int64 [targets]; prediction: for all targets. ValueError without any candidate.
     """
     at = found.at
     if not len(at):
@@ -515,7 +517,7 @@ def decide(
         )
     load = conditions.load
     uncached = uncached_tokens(ask.prompt_tokens, overlap_blocks, target_table.block_size)
-    expected = None if outlook is None else outlook.expected
+    expected = None if prediction is None else prediction.expected
     scores = score(
         target_table,
         load,
@@ -524,20 +526,20 @@ def decide(
         ask.output_tokens,
         rules.weights,
         expected,
-        conditions.handover,
+        conditions.switch_delay,
         conditions.factors,
     )
     if len(at) != len(uncached):
         scores, uncached, load, overlap_blocks = scores.of(at), uncached[at], load[:, at], overlap_blocks[at]
-        outlook = None if outlook is None else outlook.of(at)
+        prediction = None if prediction is None else prediction.of(at)
     measured = None if conditions.measured is None else columns(conditions.measured, at)
-    remote = outlook.remote_share if outlook is not None and rules.policy == "classic" else None
+    remote = prediction.remote_share if prediction is not None and rules.policy == "classic" else None
     by, unit = scored(rules, CandidateFacts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
     held = None if conditions.held is None else _place(conditions.held, target_table, at)
     home = (
         None
-        if outlook is None
-        else _home(outlook, rules, scores, target_table, at, uncached, ask.output_tokens)
+        if prediction is None
+        else _home(prediction, rules, scores, target_table, at, uncached, ask.output_tokens)
     )
     choice = choose(rules, by, unit, scores.total, scores.outstanding, ask.seed, held, home)
     return Decision(
@@ -556,7 +558,7 @@ def decide(
         ignored=found.ignored,
         rules=rules,
         view_version=view_version,
-        outlook=outlook,
+        prediction=prediction,
         home=home,
         target=target_table.targets[int(at[choice.chosen])],
         measured=measured,
@@ -564,7 +566,7 @@ def decide(
 
 
 def _home(
-    outlook: Outlook,
+    prediction: TargetPredictions,
     rules: PolicyRules,
     scores: Scores,
     target_table: TargetTable,
@@ -580,24 +582,24 @@ def _home(
     Columns are those of the candidates `at`. Once prediction has earned a gain, the expert term gives the
     cost of sending the tokens.
     """
-    if outlook.home is None or not rules.depends_on_experts:
+    if prediction.home is None or not rules.depends_on_experts:
         return None
-    sure, gain = outlook.forecast.confidence, outlook.forecast.gain
+    sure, gain = prediction.request.confidence, prediction.request.gain
     if sure < rules.home_confidence:
         return None
-    if rules.policy != "cost" or not np.logical_and.reduce(outlook.priced):
-        return HomeRanks(is_home(outlook.home), None)
+    if rules.policy != "cost" or not np.logical_and.reduce(prediction.priced):
+        return HomeRanks(is_home(prediction.home), None)
     if gain > _MIN_GAIN:
-        return HomeRanks(is_home(outlook.home), scores.ms("experts") * (-sure / gain))
+        return HomeRanks(is_home(prediction.home), scores.ms("experts") * (-sure / gain))
     node_s = target_table.dispatch_node_s[at] if target_table.far else None
     costs = dispatch_seconds(
         target_table.dispatch_s[at],
         node_s,
         uncached + np.float64(output_tokens),
-        outlook.remote_ranks,
-        outlook.remote_nodes,
+        prediction.remote_ranks,
+        prediction.remote_nodes,
     )
-    return HomeRanks(is_home(outlook.home), costs * (-1000.0 * sure * rules.weights.by_term["experts"]))
+    return HomeRanks(is_home(prediction.home), costs * (-1000.0 * sure * rules.weights.by_term["experts"]))
 
 
 def _place(key: RankKey, target_table: TargetTable, at: NDArray[np.intp]) -> int | None:

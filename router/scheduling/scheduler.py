@@ -40,8 +40,8 @@ from router.scheduling.decision import (
     Ask,
     Conditions,
     Decision,
-    Outlook,
     Owner,
+    TargetPredictions,
     decide,
 )
 from router.scheduling.decision_record import Supposed
@@ -100,7 +100,7 @@ Lap = Callable[[str], None]
 
 class Scheduler(BookingObserver):
     """`kv` indexes the blocks held by ranks with KV events; `prefixes` estimates them for the other ranks, in
-    the same `block_index`. `foresight` predicts which experts a request activates.
+    the same `block_index`. `predictor` predicts which experts a request activates.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Scheduler(BookingObserver):
         self.reservations = reservations
         self.kv = kv
         self.prefixes = prefixes
-        self.foresight = Predictor(config.prediction_bytes)
+        self.predictor = Predictor(config.prediction_bytes)
         self.health = CircuitBreakers(config)
         self.speeds = TargetSpeeds(config.correction_limit)
         self._config = config
@@ -234,7 +234,7 @@ class Scheduler(BookingObserver):
         overlap = self.kv.block_index.overlap(target_table, need.prompt)
         if lap is not None:
             lap("overlap")
-        outlook = self._outlook(target_table, need, overlap)
+        prediction = self._predict(target_table, need, overlap)
         if lap is not None:
             lap("predict")
         known = self.speeds.known(target_table)
@@ -248,7 +248,7 @@ class Scheduler(BookingObserver):
             known.measured,
         )
         rules = self._rules_for(need.supposed)
-        decision = decide(ask, target_table, found, overlap, conditions, rules, self.view.version, outlook)
+        decision = decide(ask, target_table, found, overlap, conditions, rules, self.view.version, prediction)
         if lap is not None:
             lap("score")
         return decision
@@ -460,34 +460,36 @@ class Scheduler(BookingObserver):
             exclusions = exclusions.beside(dict.fromkeys(plain, READS_ONLY))
         return exclusions
 
-    def _outlook(
+    def _predict(
         self, target_table: TargetTable, need: RoutingRequest, overlap: NDArray[np.int64]
-    ) -> Outlook | None:
-        """Return the outlook of all targets. A prompt known only as text is predicted by its sender alone,
+    ) -> TargetPredictions | None:
+        """Predict for all targets. A prompt known only as text is predicted by its sender alone,
         since its hashes are not those of token blocks.
 
         overlap: int64 [targets]. A cached prefix was computed before, so its signature is probably known up
         to there.
         """
-        if self.foresight.replica(need.model) is None:
+        if self.predictor.replica(need.model) is None:
             return None
         size, prompt = _block_size(target_table), need.prompt
         prefix = prompt.chained(size) if prompt.ids else ()
-        forecast = self.foresight.predict(
+        request_prediction = self.predictor.predict(
             need.model, Query(prefix, prompt.ids, size, *need.keys, int(overlap[overlap.argmax()]))
         )
-        if forecast is None:
+        if request_prediction is None:
             return None
         prices, clusters = self.view.prices(need.model), self.view.clusters(need.model)
-        used = None if clusters is None or clusters.version != forecast.clusters else ref(clusters)
-        if prices.clusters != len(forecast.weights):
+        used = None if clusters is None or clusters.version != request_prediction.clusters else ref(clusters)
+        if prices.clusters != len(request_prediction.weights):
             nothing = np.zeros(len(target_table.targets))
             unpriced = np.zeros(len(target_table.targets), np.bool_)
-            return Outlook(forecast, nothing, nothing, nothing, nothing, nothing, unpriced, clusters=used)
-        remote, nodes, local, added = prices.of(forecast.weights)
-        prior, home = prices.prior_local(forecast.shares), prices.home(forecast.weights)
-        return Outlook(
-            forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions, used
+            return TargetPredictions(
+                request_prediction, nothing, nothing, nothing, nothing, nothing, unpriced, clusters=used
+            )
+        remote, nodes, local, added = prices.of(request_prediction.weights)
+        prior, home = prices.prior_local(request_prediction.shares), prices.home(request_prediction.weights)
+        return TargetPredictions(
+            request_prediction, remote, nodes, local, prior, added, prices.priced, home, prices.versions, used
         )
 
 

@@ -67,7 +67,7 @@ class FleetSubscriber:
         """set once all subscriptions are active"""
         self.kv = KvEventSubscriber(context.scheduler.kv, bus, subjects, context.metrics)
         self.tracker = TableSubscriber(
-            context.scheduler.foresight,
+            context.scheduler.predictor,
             bus,
             subjects,
             context.metrics,

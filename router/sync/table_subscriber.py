@@ -59,7 +59,7 @@ class TableSubscriber:
 
     def __init__(
         self,
-        foresight: Predictor,
+        predictor: Predictor,
         bus: Bus,
         subjects: Subjects,
         metrics: RouterMetrics,
@@ -67,7 +67,7 @@ class TableSubscriber:
         clock: Callable[[], float],
         learnt: Callable[[str, ClusterModel], None],
     ) -> None:
-        self._foresight = foresight
+        self._predictor = predictor
         self._bus = bus
         self._subjects = subjects
         self._metrics = metrics
@@ -90,7 +90,7 @@ class TableSubscriber:
         """Drop all models except those of known engines."""
         for model in [model for model in self._feeds if model not in models]:
             del self._feeds[model]
-        self._foresight.keep_only(models)
+        self._predictor.keep_only(models)
         self._metrics.forget_replicas(models)
 
     def in_step(self, model: str) -> bool:
@@ -119,7 +119,7 @@ class TableSubscriber:
 
     def measure(self) -> None:
         """Update the metrics of the replicas."""
-        for model, replica in self._foresight.models().items():
+        for model, replica in self._predictor.models().items():
             feed = self._feeds.get(model)
             if feed is not None and replica.tables is not None:
                 self._metrics.replica(
@@ -184,19 +184,19 @@ class TableSubscriber:
 
         The answer to the router's own request is taken with any version: its tracker may have been reset.
         """
-        known = self._foresight.replica(model)
+        known = self._predictor.replica(model)
         if known is not None and not requested and known.check(change) is ChangeVerdict.OLD:
             return ()
-        replica = await self._off_loop(_INLINE_BYTES * change.rows, self._foresight.prepare, change)
+        replica = await self._off_loop(_INLINE_BYTES * change.rows, self._predictor.prepare, change)
         if self._feeds.get(model) is not feed:
             return ()  # forgotten meanwhile
-        self._foresight.replace(model, replica)
+        self._predictor.replace(model, replica)
         feed.taken_at = self._clock()
         late, feed.late = feed.late or (), None
         return late
 
     async def _changed(self, feed: _Feed, published: TablesPublished, change: TableChange) -> None:
-        replica = self._foresight.replica(published.model)
+        replica = self._predictor.replica(published.model)
         if feed.late is not None or replica is None:
             feed.late = feed.late or deque(maxlen=_LATE_CHANGES)
             feed.late.append(published)
@@ -207,7 +207,7 @@ class TableSubscriber:
                     replica = await self._off_loop(replica.stored_bytes, replica.grown, change)
                     if self._feeds.get(published.model) is not feed:
                         return  # forgotten meanwhile
-                    self._foresight.replace(published.model, replica)
+                    self._predictor.replace(published.model, replica)
                 for at in range(0, max(change.rows, 1), SLICE):
                     replica.take(change, at)
                     if at + SLICE < change.rows:

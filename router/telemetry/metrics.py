@@ -374,7 +374,9 @@ class RouterMetrics:
         lost = int(overlap[overlap.argmax()] - overlap[chosen])
         if lost:
             self._lost.values[label,] += lost
-        self._predictions.values["none" if decision.outlook is None else decision.outlook.forecast.best,] += 1
+        self._predictions.values[
+            "none" if decision.prediction is None else decision.prediction.request.best,
+        ] += 1
         self._homes.values[label, decision.home_outcome] += 1
         if decision.shared_cache:
             self._shared_cache.labels(label).inc()

@@ -11,9 +11,9 @@ from router.fleet_state.dispatch_cost import locality
 from router.fleet_state.reservations import AMOUNTS, Reservations
 from router.fleet_state.target_table import TargetTable
 from router.fleet_state.view import FleetView
-from router.prediction.predictor import Forecast
+from router.prediction.predictor import RequestPrediction
 from router.scheduling.cost import Weights
-from router.scheduling.decision import Ask, Conditions, Decision, Outlook, decide
+from router.scheduling.decision import Ask, Conditions, Decision, TargetPredictions, decide
 from router.scheduling.filters import SaturationLimits, candidates
 from router.scheduling.policies import PolicyRules
 from tests.router.router_fixture import engine_joined
@@ -56,7 +56,7 @@ def decided(
     load: Any = None,
     overlap: Any = None,
     weights: Weights = Weights(),  # noqa: B008 immutable
-    outlook: Outlook | None = None,
+    prediction: TargetPredictions | None = None,
     rules: PolicyRules | None = None,
     conditions: Any = None,
     **asked: int,
@@ -72,22 +72,22 @@ def decided(
         Conditions(load, **(conditions or {})),
         rules or PolicyRules(weights=weights),
         1,
-        outlook,
+        prediction,
     )
 
 
-def outlook_of(
+def prediction_of(
     remote: Any,
     gain: float = 1.0,
     local: Any = None,
     priced: Any = None,
     nodes: Any = None,
     added: Any = None,
-) -> Outlook:
-    """An outlook with these expected remote ranks per target, and so on."""
+) -> TargetPredictions:
+    """A prediction with these expected remote ranks per target, and so on."""
     remote = np.asarray(remote, np.float64)
     local = np.zeros(len(remote)) if local is None else np.asarray(local, np.float64)
-    forecast = Forecast(
+    request_prediction = RequestPrediction(
         np.array([0.8, 0.2], np.float32),
         np.full(2, 0.5, np.float32),
         gain,
@@ -103,4 +103,4 @@ def outlook_of(
         np.zeros(len(remote)) if table is None else np.asarray(table, np.float64) for table in (nodes, added)
     )
     priced = np.ones(len(remote), np.bool_) if priced is None else np.asarray(priced)
-    return Outlook(forecast, remote, nodes, local, local, added, priced)
+    return TargetPredictions(request_prediction, remote, nodes, local, local, added, priced)

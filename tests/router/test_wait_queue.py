@@ -46,13 +46,13 @@ class Front:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def exchange(self, name: str, priority: str = "normal", timeout: float | None = None) -> RequestLog:
-        exchange = RequestLog(name, name, "/v1/completions", self.now)
-        exchange.model, exchange.priority = "demo", priority
-        exchange.urgency = self.service.config.classes.index(priority)
+    def request_log(self, name: str, priority: str = "normal", timeout: float | None = None) -> RequestLog:
+        request_log = RequestLog(name, name, "/v1/completions", self.now)
+        request_log.model, request_log.priority = "demo", priority
+        request_log.urgency = self.service.config.classes.index(priority)
         if timeout is not None:
-            exchange.give_up_at = self.now + timeout
-        return exchange
+            request_log.give_up_at = self.now + timeout
+        return request_log
 
     async def admit(
         self,
@@ -64,13 +64,13 @@ class Front:
         timeout: float | None = None,
     ) -> RequestLog:
         """Get a slot, and hold it until `release`."""
-        exchange = self.exchange(name, priority, timeout)
+        request_log = self.request_log(name, priority, timeout)
         need = RoutingRequest("demo", TextPrompt(name.encode() * 8, "demo"), context, 10, None, name)
-        decision, booking = await self.service.wait_queue.admit(exchange, need, "", FIRST_TRY, begun=begun)
+        decision, booking = await self.service.wait_queue.admit(request_log, need, "", FIRST_TRY, begun=begun)
         self.order.append(name)
         assert name not in self.targets
         self.targets[name], self.open[name] = decision.target.name, booking
-        return exchange
+        return request_log
 
     async def visit(self, name: str, priority: str = "normal", seconds: float = 1.0, **about: Any) -> None:
         await self.admit(name, priority, **about)
@@ -286,7 +286,9 @@ async def test_a_client_may_name_an_earlier_deadline_but_no_later_one(opened: Op
 async def test_an_engine_that_returns_in_time_serves_the_requests_that_waited_for_it(opened: Opened) -> None:
     front = opened(ranks=2, engine=False)
     waiting = [front.begin(f"r{number}") for number in range(2)]
-    asking = asyncio.create_task(front.service.wait_queue.live_target_table(front.exchange("asks"), "demo"))
+    asking = asyncio.create_task(
+        front.service.wait_queue.live_target_table(front.request_log("asks"), "demo")
+    )
     await asyncio.sleep(1.5)
     assert len(front.service.wait_queue) == 3
     front.service.view.sign_of_life(1, front.now)
@@ -329,7 +331,7 @@ async def test_queued_requests_wait_two_seconds_when_all_engines_die(opened: Ope
 async def test_an_unknown_model_is_refused_at_once(opened: Opened) -> None:
     front = opened()
     with pytest.raises(ApiError) as refused:
-        await front.service.wait_queue.live_target_table(front.exchange("x"), "nobody's")
+        await front.service.wait_queue.live_target_table(front.request_log("x"), "nobody's")
     assert (refused.value.status, front.now) == (404, 0.0)
 
 
@@ -347,8 +349,8 @@ async def test_an_error_of_deciding_is_raised_in_its_own_request(opened: Opened)
     front = opened()
     await front.admit("running")
     wrong = RoutingRequest("demo", TextPrompt(b"x", "demo"), 0, 10, "another tokenizer")
-    exchange = front.exchange("wrong")
-    task = asyncio.create_task(front.service.wait_queue.admit(exchange, wrong, "", FIRST_TRY, begun=True))
+    request_log = front.request_log("wrong")
+    task = asyncio.create_task(front.service.wait_queue.admit(request_log, wrong, "", FIRST_TRY, begun=True))
     await settled()
     if not task.done():
         front.release("running")
@@ -577,11 +579,11 @@ async def test_a_request_that_does_not_wait_passes_none_that_does(opened: Opened
     need = RoutingRequest("demo", TextPrompt(b"x", "demo"), 0, 10, None)
     for priority, code in (("normal", "saturated"), ("low", "saturated")):
         asked = front.service.wait_queue.admit(
-            front.exchange("now", priority), need, "", FIRST_TRY, begun=False, wait=False
+            front.request_log("now", priority), need, "", FIRST_TRY, begun=False, wait=False
         )
         assert await refusal(asked) == (code, 429)
     await front.service.wait_queue.admit(
-        front.exchange("now", "high"), need, "", FIRST_TRY, begun=False, wait=False
+        front.request_log("now", "high"), need, "", FIRST_TRY, begun=False, wait=False
     )
     waiting.cancel()
 

@@ -107,13 +107,13 @@ class Loop:
     def _one(self, kind: int) -> tuple[Decision, RequestProfile]:
         self.requests += 1
         ids = self.prompt(kind)
-        prompt, exchange = (
+        prompt, request_log = (
             TokenPrompt(ids),
             RequestLog(f"r{self.requests}", f"d{self.requests}", "/v1/completions", 0.0),
         )
-        exchange.model = "demo"
+        request_log.model = "demo"
         decision, booking = self.router.book(
-            exchange, RoutingRequest("demo", prompt, 100, 32, None, keys=exchange.keys()), "", Attempt()
+            request_log, RoutingRequest("demo", prompt, 100, 32, None, keys=request_log.keys()), "", Attempt()
         )
         profile = self._run(kind, decision, ids)
         self.router.finished(decision, booking, prompt)
@@ -149,7 +149,7 @@ class Loop:
 
     @property
     def gain(self) -> float:
-        replica = self.router.scheduler.foresight.replica("demo")
+        replica = self.router.scheduler.predictor.replica("demo")
         return 0.0 if replica is None or replica.tables is None else replica.tables.gain
 
     @property

@@ -170,12 +170,12 @@ def test_admitting_one_by_one_follows_the_predicted_order(
     )
     for _ in range(passed):
         queue.placed(next(queue.in_order("m", float(aged))), float(aged))
-    outlook_of = list(queue.in_order("m", float(aged)))
+    expected_order = list(queue.in_order("m", float(aged)))
     given_to = []
     while len(queue):
         given_to.append(next(queue.in_order("m", float(aged))))
         queue.placed(given_to[-1], float(aged))
-    assert given_to == outlook_of
+    assert given_to == expected_order
 
 
 class Ledger(RuleBasedStateMachine):

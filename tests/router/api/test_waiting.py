@@ -354,10 +354,10 @@ async def test_a_broken_decision_does_not_stop_the_waiting_of_others(
             raise RuntimeError("a fault of the router")
 
     digest = service.view.target_table("demo").tokenizer
-    exchange = RequestLog("broken", "broken", CHAT, service.clock())
+    request_log = RequestLog("broken", "broken", CHAT, service.clock())
     bad = asyncio.create_task(
         service.wait_queue.admit(
-            exchange, RoutingRequest("demo", Broken(b"x", "demo"), 0, 1, digest), "", FIRST_TRY, begun=True
+            request_log, RoutingRequest("demo", Broken(b"x", "demo"), 0, 1, digest), "", FIRST_TRY, begun=True
         ),
         name="is broken",
     )

@@ -17,7 +17,7 @@ from router.evaluation.distinct_experts import ClusterMixes, MixShare, ReadingGr
 from router.evaluation.expected_latency import NONE
 from router.feedback.active_cluster_mix import ActiveClusterMix
 from tests.router.learnt_tables import halves
-from tests.router.scheduling.test_decision import decided, outlook_of, view_of
+from tests.router.scheduling.test_decision import decided, prediction_of, view_of
 
 FIRST, SECOND = np.array([1, 0], np.float32), np.array([0, 1], np.float32)
 READS = EngineSpeed(expert_read=1e-4)
@@ -130,7 +130,7 @@ class Running:
         self.mixing = ActiveClusterMix(self.view, self.reservations, threads)
         target_table = self.view.target_table("demo")
         for _ in range(8):
-            decision = decided(target_table, outlook=_of_the_first(len(target_table.targets)))
+            decision = decided(target_table, prediction=_of_the_first(len(target_table.targets)))
             assert decision.target.key == (1, 0)
             self.mixing.booked(decision)
             self.reservations.book(decision.target.key, (0, 1, 0, 10), 0.0)
@@ -144,8 +144,8 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def _of_the_first(targets: int) -> Any:
     """Make all ranks but the first expensive, so that the request goes there."""
-    outlook = outlook_of([0.0, *[1e9] * (targets - 1)])
-    return outlook._replace(forecast=outlook.forecast._replace(weights=FIRST, clusters=1))
+    prediction = prediction_of([0.0, *[1e9] * (targets - 1)])
+    return prediction._replace(request=prediction.request._replace(weights=FIRST, clusters=1))
 
 
 async def test_engines_are_priced_by_what_they_run(threads: ThreadPoolExecutor) -> None:

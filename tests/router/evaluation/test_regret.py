@@ -13,7 +13,7 @@ from router.evaluation.regret import Probe, Truth, WaitingProbes, regret_ms, rep
 from router.fleet_state.reservations import AMOUNTS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.view import FleetView
 from tests.router.learnt_tables import halves
-from tests.router.scheduling.test_decision import decided, outlook_of, view_of
+from tests.router.scheduling.test_decision import decided, prediction_of, view_of
 
 SPEED = EngineSpeed(prefill_token=1e-3, decode_sequence=1e-3, decode_block=1e-5, dispatch=1e-4)
 
@@ -75,8 +75,8 @@ def test_a_request_of_another_kind_than_predicted_is_regretted_by_its_traffic() 
     view = house(engines=1, ranks=2)
     prices, target_table = view.prices("demo"), view.target_table("demo")
     first, second = np.array([1, 0], np.float32), np.array([0, 1], np.float32)
-    outlook = outlook_of(prices.of(first)[0])
-    decision = decided(target_table, outlook=outlook)
+    prediction = prediction_of(prices.of(first)[0])
+    decision = decided(target_table, prediction=prediction)
     assert decision.chosen == 0
     assert regret_ms(decision, Truth(decision.load, weights=first), prices) == 0.0
     remote = prices.of(second)[0]

@@ -173,9 +173,9 @@ async def test_disturbed_requests_say_nothing_of_speed(
     liar = await network.engine("liar", speed=SPEED, capabilities=PLAIN)
     service = await network.ready_router()
     for _ in range(40):
-        exchange = RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0)
-        exchange.queued_seconds = queued
-        _, booking = service.book(exchange, need(200), "", attempt)
+        request_log = RequestLog("r", service.new_decision_id(), "/v1/completions", 0.0)
+        request_log.queued_seconds = queued
+        _, booking = service.book(request_log, need(200), "", attempt)
         await asyncio.sleep(3.0)
         service.first_token(booking)
         service.release(booking)
@@ -264,7 +264,7 @@ async def test_one_decision_a_tick_is_looked_at_again(network: RouterNetwork) ->
     assert series(service, "regret_seconds_sum") == 0.0
 
 
-async def outlook_of(network: RouterNetwork) -> tuple[EngineJoined, RouterService]:
+async def priced_router(network: RouterNetwork) -> tuple[EngineJoined, RouterService]:
     """Return a router that has clusters and tables, and an engine of two ranks whose placement is aligned
     with them.
     """
@@ -278,8 +278,8 @@ async def outlook_of(network: RouterNetwork) -> tuple[EngineJoined, RouterServic
     await network.bus.publisher(network.subjects.tables).publish(tables(shares=(0.9, 0.1)))
     for _ in range(100):
         await asyncio.sleep(0.1)
-        outlook = service.decide(need(100), "d").outlook
-        if outlook is not None and outlook.priced.all():
+        prediction = service.decide(need(100), "d").prediction
+        if prediction is not None and prediction.priced.all():
             return joined, service
     raise AssertionError("never priced")
 
@@ -310,18 +310,18 @@ def profiled(
 async def test_locality_is_measured_as_predicted_and_as_observed_and_counts_as_regret(
     network: RouterNetwork,
 ) -> None:
-    joined, service = await outlook_of(network)
+    joined, service = await priced_router(network)
     voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     assert decision.target.rank == 0
-    assert decision.outlook is not None
+    assert decision.prediction is not None
     await asyncio.sleep(3 * TICK_SECONDS)
     service.release(booking)
     assert series(service, "regret_seconds_count") == 0  # it waits for the request's profile
     await voice.publish(profiled(joined, decision, [0.0, 1.0], 0.02))
     await asyncio.sleep(0.1)
     assert series(service, "locality_predicted_sum", model="demo") == pytest.approx(
-        float(decision.outlook.local[0])
+        float(decision.prediction.local[0])
     )
     assert series(service, "locality_observed_sum", model="demo") == pytest.approx(0.02)
     assert series(service, "profiles_received_total", outcome="ours") == 1
@@ -333,7 +333,7 @@ async def test_locality_is_measured_as_predicted_and_as_observed_and_counts_as_r
 async def test_profiles_of_others_are_ignored_and_a_request_without_a_profile_is_settled_in_the_end(
     network: RouterNetwork,
 ) -> None:
-    joined, service = await outlook_of(network)
+    joined, service = await priced_router(network)
     voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     service.release(booking)
@@ -362,7 +362,7 @@ def _fields(event: RequestsProfiled) -> dict[str, Any]:
 
 @pytest.mark.looptime
 async def test_nonsense_in_a_profile_changes_nothing_but_is_survived(network: RouterNetwork) -> None:
-    joined, service = await outlook_of(network)
+    joined, service = await priced_router(network)
     voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     for local, signature, cached in ((float("nan"), b"\xff" * 8, -5), (7.0, b"", 10**9), (-1.0, b"123", 3)):
         decision, booking = book(service, need(100))
@@ -383,7 +383,7 @@ async def test_nonsense_in_a_profile_changes_nothing_but_is_survived(network: Ro
 
 @pytest.mark.looptime
 async def test_many_profiles_are_dropped_unread(network: RouterNetwork) -> None:
-    joined, service = await outlook_of(network)
+    joined, service = await priced_router(network)
     voice = network.bus.publisher(network.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     service.release(booking)

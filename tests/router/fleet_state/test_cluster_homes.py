@@ -13,7 +13,7 @@ from router.fleet_state.view import FleetView
 from router.scheduling.cost import Weights
 from router.scheduling.decision_record import DecisionRecord
 from router.scheduling.policies import HomeRanks, PolicyRules, choose
-from tests.router.decision_builders import SLOW, decided, outlook_of, view_of
+from tests.router.decision_builders import SLOW, decided, prediction_of, view_of
 from tests.router.router_fixture import SHAPE, OpenHouse, until
 
 
@@ -117,8 +117,8 @@ def settled(share: Any) -> FleetView:
 
 def test_a_decision_goes_home_and_its_record_says_where_that_is() -> None:
     target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
-    outlook = outlook_of([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
-    decision = decided(target_table, outlook=outlook)
+    prediction = prediction_of([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    decision = decided(target_table, prediction=prediction)
     assert (decision.target.name, decision.choice.why) == ("e0/1", "home")
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
     assert (record.home_ranks, record.chosen, record.candidates[0].rank) == (["e0/1"], "e0/1", 1)
@@ -130,24 +130,24 @@ def test_a_decision_goes_home_and_its_record_says_where_that_is() -> None:
 
 def test_homes_apply_by_the_requests_own_confidence_regardless_of_the_earned_gain() -> None:
     target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
-    outlook = outlook_of([0.0] * 4, gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
-    assert outlook.forecast.confidence == 0.25
-    assert decided(target_table, outlook=outlook).choice.why == "home"
-    unsure = decided(target_table, outlook=outlook, rules=PolicyRules(home_confidence=0.26))
+    prediction = prediction_of([0.0] * 4, gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    assert prediction.request.confidence == 0.25
+    assert decided(target_table, prediction=prediction).choice.why == "home"
+    unsure = decided(target_table, prediction=prediction, rules=PolicyRules(home_confidence=0.26))
     assert (unsure.record().home_ranks, unsure.choice.why, unsure.home) == (["e0/1"], "tie", None)
     assert "0.26 is required" in (unsure.record().homes_note or "")
 
 
 def test_a_home_may_cost_more_by_its_expected_saving_scaled_by_confidence() -> None:
     target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
-    near = outlook_of([1.0, 0.5, 1.0, 1.0], gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
-    saved = 1e3 * near.forecast.confidence * SLOW.dispatch * 0.5 * (100 + 20)
+    near = prediction_of([1.0, 0.5, 1.0, 1.0], gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    saved = 1e3 * near.request.confidence * SLOW.dispatch * 0.5 * (100 + 20)
     for dearer, why in ((0.99 * saved, "home"), (1.01 * saved, "tie")):
-        load = {"handover": np.array([0.0, dearer / 1e3, 0.0, 0.0])}
-        assert decided(target_table, outlook=near, conditions=load).choice.why == why
+        load = {"switch_delay": np.array([0.0, dearer / 1e3, 0.0, 0.0])}
+        assert decided(target_table, prediction=near, conditions=load).choice.why == why
     unpriced = near._replace(priced=np.array([True, False, True, True]))
-    load = {"handover": np.array([0.0, 0.5 * saved / 1e3, 0.0, 0.0])}
-    assert decided(target_table, outlook=unpriced, conditions=load).choice.why == "tie", (
+    load = {"switch_delay": np.array([0.0, 0.5 * saved / 1e3, 0.0, 0.0])}
+    assert decided(target_table, prediction=unpriced, conditions=load).choice.why == "tie", (
         "what is not priced saves nothing that is known"
     )
 
@@ -165,7 +165,9 @@ def test_a_home_may_cost_more_by_its_expected_saving_scaled_by_confidence() -> N
 def test_rules_that_do_not_mind_where_experts_are_do_not_mind_homes(rules: PolicyRules) -> None:
     target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
     record = decided(
-        target_table, outlook=outlook_of([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0])), rules=rules
+        target_table,
+        prediction=prediction_of([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0])),
+        rules=rules,
     ).record()
     assert "does not depend on expert placement" in (record.homes_note or "")
     assert record.why != "home"

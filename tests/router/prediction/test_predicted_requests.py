@@ -95,7 +95,7 @@ async def teach(house: House, **fields: Any) -> None:
     await house.bus.publisher(house.subjects.tables).publish(tables(version, clusters=version, **fields))
 
     def come() -> bool:
-        replica = house.service.scheduler.foresight.replica("demo")
+        replica = house.service.scheduler.predictor.replica("demo")
         priced = house.service.view.prices("demo").priced
         return (
             replica is not None
@@ -387,7 +387,7 @@ async def test_an_explanation_is_readable(
     ranks = await engine(house, serve_rank, byte_archive)
     blocks = blocks_of(ids_of(ranks[0]))
     show_decision((await house.post(ROUTE, chat())).body)
-    assert "outlook_of" not in capsys.readouterr().out
+    assert "predicted" not in capsys.readouterr().out
     await teach(house, blocks={blocks[0]: ((0.9, 0.1), 96.0)}, gain=0.5)
     show_decision((await house.post(ROUTE, chat())).body)
     shown = " ".join(capsys.readouterr().out.split())
@@ -419,10 +419,10 @@ async def test_a_prompt_known_only_as_text_is_predicted_only_by_its_sender(house
         tokens=np.ones((3, 2)),
     )
     decision = house.service.decide(RoutingRequest("demo", text, 0, 10, None, keys=keys), "d")
-    assert decision.outlook is not None
-    assert decision.outlook.forecast.best == "session"
-    assert decision.outlook.forecast.blocks == 0
-    assert decision.outlook.forecast.evidence[2] == 0
+    assert decision.prediction is not None
+    assert decision.prediction.request.best == "session"
+    assert decision.prediction.request.blocks == 0
+    assert decision.prediction.request.evidence[2] == 0
     assert joined.engine == decision.target.engine.engine
 
 
@@ -439,10 +439,10 @@ def service_of(broker: MemoryBroker, **settings: Any) -> RouterService:
 
 def noted(service: RouterService, outcomes: OutcomeReporter, number: int) -> None:
     prompt = TokenPrompt([1, 2, number])
-    exchange = RequestLog("r", f"d{number}", CHAT, 0.0)
-    exchange.model = "demo"
+    request_log = RequestLog("r", f"d{number}", CHAT, 0.0)
+    request_log.model = "demo"
     decision, booking = service.book(
-        exchange, RoutingRequest("demo", prompt, 3, 10, None, keys=exchange.keys()), "", Attempt()
+        request_log, RoutingRequest("demo", prompt, 3, 10, None, keys=request_log.keys()), "", Attempt()
     )
     service.release(booking)
     outcomes.note(decision, prompt)
@@ -506,9 +506,9 @@ async def test_an_engine_that_left_takes_its_models_tables_with_it(
 
     async with house.bus.serve(house.subjects.describe_profile, describe):
         await engine(house, serve_rank, byte_archive)
-        await until(lambda: house.service.scheduler.foresight.replica("demo") is not None)
+        await until(lambda: house.service.scheduler.predictor.replica("demo") is not None)
         house.service.forget_worker(2**64 - 9)
-        assert house.service.scheduler.foresight.replica("demo") is None
+        assert house.service.scheduler.predictor.replica("demo") is None
         with pytest.raises(ApiError):
             house.service.decide(RoutingRequest("demo", TokenPrompt([1]), 1, 1, None), "d")
 

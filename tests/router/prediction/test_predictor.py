@@ -1,4 +1,4 @@
-"""Decisions name the experts of their forecast while its clusters are in memory."""
+"""Decisions name the experts of their prediction while its clusters are in memory."""
 
 import gc
 import weakref
@@ -9,7 +9,7 @@ import pytest
 from fleet.signatures import ClusterModel
 from router.prediction.predictor import NAMED_EXPERTS, likely_experts
 from tests.router.decision_builders import decided, view_of
-from tests.router.scheduling.test_decision import outlook_of
+from tests.router.scheduling.test_decision import prediction_of
 
 
 def model(version: int = 1, clusters: int = 3, layers: int = 5, experts: int = 9) -> ClusterModel:
@@ -38,12 +38,12 @@ def test_a_decision_keeps_no_clusters_in_memory_and_then_names_no_experts() -> N
     view, _ = view_of({"ranks": 2})
     clusters = model()
     table = view.target_table("demo")
-    outlook = outlook_of([0.0] * 2)
-    outlook = outlook._replace(
-        forecast=outlook.forecast._replace(weights=np.array([1, 0, 0], np.float32)),
+    prediction = prediction_of([0.0] * 2)
+    prediction = prediction._replace(
+        request=prediction.request._replace(weights=np.array([1, 0, 0], np.float32)),
         clusters=weakref.ref(clusters),
     )
-    decision = decided(table, outlook=outlook)
+    decision = decided(table, prediction=prediction)
     prediction = decision.record().prediction
     assert prediction is not None
     assert [one.layer for one in prediction.experts] == list(range(5))

@@ -302,13 +302,13 @@ class House:
         self.broker = MemoryBroker()
         self.bus = MemoryBus(self.broker)
         self.subjects = self.broker.subjects
-        self.foresight = Predictor(budget)
+        self.predictor = Predictor(budget)
         self.metrics = RouterMetrics()
         self.learnt: list[tuple[str, ClusterModel]] = []
         self.threads = ThreadPoolExecutor(1)
         self.tracker = Tracker()
         self.feeds = TableSubscriber(
-            self.foresight,
+            self.predictor,
             MemoryBus(self.broker),
             self.subjects,
             self.metrics,
@@ -334,12 +334,12 @@ class House:
 
     @property
     def version(self) -> int:
-        replica = self.foresight.replica("demo")
+        replica = self.predictor.replica("demo")
         return -1 if replica is None or replica.tables is None else replica.tables.version
 
     @property
     def blocks(self) -> int:
-        replica = self.foresight.replica("demo")
+        replica = self.predictor.replica("demo")
         return 0 if replica is None or replica.tables is None else len(replica.tables.blocks)
 
     @property
@@ -348,7 +348,7 @@ class House:
 
     def equal(self) -> bool:
         """Return True if the replica equals the tracker's tables."""
-        replica = self.foresight.replica("demo")
+        replica = self.predictor.replica("demo")
         if replica is None or replica.tables is None:
             return False
         held, tracker = replica.tables, self.tracker

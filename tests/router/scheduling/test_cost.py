@@ -25,7 +25,7 @@ from router.fleet_state.view import FleetView
 from router.scheduling.cost import TERMS, ExpectedLoad, Scores, Weights, score
 from router.scheduling.decision_record import Terms
 from router.scheduling.policies import PolicyRules
-from tests.router.decision_builders import decided, outlook_of, view_of
+from tests.router.decision_builders import decided, prediction_of, view_of
 from tests.router.learnt_tables import clusters, halves
 from tests.router.router_fixture import SHAPE, engine_joined
 
@@ -190,7 +190,7 @@ def test_ranks_that_are_no_candidates_still_step_with_the_others() -> None:
 
 
 def test_a_handover_costs_what_the_engine_says_it_costs() -> None:
-    assert priced(pair(), handover=np.array([0.25, 0.25]))["handover"] == pytest.approx([250.0] * 2)
+    assert priced(pair(), switch_delay=np.array([0.25, 0.25]))["handover"] == pytest.approx([250.0] * 2)
 
 
 def test_measured_speeds_multiply_what_they_were_measured_of() -> None:
@@ -413,7 +413,9 @@ def test_an_engine_that_names_nodes_for_other_ranks_than_its_own_is_refused() ->
 def distinct_of(view: FleetView) -> list[float]:
     decision = decided(
         view.target_table("demo"),
-        outlook=outlook_of([0.0] * 4, added=view.prices("demo").of(np.array([0.8, 0.2], np.float32))[3]),
+        prediction=prediction_of(
+            [0.0] * 4, added=view.prices("demo").of(np.array([0.8, 0.2], np.float32))[3]
+        ),
     )
     return decision.scores.terms[TERMS.index("distinct")].tolist()  # type: ignore[no-any-return]
 

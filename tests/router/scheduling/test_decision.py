@@ -17,11 +17,11 @@ from router.fleet_state.target_table import TargetTable
 from router.fleet_state.view import FleetView
 from router.prediction.predictor import NO_GAIN, UNKNOWN_MODEL
 from router.scheduling.cost import TERMS, Weights, score, uncached_tokens
-from router.scheduling.decision import Conditions, Outlook, decide
+from router.scheduling.decision import Conditions, TargetPredictions, decide
 from router.scheduling.decision_record import DecisionRecord
 from router.scheduling.filters import candidates
 from router.scheduling.policies import PolicyRules
-from tests.router.decision_builders import LIMITS, SLOW, ask, decided, outlook_of, view_of
+from tests.router.decision_builders import LIMITS, SLOW, ask, decided, prediction_of, view_of
 from tests.router.learnt_tables import clusters, halves
 from tests.router.router_fixture import SHAPE, engine_joined
 
@@ -42,11 +42,17 @@ weights = st.builds(Weights, st.fixed_dictionaries(dict.fromkeys(TERMS, st.float
     prompt=st.integers(1, 200),
     output=st.integers(1, 100),
     seed=st.integers(0, 2**32),
-    outlook=st.none()
-    | st.builds(outlook_of, st.lists(st.floats(0, 60), min_size=4, max_size=4), st.floats(0, 1)),
+    prediction=st.none()
+    | st.builds(prediction_of, st.lists(st.floats(0, 60), min_size=4, max_size=4), st.floats(0, 1)),
 )
 def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(
-    load: Any, overlap: Any, weight: Weights, prompt: int, output: int, seed: int, outlook: Outlook | None
+    load: Any,
+    overlap: Any,
+    weight: Weights,
+    prompt: int,
+    output: int,
+    seed: int,
+    prediction: TargetPredictions | None,
 ) -> None:
     view, _ = view_of({}, {"speed": SLOW})
     decision = decided(
@@ -54,7 +60,7 @@ def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(
         np.array(load).T,
         overlap,
         weight,
-        outlook,
+        prediction,
         prompt=prompt,
         output=output,
         seed=seed,
@@ -126,11 +132,11 @@ def test_a_weight_of_zero_switches_a_term_off_and_two_doubles_it() -> None:
     view, _ = view_of({"speed": SLOW})
     load = np.array([[5, 9]] * AMOUNTS)
     for at, term in enumerate(TERMS):
-        plain = decided(view.target_table("demo"), load, outlook=outlook_of([1.0, 0.5])).scores.terms
+        plain = decided(view.target_table("demo"), load, prediction=prediction_of([1.0, 0.5])).scores.terms
         for factor in (0.0, 2.0):
             only = Weights.of(**{term: factor})
             weighted = decided(
-                view.target_table("demo"), load, weights=only, outlook=outlook_of([1.0, 0.5])
+                view.target_table("demo"), load, weights=only, prediction=prediction_of([1.0, 0.5])
             ).scores.terms
             assert (weighted[at] == factor * plain[at]).all()
 
@@ -143,7 +149,7 @@ def test_terms_are_milliseconds_of_the_time_model() -> None:
         view.target_table("demo"),
         load,
         [5, 0],
-        outlook=outlook_of([remote, remote], gain=0.6),
+        prediction=prediction_of([remote, remote], gain=0.6),
         prompt=100,
         output=20,
     )
@@ -344,23 +350,23 @@ def test_engines_that_began_alike_have_the_same_prices_whatever_their_epochs() -
     assert not any(work.same_as(other) or other.same_as(work) for other in others)
 
 
-def aligned(gain: float = 1.0) -> tuple[TargetTable, Outlook]:
+def aligned(gain: float = 1.0) -> tuple[TargetTable, TargetPredictions]:
     """Return two ranks of one engine, and a request whose experts are on the second."""
     view, _ = view_of({"speed": SLOW}, clusters=halves())
     near, far = 2 * (1 - 0.9**2), 2 * (1 - 0.1**2)
-    return view.target_table("demo"), outlook_of([far, near], gain, [0.1, 0.9])
+    return view.target_table("demo"), prediction_of([far, near], gain, [0.1, 0.9])
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_rank_whose_experts_a_request_wants_wins_as_far_as_the_gain_believes_it(seed: int) -> None:
-    target_table, outlook = aligned()
-    decision = decided(target_table, outlook=outlook, seed=seed)
+    target_table, prediction = aligned()
+    decision = decided(target_table, prediction=prediction, seed=seed)
     assert decision.target.rank == 1
     assert decision.choice.tied == 1
     assert decision.margin == pytest.approx((100 + 20) * 0.01 * 2 * (0.9**2 - 0.1**2))
-    target_table, outlook = aligned(gain=0.0)
+    target_table, prediction = aligned(gain=0.0)
     unbelieved, unpredicted = (
-        decided(target_table, outlook=outlook, seed=seed),
+        decided(target_table, prediction=prediction, seed=seed),
         decided(target_table, seed=seed),
     )
     assert (unbelieved.scores.terms == unpredicted.scores.terms).all()
@@ -369,15 +375,15 @@ def test_the_rank_whose_experts_a_request_wants_wins_as_far_as_the_gain_believes
 
 
 def test_a_cached_prefix_outweighs_experts_and_experts_outweigh_a_little_less() -> None:
-    target_table, outlook = aligned()
-    assert decided(target_table, None, [25, 0], outlook=outlook).target.rank == 0
-    assert decided(target_table, None, [0, 25], outlook=outlook).target.rank == 1
+    target_table, prediction = aligned()
+    assert decided(target_table, None, [25, 0], prediction=prediction).target.rank == 0
+    assert decided(target_table, None, [0, 25], prediction=prediction).target.rank == 1
 
 
 def test_a_candidates_record_says_what_was_expected_there_and_why_not() -> None:
-    target_table, outlook = aligned(gain=0.5)
+    target_table, prediction = aligned(gain=0.5)
     record = msgspec.json.decode(
-        msgspec.json.encode(decided(target_table, outlook=outlook).record()), type=DecisionRecord
+        msgspec.json.encode(decided(target_table, prediction=prediction).record()), type=DecisionRecord
     )
     assert [(one.rank, one.local_share, one.experts_note) for one in record.candidates] == [
         (1, 0.9, None),
@@ -398,19 +404,20 @@ def test_a_candidates_record_says_what_was_expected_there_and_why_not() -> None:
 
 
 def test_an_expert_term_of_zero_says_why() -> None:
-    def notes(outlook: Outlook | None) -> set[str | None]:
+    def notes(prediction: TargetPredictions | None) -> set[str | None]:
         return {
-            candidate.experts_note for candidate in decided(target_table, outlook=outlook).record().candidates
+            candidate.experts_note
+            for candidate in decided(target_table, prediction=prediction).record().candidates
         }
 
     target_table, _ = aligned()
     assert notes(None) == {UNKNOWN_MODEL}
-    assert notes(outlook_of([1, 1], gain=0.0)) == {NO_GAIN}
-    assert notes(outlook_of([0, 0], priced=[False, False])) == {"not priced yet with the present clusters"}
+    assert notes(prediction_of([1, 1], gain=0.0)) == {NO_GAIN}
+    assert notes(prediction_of([0, 0], priced=[False, False])) == {"not priced yet with the present clusters"}
     assert decided(target_table).record().prediction is None
     view, _ = view_of({"layout": Layout(attention="tp", boundary=2)}, clusters=halves())
     target_table = view.target_table("demo")
-    assert "sharded" in str(notes(outlook_of([0], priced=[False])))
+    assert "sharded" in str(notes(prediction_of([0], priced=[False])))
 
 
 # The view

@@ -26,7 +26,7 @@ from router.scheduling.decision_record import DecisionRecord
 from router.scheduling.policies import PolicyRules, choose
 from router.scheduling.scheduler import RoutingRequest, Scheduler
 from router.scheduling.session_affinity import SessionAffinity
-from tests.router.decision_builders import decided, outlook_of, view_of
+from tests.router.decision_builders import decided, prediction_of, view_of
 from tests.router.router_fixture import engine_joined
 
 FLAT = EngineSpeed(prefill_token=1e-3, step=1e-3, decode_sequence=0.0, decode_block=0.0)
@@ -85,12 +85,14 @@ def test_classic_weighs_shares_that_have_no_unit() -> None:
     """alpha * uncached share + beta * calibrated remote share of expert traffic + gamma * load relative to
     the most loaded.
     """
-    outlook = outlook_of([1.0] * 4, gain=0.5, local=[0.25, 0.5, 0.0, 1.0], priced=[True, True, True, False])
+    prediction = prediction_of(
+        [1.0] * 4, gain=0.5, local=[0.25, 0.5, 0.0, 1.0], priced=[True, True, True, False]
+    )
     decision = four(
         "classic",
         (50, 0, 100, 0),
         overlap=[5, 0, 10, 25],
-        outlook=outlook,
+        prediction=prediction,
         rules={"alpha": 2.0, "beta": 3.0, "gamma": 0.5},
     )
     uncached, remote, relative = (
@@ -111,7 +113,7 @@ def test_every_policy_is_explained_by_the_same_record(policy: str) -> None:
         policy,
         (5, 6, 7, 8),
         overlap=[0, 3, 2, 1],
-        outlook=outlook_of([4.0, 3.0, 2.0, 1.0]),
+        prediction=prediction_of([4.0, 3.0, 2.0, 1.0]),
         conditions={"turn": 1},
     )
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)

@@ -6,7 +6,7 @@ from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request_log import RequestEnd, RequestLog
 
 
-def exchange(tokens: int, choices: int = 1) -> RequestLog:
+def request_log(tokens: int, choices: int = 1) -> RequestLog:
     """Request that started at 10 s, with its first token at 11 s."""
     made = RequestLog("r", "d", "/v1/completions", 10.0)
     made.first_token(11.0)
@@ -20,11 +20,11 @@ def exchange(tokens: int, choices: int = 1) -> RequestLog:
 def test_time_per_output_token_is_the_mean_between_a_choices_tokens(
     tokens: int, choices: int, expected: float | None
 ) -> None:
-    assert exchange(tokens, choices).time_per_output_token(13.0) == expected
+    assert request_log(tokens, choices).time_per_output_token(13.0) == expected
 
 
 def test_an_answer_whose_first_token_was_not_seen_has_none() -> None:
-    unseen = exchange(5)
+    unseen = request_log(5)
     unseen.whole = True
     assert unseen.time_per_output_token(13.0) is None
     assert RequestLog("r", "d", "/", 0.0).time_per_output_token(1.0) is None
@@ -32,6 +32,6 @@ def test_an_answer_whose_first_token_was_not_seen_has_none() -> None:
 
 def test_metrics_have_it_by_model() -> None:
     metrics = RouterMetrics()
-    exchange(5).finish(RequestEnd.ANSWERED, 13.0, metrics)
+    request_log(5).finish(RequestEnd.ANSWERED, 13.0, metrics)
     assert b"roost_router_time_per_output_token_seconds_sum{model=" in metrics.exposition()
     assert b'roost_router_time_per_output_token_seconds_sum{model="other"} 0.5' in metrics.exposition()

@@ -228,7 +228,7 @@ async def test_the_decision_span_contains_the_prediction_and_its_sources(
     await until(
         lambda: (
             house.service.view.prices("demo").priced.all()
-            and house.service.scheduler.foresight.replica("demo") is not None
+            and house.service.scheduler.predictor.replica("demo") is not None
         )
     )
     await house.post(CHAT, chat())
