@@ -282,7 +282,7 @@ class MigrationService:
                 or self._subject_of(beat.engine) is None
             ):
                 continue
-            if self._unknown_engines.heard(beat.worker_id, self._clock()) and await self._identify(
+            if self._unknown_engines.due(beat.worker_id, self._clock()) and await self._identify(
                 beat.engine, beat.worker_id
             ):
                 try:

@@ -73,7 +73,7 @@ def request_profiles(
     """Build the profiles of requests that ended on `rank`. Model and placement must have the shape of the
     traces. node: number of the machine of each rank.
 
-    most_blocks: limit of the reported blocks of a request, counted from the end of the reused prefix.
+    max_blocks: limit of the reported blocks of a request, counted from the end of the reused prefix.
     sampled: requests whose profiles carry the counts themselves. Cost for 58 layers of 256 experts, K = 32:
     about 40 ms for 8,192 tokens. For the demo model: 0.1 ms for one request, 0.05 ms for one of many.
     """

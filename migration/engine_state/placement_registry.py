@@ -63,8 +63,8 @@ class EngineEntry:
 class PlacementRegistry:
     """Entries by incarnation. Bounded: the incarnations that have been gone longest are forgotten first."""
 
-    def __init__(self, most_incarnations: int = 1024) -> None:
-        self._most = most_incarnations
+    def __init__(self, max_incarnations: int = 1024) -> None:
+        self._max_incarnations = max_incarnations
         self._entries: OrderedDict[int, EngineEntry] = OrderedDict()
         self._present: dict[str, int] = {}
         """worker_id of each present engine, by name"""
@@ -107,7 +107,7 @@ class PlacementRegistry:
         placement.
         """
         self._present[joined.engine] = joined.worker_id
-        while len(self._present) > self._most:
+        while len(self._present) > self._max_incarnations:
             del self._present[next(iter(self._present))]
         if joined.placement is None:
             return None
@@ -152,7 +152,7 @@ class PlacementRegistry:
     def _forget(self) -> None:
         present = set(self._present.values())
         for worker_id in [worker_id for worker_id in self._entries if worker_id not in present]:
-            if len(self._entries) <= self._most:
+            if len(self._entries) <= self._max_incarnations:
                 return
             del self._entries[worker_id]
 

@@ -22,19 +22,19 @@ class UnknownEngines:
     while heartbeats arrive.
     """
 
-    def __init__(self, most: int = 256) -> None:
-        self._most = most
+    def __init__(self, limit: int = 256) -> None:
+        self._limit = limit
         self._engines: OrderedDict[int, _UnknownEngine] = OrderedDict()
 
-    def heard(self, worker_id: int, now: float) -> bool:
+    def due(self, worker_id: int, now: float) -> bool:
         """Record a heartbeat. Returns True if the engine must be asked now, and counts it as asked.
 
-        Of more than `most` engines, the one seen first is forgotten.
+        Of more than `limit` engines, the one seen first is forgotten.
         """
         engine = self._engines.get(worker_id)
         if engine is None:
             self._engines[worker_id] = _UnknownEngine(now + FIRST_SECONDS, FIRST_SECONDS)
-            if len(self._engines) > self._most:
+            if len(self._engines) > self._limit:
                 self._engines.popitem(last=False)
             return False
         if now < engine.next:

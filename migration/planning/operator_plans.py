@@ -123,7 +123,7 @@ class _Change:
         self, placement: Placement, request: MigrateExpert, room: StagingRoom, load: NDArray[np.float64]
     ) -> None:
         _check_named(placement, request)
-        self._asked = request
+        self._request = request
         self._per = placement.slots_per_rank
         self._load = load
         self._row: list[int] = placement.expert_of_slot[request.layer].tolist()
@@ -148,7 +148,10 @@ class _Change:
         """Slot that the expert is read from."""
 
     def made(self) -> PlacementChanges:
-        request, here = self._asked, range(self._asked.rank * self._per, (self._asked.rank + 1) * self._per)
+        request, here = (
+            self._request,
+            range(self._request.rank * self._per, (self._request.rank + 1) * self._per),
+        )
         there = self.there
         if request.swap is not None:
             return self._swap(self._named(request.swap), there)
@@ -172,7 +175,7 @@ class _Change:
 
     def _named(self, expert: int) -> int:
         """Return the slot of the expert that `swap` names."""
-        request = self._asked
+        request = self._request
         if expert not in self._held(request.rank):
             raise ValueError(
                 f"rank {request.rank} does not hold expert {ExpertId(request.layer, expert)}, so it cannot be"
@@ -191,9 +194,9 @@ class _Change:
     def _one(self, kind: ChangeKind, slot: int, other_slot: int, other_expert: int) -> PlacementChanges:
         return PlacementChanges(
             kind=np.array([kind], np.uint8),
-            layer=np.array([self._asked.layer], np.int32),
+            layer=np.array([self._request.layer], np.int32),
             slot=np.array([slot], np.int32),
-            expert=np.array([self._asked.expert], np.int16),
+            expert=np.array([self._request.expert], np.int16),
             other_slot=np.array([other_slot], np.int32),
             other_expert=np.array([other_expert], np.int16),
             gain=np.zeros(1),

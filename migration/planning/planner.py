@@ -149,7 +149,7 @@ class _PlanningRun:
         self._findings: list[Finding] = []
         self._tables: set[bytes] = set()
         """End placements of the strategies tried so far, as bytes."""
-        self._most_gained = -np.inf
+        self._max_gain = -np.inf
         """Largest gain of any strategy tried, in seconds of a step; -inf: none could be tried."""
         self._gain_too_small = False
         """True if a strategy was rejected because it gains little and copies much."""
@@ -177,9 +177,9 @@ class _PlanningRun:
         best = self._best(STRATEGIES[policy])
         if best is not None:
             return self._at_home(self._decided(best), best)
-        if self._most_gained == -np.inf:
+        if self._max_gain == -np.inf:
             return self._refused(Finding.of(FindingCode.POLICY_UNABLE, policy=policy))
-        if self._gain_too_small or self._worth(self._most_gained) < self._margin:
+        if self._gain_too_small or self._worth(self._max_gain) < self._margin:
             small = Finding.of(FindingCode.BELOW_LEAST_GAIN, least_gain=found.config.min_gain)
             return self._refused(small)
         lifetime = found.config.lifetime_seconds
@@ -297,7 +297,7 @@ class _PlanningRun:
             self._tables.add(same)
             after = candidate.problem(found).price(end)
             gain = float((candidate.before(found).seconds - after.seconds).sum())
-            self._most_gained = max(self._most_gained, gain)
+            self._max_gain = max(self._max_gain, gain)
             # A lower bound of the cost first: ordering handovers is the expensive part.
             if best is not None and (enough := self._enough(best, gain, cost_floor(found, candidate))):
                 self._findings.append(enough.of_subject(candidate.name))
@@ -335,7 +335,7 @@ class _PlanningRun:
         reason = self._enough(best, gain)
         if reason is None:
             return False
-        self._most_gained = max(self._most_gained, gain)
+        self._max_gain = max(self._max_gain, gain)
         self._findings.append(reason.of_subject(name))
         return True
 

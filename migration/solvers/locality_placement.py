@@ -218,16 +218,16 @@ def _on_own_node(placement: Placement, demand: NDArray[Any], room: LocalityProbl
 
 
 def bound(
-    demand: NDArray[Any], room: LocalityProblem, most_layers: int = 8
+    demand: NDArray[Any], room: LocalityProblem, max_layers: int = 8
 ) -> tuple[NDArray[np.intp], FloatArray]:
     """Return (layers, saved): upper bound of the saving (`LocalityPlacement.saved`) of any placement,
     whatever its balance.
 
-    This is the optimum of the linear programme, for at most `most_layers` layers, evenly spaced. About 10 ms
+    This is the optimum of the linear programme, for at most `max_layers` layers, evenly spaced. About 10 ms
     a layer of 256 experts at 8 ranks, 70 ms at 64.
     """
     layers = np.unique(
-        np.linspace(0, demand.shape[1] - 1, min(most_layers, demand.shape[1])).round().astype(np.intp)
+        np.linspace(0, demand.shape[1] - 1, min(max_layers, demand.shape[1])).round().astype(np.intp)
     )
     worth = worth_of(demand[:, layers], room)
     return layers, np.array(

@@ -233,9 +233,9 @@ async def test_whoever_beats_and_does_not_say_who_it_is_is_asked_ever_more_seldo
 
 
 def test_of_more_strangers_than_are_remembered_the_one_heard_first_is_forgotten() -> None:
-    strangers = UnknownEngines(most=2)
-    assert not any(strangers.heard(worker_id, 0.0) for worker_id in (1, 2, 3))
-    assert [strangers.heard(worker_id, 5.0) for worker_id in (3, 2, 1)] == [True, True, False]
+    strangers = UnknownEngines(limit=2)
+    assert not any(strangers.due(worker_id, 0.0) for worker_id in (1, 2, 3))
+    assert [strangers.due(worker_id, 5.0) for worker_id in (3, 2, 1)] == [True, True, False]
 
 
 @pytest.mark.looptime

@@ -42,15 +42,15 @@ class InvalidReport(ValueError):
 
 
 def checked_counts(
-    table: ExpertCounts, tokens: int, cached_tokens: int, most_cells: int
+    table: ExpertCounts, tokens: int, cached_tokens: int, max_cells: int
 ) -> NDArray[np.unsignedinteger[Any]]:
     """Return the counts in place: unsigned [layers, experts]. InvalidReport if they are impossible or exceed
-    `most_cells`.
+    `max_cells`.
     """
     for name, value in (("tokens", tokens), ("cached_tokens", cached_tokens)):
         if not 0 <= value <= MAX_COUNT:
             raise InvalidReport(ReportFault.COUNTS, f"{name} must be a count, not {value}")
-    if table.layers * table.experts > most_cells:
+    if table.layers * table.experts > max_cells:
         raise InvalidReport(
             ReportFault.CAPACITY,
             f"a table of {table.layers} x {table.experts}; raise tracker.max_cells to follow such a model",

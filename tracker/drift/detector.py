@@ -395,8 +395,8 @@ class DriftDetector:
         self._samples.extend((float(at), array(raw, (self.layers,))) for at, raw in state["samples"])
 
 
-def _shape(raw: Any, most_cells: int) -> tuple[int, int]:
+def _shape(raw: Any, max_cells: int) -> tuple[int, int]:
     layers, experts = map(int, raw)
-    if not (1 <= layers and 1 <= experts and layers * experts <= most_cells):
+    if not (1 <= layers and 1 <= experts and layers * experts <= max_cells):
         raise ValueError(f"a table of {layers} x {experts}")
     return layers, experts

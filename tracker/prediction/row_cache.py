@@ -46,13 +46,13 @@ class RowCache(KeyedTable):
     bytes (`fleet.prediction`).
 
     extra: internal bytes of a row, not returned. life: seconds after which an unused row expires, to 1 part
-    in TICKS. most_changes: limit of keys remembered as changed. Key 0 is invalid. ValueError if the budget is
+    in TICKS. max_changes: limit of keys remembered as changed. Key 0 is invalid. ValueError if the budget is
     less than one set.
     """
 
-    def __init__(self, budget: int, life: float, most_changes: int, extra: int = 0) -> None:
+    def __init__(self, budget: int, life: float, max_changes: int, extra: int = 0) -> None:
         self._cell = cell(extra)
-        self._log = min(most_changes, budget // 128)
+        self._log = min(max_changes, budget // 128)
         one_set = WAYS * (8 + self._cell.itemsize + 4 + 2 + 1)
         self._sets = (budget - budget // RESERVE - OVERHEAD - 8 * self._log) // one_set
         if self._sets < 1:

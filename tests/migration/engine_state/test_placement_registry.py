@@ -189,7 +189,7 @@ def test_a_placement_of_another_shape_is_refused() -> None:
 
 
 def test_incarnations_long_gone_are_forgotten_and_present_ones_never() -> None:
-    ledger = PlacementRegistry(most_incarnations=3)
+    ledger = PlacementRegistry(max_incarnations=3)
     ledger.joined(joined(1, "stays"))
     ledger.committed(committed(FIRST, 1, "stays"))
     for worker_id in range(2, 10):
