@@ -36,7 +36,8 @@ FILE_SECONDS = 0.2
 def exporting(service: str, selected: Sequence[str], file: Path | None) -> Iterator[None]:
     """Set the process's tracer provider; at the end send the remaining spans, for at most FLUSH_SECONDS.
 
-    service: name of this process, overridden by OTEL_SERVICE_NAME. wanted: "otlp", "otlp_grpc", "console".
+    service: name of this process, overridden by OTEL_SERVICE_NAME. selected: "otlp", "otlp_grpc",
+    "console".
     """
     provider = _provider(service, selected, file)
     trace.set_tracer_provider(provider)
