@@ -102,12 +102,14 @@ class Configuration:
 
     def with_flags(self, flags: Mapping[Key, tuple[str, Any]]) -> "Configuration":
         """Return a copy with command-line values: {(section, key): (flag, value)}; the value None means not
-        given."""
+        given. Paths are relative to the working directory, not to a settings file: they are made
+        absolute."""
         settings = dict(self._settings)
         for (section, key), (flag, value) in flags.items():
             if value is not None:
                 hint = setting_types(self._sections[section])[key]
-                settings[section, key] = Setting(_converted(value, hint, flag), flag)
+                given = value.absolute() if isinstance(value, Path) else value
+                settings[section, key] = Setting(_converted(given, hint, flag), flag)
         return Configuration(self._sections, settings, self._checks)
 
     def as_toml(self, *, sources: bool = True, secrets: bool = False) -> str:

@@ -59,8 +59,8 @@ def security_flags(
     return {
         (section, "tls_cert"): ("--tls-cert", cert),
         (section, "tls_key"): ("--tls-key", key),
-        (section, "tls_terminated"): ("--tls-terminated", terminated),
-        (section, "insecure"): ("--insecure", insecure),
+        (section, "tls_terminated"): ("--tls-terminated", terminated or None),
+        (section, "insecure"): ("--insecure", insecure or None),
     }
 
 

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from deploy.configuration_loader import ConfigError, Configuration, load, without_settings
 from deploy.sections import RENAMED, former_keys, read_settings
 from deploy.sections import SECTIONS as REAL_SECTIONS
+from deploy.terminal.command_settings import security_flags
 from fleet.settings import NonNegative, Port, setting_types
+from router.config import RouterConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,3 +288,18 @@ def test_files_that_an_engine_begins_with_must_exist(tmp_path: Path, key: str, r
     settings = read_settings(None, {}, tmp_path)
     with pytest.raises(ConfigError, match=rf"{key} = '/nowhere': {remedy}.*roost\.toml:2"):
         settings.check()
+
+
+def test_a_path_on_the_command_line_is_relative_to_the_working_directory(tmp_path: Path) -> None:
+    flags = security_flags("router", Path("cert.pem"), Path("key.pem"), terminated=False, insecure=False)
+    router = read_settings(None, {}, tmp_path).with_flags(flags).part(RouterConfig)
+    assert (router.tls_cert, router.tls_key) == (f"{Path.cwd()}/cert.pem", f"{Path.cwd()}/key.pem")
+
+
+def test_a_switch_that_was_not_given_leaves_the_file_s_value(tmp_path: Path) -> None:
+    file = tmp_path / "roost.toml"
+    file.write_text("[router]\ninsecure = true\ntls_terminated = true\n")
+    flags = security_flags("router", None, None, terminated=False, insecure=False)
+    router = read_settings(file, {}, tmp_path).with_flags(flags).part(RouterConfig)
+    assert router.insecure
+    assert router.tls_terminated

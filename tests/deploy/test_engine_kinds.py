@@ -48,10 +48,16 @@ def test_an_unknown_kind_is_refused_with_its_place(tmp_path: Path) -> None:
         ),
         (
             ("up", "--engine", "simulated", "--model-shape", "gpt-5"),
-            "shape = 'gpt-5': use one of deepseek-v3, qwen3-235b, demo (shape from --model-shape)",
+            "shape must be one of deepseek-v3, qwen3-235b, demo, not 'gpt-5' (shape from --model-shape)",
         ),
-        (("up", "--engine", "simulated", "--ranks", "99"), "ranks = 99: use 1 to 32"),
-        (("worker", "--engine", "simulated", "--ranks", "99"), "ranks = 99: use 1 to 32"),
+        (
+            ("up", "--engine", "simulated", "--ranks", "99"),
+            "ranks must be 1 to 32, the experts of a layer, not 99",
+        ),
+        (
+            ("worker", "--engine", "simulated", "--ranks", "99"),
+            "ranks must be 1 to 32, the experts of a layer, not 99",
+        ),
         (
             ("worker", "--engine", "openai", "--url", "http://x", "--model-shape", "demo"),
             "--model-shape belongs to --engine simulated",

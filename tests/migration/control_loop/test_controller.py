@@ -835,7 +835,7 @@ async def test_settings_are_taken_all_or_none_while_it_runs_and_that_is_recorded
         def broken() -> MigrationConfig:
             return replace(CONFIG, cycle_seconds=-1.0)
 
-        assert "planner.cycle_seconds must be" in str((await service.reload(broken)).refused)
+        assert "cycle_seconds must be" in str((await service.reload(broken)).refused)
         shown = await loop(world.bus)
         assert (shown.policy, shown.cycle_seconds, shown.budget_bytes) == ("roost", 5.0, CONFIG.budget_bytes)
         audit = [one.message async for one in world.bus.replay(SUBJECTS.config("planner"), follow=False)]

@@ -164,4 +164,4 @@ def test_the_command_supposes_nothing_of_a_decision_that_was_made() -> None:
     for option in (["--without", "queue"], ["--gone", "e/0"], ["--session", "s"], ["--tenant", "t"]):
         found = CliRunner().invoke(app, ["explain", "--id", "1", *option])
         assert found.exit_code == 2
-        assert "a served decision is read back as it was made" in found.output
+        assert "a served decision is shown as it was made" in found.output
