@@ -155,10 +155,13 @@ def _superseded(report: Json) -> list[str]:
         return []
     minutes = report["fill_seconds"] / MINUTE
     return [
-        f"Memory is judged from {minutes:.0f} minutes of each life on, when caches are full.",
-        "The run itself judged it from the beginning, and reported, of caches that filled:",
+        f"Memory is evaluated from {minutes:.0f} minutes of each process run on, when caches are full.",
+        "A leak is memory that is higher at the end than ever before, and still rising.",
+        "The run itself applied an earlier criterion, and reported:",
         "",
         *(f"- {line}" for line in report["superseded"]),
+        "",
+        *report.get("notes", []),
         "",
     ]
 

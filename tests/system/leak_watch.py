@@ -4,6 +4,7 @@ whether epochs only go forward."""
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import psutil
@@ -19,6 +20,10 @@ from tests.system.fleets import Fleet
 
 MIB = 2**20
 HOUR = 3600.0
+MAX_SLOPE = 24 * MIB
+"""bytes per hour, in the second half of a life"""
+MAX_GROWN = 12 * MIB
+"""in an hour's life, between the third quarter and the last, by their medians"""
 
 
 @dataclass
@@ -50,10 +55,29 @@ class Growth:
     """median of the last quarter"""
     slope: float
     """per hour; Theil-Sen"""
+    highest: float
+    """highest median of the first three quarters"""
+    last_slope: float
+    """per hour, in the last quarter alone"""
 
     @property
     def grown(self) -> float:
         return self.end - self.middle
+
+    @property
+    def leaks(self) -> bool:
+        """Memory is higher at the end than ever before, and still rising.
+
+        What a leak loses never comes back, so that both hold for it at any time. They do not hold for a
+        cache that fills and empties with its users, nor for memory that one large answer needed once
+        and that the allocator keeps for the next.
+        """
+        return (
+            self.slope > MAX_SLOPE
+            and self.last_slope > MAX_SLOPE
+            and self.end > self.highest
+            and self.grown > MAX_GROWN * min(1.0, self.seconds / HOUR)
+        )
 
 
 def later(life: Life, seconds: float) -> Life:
@@ -67,14 +91,18 @@ def growth(life: Life) -> Growth:
     if len(life.at) < 8:
         raise ValueError(f"{life.name} was looked at {len(life.at)} times; 8 are needed")
     at, resident = np.array(life.at), np.array(life.resident, np.float64)
-    half, three = len(at) // 2, len(at) * 3 // 4
+    quarters = [round(len(at) * part / 4) for part in range(5)]
+    medians = [float(np.median(resident[first:end])) for first, end in pairwise(quarters)]
+    half, last = quarters[2], quarters[3]
     return Growth(
         life.name,
         life.pid,
         life.seconds,
-        float(np.median(resident[half:three])),
-        float(np.median(resident[three:])),
-        theil_sen(at[half:], resident[half:]),
+        middle=medians[2],
+        end=medians[3],
+        slope=theil_sen(at[half:], resident[half:]),
+        highest=max(medians[:3]),
+        last_slope=theil_sen(at[last:], resident[last:]),
     )
 
 

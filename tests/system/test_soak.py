@@ -50,10 +50,6 @@ FILL_SECONDS = 900.0
 """of a life in which caches of 32k blocks, and routers' indexes of them, may fill"""
 JUDGED_SECONDS = 600.0
 """lives that are longer by this are judged by their slope from then on"""
-MOST_SLOPE = 24 * MIB
-"""bytes per hour, in the second half of a life"""
-MOST_GROWN = 12 * MIB
-"""between the third quarter of such a life and the last, by their medians"""
 MOST_RESIDENT = 1024 * MIB
 """of any process at any time"""
 MEMORY = "memory: "
@@ -397,7 +393,7 @@ def growing(lives: list[Life]) -> list[str]:
         f"{MEMORY}{one.name} (pid {one.pid}) grows by {one.slope / MIB:.1f} MiB an hour, and by"
         f" {one.grown / MIB:.1f} MiB from the third quarter of its {one.seconds:.0f} s to the last"
         for one in grown(lives)
-        if one.slope > MOST_SLOPE and one.grown > MOST_GROWN * min(1.0, one.seconds / 3600.0)
+        if one.leaks
     ]
     large = [(life, max(life.resident)) for life in lives if life.resident]
     return found + [
