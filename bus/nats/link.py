@@ -411,7 +411,7 @@ class Link:
     async def listen(
         self, stack: AsyncExitStack, subject: str, receive: Callable[[Msg], Awaitable[None]], queue: str = ""
     ) -> None:
-        """Enter a subscribed, with a bounded wait for the connection."""
+        """Enter a subscription, with a bounded wait for the connection."""
 
         async def enter() -> None:
             await stack.enter_async_context(self.subscription(subject, receive, queue))

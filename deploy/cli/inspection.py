@@ -241,13 +241,14 @@ def explain(
             'give a prompt, or a decision to read back: roost explain "prompt", or roost explain --id ID',
             USAGE,
         )
-    settings = settings_from(config, {}, RouterConfig)
-    address = RouterAddress(router or router_url(settings), key_from(api_key_file), ca)
     if decision is not None:
         refuse(
             {"--session": session, "--tenant": tenant, "--without": without, "--gone": gone},
             "is for a prompt: a served decision is shown as it was made",
         )
+    settings = settings_from(config, {}, RouterConfig)
+    address = RouterAddress(router or router_url(settings), key_from(api_key_file), ca)
+    if decision is not None:
         answer = address.get(f"/v1/decisions/{decision}")
     else:
         names = settings.part(RouterConfig)

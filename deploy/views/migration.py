@@ -88,7 +88,7 @@ def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, form: 
 def show_applied(
     bus_config: BusConfig, engine: str, plan: bytes, form: OutputForm, further: dict[str, Any]
 ) -> None:
-    """Carry out a plan that was just made. also: further fields for the JSON."""
+    """Carry out a plan that was just made. further: more fields for the JSON."""
 
     async def ask(bus: Bus, subjects: Subjects) -> ApplyPlan:
         return ApplyPlan(engine=engine, plan=plan)

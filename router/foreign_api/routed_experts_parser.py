@@ -103,7 +103,7 @@ def counted(events: list[bytes], shape: ModelShape, usage: TokenUsage) -> Routed
     """
     prompt: NDArray[np.int32] | None = None
     whole: list[NDArray[np.int32]] = []
-    for answer in map(_read, (event for events in events for event in events.split(b"\n\n"))):
+    for answer in map(_read, (event for piece in events for event in piece.split(b"\n\n"))):
         if answer is None:
             continue
         if answer.prompt_routed_experts is not None:
