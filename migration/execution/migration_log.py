@@ -104,7 +104,10 @@ class MigrationLog:
         at = min(published_at, wall)
         if self.plans.apply(entry, self._clock() - (wall - at), at):
             for observer in self.observers:
-                observer(entry)
+                try:
+                    observer(entry)
+                except Exception:  # the entry is stored: neither its writer nor the other observers failed
+                    logger.exception("an observer failed on a %s", type(entry).__name__)
 
     async def record(self, entry: Recorded, still: Callable[[], bool] | None = None) -> None:
         """Write an entry, unless it exists, and retry until it is stored.

@@ -79,8 +79,8 @@ class RunProgress:
             self.copied_bytes += max(entry.bytes, 0)
             self.seconds += entry.seconds
             self.epoch = max(self.epoch, entry.epoch)
-        if entry.last:
-            self.end = entry
+            if entry.last:
+                self.end = entry
 
 
 @dataclass(slots=True)
