@@ -319,9 +319,11 @@ def _shown_value(value: Any) -> str:
 
 
 def _path(kind: type, value: Any) -> Any:
-    if kind is Path and isinstance(value, str | Path):
-        return Path(value)
-    raise NotImplementedError(f"settings of type {kind}")
+    if kind is not Path:
+        raise NotImplementedError(f"settings of type {kind}")
+    if not isinstance(value, str | Path):
+        raise TypeError("not a path")  # msgspec turns it into its validation error
+    return Path(value)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -65,8 +65,8 @@ def load_nixl() -> Nixl:
             unreadable,
         )
     raise NixlMissing(
-        f"NIXL cannot be loaded ({'; '.join(reasons)}): install Roost with the extra `nixl`, or set the"
-        " transfer's way to shared"
+        f"NIXL cannot be loaded ({'; '.join(reasons)}): install Roost with the extra `nixl`, or set"
+        " transfer.backend to shared"
     )
 
 

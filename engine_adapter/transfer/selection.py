@@ -26,8 +26,8 @@ async def open_transfers(
     if config.backend == "shared":
         if not can_share:
             raise TransferError(
-                "way is set to shared, and this rank's memory cannot be shared (no memfd, or no /proc): set"
-                " it to nixl, or to auto"
+                "transfer.backend is shared, and this rank's memory cannot be shared (no memfd, or no /proc):"
+                " set it to nixl, or to auto"
             )
         _log.info("experts are read through shared memory, and by no other backend")
         return (SharedTransfer(memory, config),)

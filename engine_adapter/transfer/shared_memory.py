@@ -137,8 +137,8 @@ def _mapped(address: MemoryAddress) -> NDArray[np.uint8]:
         ) from error
     except PermissionError as error:
         raise AddressRefused(
-            f"{path} may not be opened ({error}): run all ranks as one user and in one container, or set the"
-            " transfer's way to nixl"
+            f"{path} may not be opened ({error}): run all ranks as one user and in one container, or set"
+            " transfer.backend to nixl"
         ) from error
     except OSError as error:
         raise TransferError(f"{path} cannot be opened: {error}") from error

@@ -303,3 +303,10 @@ def test_a_switch_that_was_not_given_leaves_the_file_s_value(tmp_path: Path) -> 
     router = read_settings(file, {}, tmp_path).with_flags(flags).part(RouterConfig)
     assert router.insecure
     assert router.tls_terminated
+
+
+def test_a_number_for_a_file_is_refused_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "roost.toml"
+    file.write_text("[worker]\ntls_cert = 5\n")
+    with pytest.raises(ConfigError, match=r"roost.toml:2: worker.tls_cert must be a file or unset, not 5"):
+        read_settings(file, {}, tmp_path)

@@ -234,7 +234,7 @@ class Loop:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def loop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loop]:
     async with FleetFixture(tmp_path_factory.mktemp("loop")).open() as deployment:
-        engine = Engine(deployment, "one", transfer={"way": "shared"})
+        engine = Engine(deployment, "one", transfer={"backend": "shared"})
         await asyncio.gather(deployment.add_coordinator(**IMPATIENT), engine.live())
         await deployment.add_coordinator(**IMPATIENT)
         traffic = Traffic(deployment, engine)

@@ -116,8 +116,6 @@ class SimulatedConfig:
             raise ValueError(
                 f"max_batch_tokens = {self.max_batch_tokens} must exceed max_running ({self.max_running})"
             )
-        if self.kv_blocks * BLOCK_SIZE < 2:
-            raise ValueError(f"kv_blocks = {self.kv_blocks} must hold at least 2 tokens")
 
     @property
     def model_shape(self) -> ModelShape:
