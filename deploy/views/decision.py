@@ -196,11 +196,13 @@ def _show_prediction(prediction: PredictionRecord) -> None:
     """Print the predicted clusters, their sources and evidence, and the current weight of the prediction."""
     out = console()
     clusters = ", ".join(
-        f"{one.cluster} {one.weight:.0%}" for one in prediction.clusters if one.weight >= MIN_SHOWN_WEIGHT
+        f"cluster {one.cluster}: {one.weight:.0%}"
+        for one in prediction.clusters
+        if one.weight >= MIN_SHOWN_WEIGHT
     )
     worth = f"confidence {prediction.confidence:.2f}, gain {prediction.gain:.2f}"
     out.print(
-        f"predicted: clusters {clusters or 'all alike'}; {worth}; {prediction.known_blocks} blocks of the"
+        f"predicted: {clusters or 'all clusters alike'}; {worth}; {prediction.known_blocks} blocks of the"
         " prompt known"
     )
     for source in prediction.sources:
