@@ -391,7 +391,7 @@ async def test_an_explanation_is_readable(
     await teach(house, blocks={blocks[0]: ((0.9, 0.1), 96.0)}, gain=0.5)
     show_decision((await house.post(ROUTE, chat())).body)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "predicted: clusters 0 8" in shown
+    assert "predicted: cluster 0: 8" in shown
     assert "gain 0.50; 1 blocks of the prompt known" in shown
     assert "prefix: 96 tokens of evidence, confidence 0.43" in shown
     assert "tables 5; clusters 5" in shown
