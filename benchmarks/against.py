@@ -50,7 +50,7 @@ def placement_seconds(found: Found) -> Iterator[tuple[str, float]]:
         yield from (
             (f"{number} {row['case']} {name}", value)
             for name, value in row["figures"].items()
-            if name.strip() in TIMES
+            if name.strip() in TIMES and isinstance(value, float)
         )
 
 
