@@ -50,7 +50,7 @@ def placement_seconds(found: Found) -> Iterator[tuple[str, float]]:
         yield from (
             (f"{number} {row['case']} {name}", value)
             for name, value in row["figures"].items()
-            if name.strip() in TIMES and isinstance(value, float)
+            if is_time(name) and isinstance(value, float)
         )
 
 
@@ -60,14 +60,17 @@ def plans(found: Found) -> list[list[str]]:
         [
             f"{value:.4g}" if isinstance(value, float) else str(value)
             for name, value in row["figures"].items()
-            if name.strip() not in TIMES
+            if not is_time(name)
         ]
         for row in found["rows"]
     ]
 
 
-TIMES = ("ms", "s")
-"""columns of `placement` that are durations"""
+def is_time(column: str) -> bool:
+    """Return True for columns of `placement` that are durations: "ms", "s", "ms to order"."""
+    return column.replace(",", " ").split()[0] in ("ms", "s")
+
+
 SECONDS: dict[str, Callable[[Found], Iterator[tuple[str, float]]]] = {
     "decision": decision_seconds,
     "tracker_speed": tracker_seconds,
