@@ -83,7 +83,10 @@ def to_client(server: Iterable[tuple[bytes, bytes]], own: Headers) -> Headers:
 
 def value_of(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
     """Return the first value of a header (name in lower case), or ""."""
-    return next((value.decode("latin-1") for found, value in headers if found == name), "")
+    for found, value in headers:
+        if found == name:
+            return value.decode("latin-1")
+    return ""
 
 
 def _replaced(headers: Headers, own: Headers) -> set[bytes]:

@@ -24,7 +24,7 @@ def counted(events: list[bytes]) -> Usage | None:
         if b'"usage"' not in event:
             continue
         try:
-            usage = _COUNTED.decode(event_data(event) or event).usage
+            usage = _COUNTED.decode(event if event.startswith(b"{") else event_data(event) or event).usage
         except UNREADABLE:
             continue
         if usage is not None:

@@ -4,7 +4,6 @@ Another server is tried while the client has received nothing; afterwards a fail
 event.
 """
 
-from contextlib import nullcontext
 from typing import NoReturn
 
 from fleet.completions import ApiError
@@ -231,7 +230,10 @@ class Relay:
             request.method, decision.target.url, target, self._sent_headers(decision, span), body
         )
         call = self._service.upstream.forward(sent, stream=request.fields.stream)
-        with nullcontext() if request.fields.stream else self._unstreamed.watched(decision, booking, call):
+        watched = not request.fields.stream
+        if watched:
+            self._unstreamed.begin(decision, booking, call)
+        try:
             async with call:
                 good = call.status < 400
                 if not good:
@@ -240,6 +242,9 @@ class Relay:
                     await self._stream(decision, booking, call)
                 else:
                     await self._whole(decision, call)
+        finally:
+            if watched:
+                self._unstreamed.end(call)
         if good:
             self._service.finished(decision, booking, self._prompt, reported=self._reported)
 

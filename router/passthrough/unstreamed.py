@@ -3,8 +3,6 @@ and on probes.
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
 
@@ -42,11 +40,10 @@ class UnstreamedAnswers:
         """due time of that timer, which uvloop's own handles cannot always report"""
         self._look: asyncio.TimerHandle | None = None
 
-    @contextmanager
-    def watched(self, decision: Decision, booking: Booking, call: Call) -> Iterator[None]:
-        """Supervise a call while the context lasts, that is until it was answered or failed. Its prompt
-        counts as computed after the expected time, because there is no first token to observe; the call is
-        cut when its server is found dead.
+    def begin(self, decision: Decision, booking: Booking, call: Call) -> None:
+        """Supervise a call until `end`, that is until it was answered or failed. Its prompt counts as
+        computed after the expected time, because there is no first token to observe; the call is cut when its
+        server is found dead.
         """
         loop = call.loop
         now = loop.time()
@@ -55,11 +52,11 @@ class UnstreamedAnswers:
         self._wake_at(now + APART_SECONDS, loop)
         if self._look is None:
             self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop)
-        try:
-            yield
-        finally:
-            del self._calls[call]
-            self._new.pop(call, None)
+
+    def end(self, call: Call) -> None:
+        """End the supervision of a call."""
+        del self._calls[call]
+        self._new.pop(call, None)
 
     def _wake_at(self, at: float, loop: asyncio.AbstractEventLoop) -> None:
         if self._next is not None:
