@@ -96,6 +96,9 @@ class ModelRunner:
 
     With one torch thread and every matrix product padded to `GROUP_ROWS` rows, a token's fp32 results have
     the same bits whatever the rest of the batch and the location of its experts.
+
+    Where a prompt is cut into chunks changes them in the last bits, because attention computes single tokens
+    and chunks by different kernels.
     """
 
     def __init__(

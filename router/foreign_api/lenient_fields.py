@@ -99,13 +99,15 @@ def _as_usual(fields: _Usual) -> LenientRequest:
     messages = [] if fields.messages is msgspec.UNSET else fields.messages
     texts = [f"{message.role or ''}\n{message.content or ''}\n" for message in messages]
     texts += fields.prompt or "", fields.query or "", fields.input or ""
-    limits = fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens
+    max_tokens = None
+    for limit in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
+        if limit is not None and limit >= 1:
+            max_tokens = min(limit, _MAX_TOKENS)
+            break
     return LenientRequest(
         model=fields.model or None,
         stream=bool(fields.stream),
-        max_tokens=next(
-            (min(limit, _MAX_TOKENS) for limit in limits if limit is not None and limit >= 1), None
-        ),
+        max_tokens=max_tokens,
         prompt=b"".join(
             (
                 fields.tools,
