@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 from fleet.arrays import FloatArray, IntArray
 from fleet.placement import FULL, Placement
 
-SPLIT, COVER = "split", "cover"
-DispatchRule = Literal["split", "cover"]
-"""Replica selection modes of an engine: each (token, k) pair by the shares alone, or a token's pairs together
-to reach few ranks.
+SPLIT, COVER, ROW_HASH = "split", "cover", "row-hash"
+DispatchRule = Literal["split", "cover", "row-hash"]
+"""Replica selection modes of an engine: each (token, k) pair by the shares alone, a token's pairs together to
+reach few ranks, or (vLLM) by a hash of the token's row in the step's batch.
 """
 
 _TURN = np.array(2_654_435_769, np.uint32)

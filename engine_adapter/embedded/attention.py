@@ -5,8 +5,9 @@ KV layout: [layers, 2 * kv_heads, pages, page tokens, head_dim], K heads before 
 heads, one gather per layer produces the operands of batched matrix products without another copy.
 
 Decoding sequences (one token each) are computed together. A chunk of several tokens is computed alone. A
-row's bits do not depend on the other sequences of the batch, but on the length of its own chunk. Padding positions have a weight of exactly zero. Values are summed over
-fixed spans of `SPAN_PAGES`, because BLAS splits longer sums depending on their length.
+row's bits do not depend on the other sequences of the batch, but on the length of its own chunk. Padding
+positions have a weight of exactly zero. Values are summed over fixed spans of `SPAN_PAGES`, because BLAS
+splits longer sums depending on their length.
 """
 
 from collections.abc import Iterator, Sequence

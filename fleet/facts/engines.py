@@ -23,6 +23,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """forwards request fields that Roost does not read (sampling parameters, guided decoding) to the engine
     unchanged. False: requests that have such a field are refused
     """
+    returns_ids: bool = False
+    """takes the client's own body on the chat and completions routes, and returns the token ids of prompt and
+    answer when asked (`return_token_ids`). With a tokenizer its prompts are hashed and priced by their ids
+    """
     isolates_tenants: bool = False
     """accepts `cache_salt` and shares KV only among requests with the same salt. False, also for older
     engines: all tenants share the engine's KV cache
@@ -50,7 +54,9 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     """
     node: str
     urls: tuple[str, ...]
-    """base URL of each rank's HTTP server, index = rank; one URL for an engine that is a single target"""
+    """base URL of each target's HTTP server, index = rank; one URL for an engine that is a single target"""
+    rank_header: str = ""
+    """HTTP header that names the rank to a server that all ranks share; empty: each rank has its own URL"""
     nodes: tuple[str, ...] = ()
     """machine of each rank, index = rank; empty: all ranks are on `node`"""
     block_size: int
@@ -77,6 +83,14 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     speed: EngineSpeed | None = None
     dispatch: str = "split"
     """replica selection of the engine, a `fleet.dispatch.DispatchRule`"""
+    rearranges: bool = False
+    """the engine moves its experts itself (vLLM's EPLB): it takes whole placements without empty slots, its
+    replicas share evenly, and a plan is one handover
+    """
+    gathers_all: bool = False
+    """every rank that holds experts receives every token, so that the location of experts costs no request
+    anything
+    """
     capabilities: Capabilities = Capabilities()
 
 
