@@ -275,6 +275,71 @@ class Experts(Protocol):
         ...
 
 
+class WorkerMap(NamedTuple):
+    """Map state of one expert rank of an engine that moves its experts itself, as its worker last reported
+    it."""
+
+    state: Literal["idle", "staged", "voting", "refused"]
+    """idle: holds no map (with a `reason`: that of `handover` was rejected, or dropped before the permission
+    to vote). staged: holds a validated map, and votes for none. voting: votes for the map that it holds.
+    refused: dropped a map that it may have voted for, serves the old one, and never votes for that map
+    again."""
+    handover: int
+    """Number of the map that is held or was dropped. 0: none since the worker started."""
+    digest: str
+    """Digest of the map that is held. Empty: none."""
+    served: str
+    """Digest of the map in force on this worker."""
+    flipped: int
+    """Number of the last handover that this worker carried out. 0: none since it started."""
+    epoch: int
+    """Epoch of the map in force."""
+    reason: str = ""
+    """Why the map was refused or dropped."""
+    layers_done: int = 0
+    """Layers of the new map that are in force already, while layers are committed one at a time."""
+
+
+class Rearranger(Protocol):
+    """Carries maps to the expert ranks of an engine that moves its experts itself. Methods never block, and a
+    message may be lost: only a change of status is an answer."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of expert ranks: `Placement.ranks`, not the number of targets."""
+        ...
+
+    @property
+    def placement(self) -> Placement:
+        """The map in force with its epoch. Changes once every expert rank serves the new one."""
+        ...
+
+    def status(self, rank: int) -> WorkerMap | None:
+        """Return the last report of an expert rank's worker. None: it is not connected."""
+        ...
+
+    def stage(self, rank: int, handover: int, placement: Placement) -> None:
+        """Send a map to one worker, to be validated and held."""
+        ...
+
+    def permit(self, rank: int, handover: int) -> None:
+        """Permit one worker to vote for the map that it holds."""
+        ...
+
+    def drop(self, rank: int, handover: int, reason: str) -> None:
+        """Ask one worker to drop the map that it holds, unless the vote for it has passed. A number that
+        never arrived is past from then on."""
+        ...
+
+    async def changed(self) -> None:
+        """Wait until the status of any worker changes."""
+        ...
+
+    async def nudge(self) -> None:
+        """Send a short request of the agent's own to one target, so that an idle engine makes steps."""
+        ...
+
+
 class Engine(Protocol):
     """One rank of an engine, as its agent sees it. Methods are called from one event loop and never block
     it."""
