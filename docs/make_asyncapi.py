@@ -22,70 +22,9 @@ import yaml
 
 from bus.protocol.codec import BlobReference, Envelope, PartRequest, PartsOffer
 from bus.protocol.subjects import Subjects
-from fleet.facts.activity import (
-    CountsImported,
-    DispatchMeasured,
-    ExpertsActivated,
-    RequestsFinished,
-    RequestsProfiled,
-)
-from fleet.facts.bookings import ReservationsChanged
-from fleet.facts.demand import (
-    ClustersPublished,
-    DemandPublished,
-    PopularityShifted,
-    ProfilePublished,
-    TablesPublished,
-)
+from fleet import messages
 from fleet.facts.dynamo_kv import KvMetrics, RoutedKvEvent
-from fleet.facts.engines import ConfigChanged, EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
-from fleet.facts.migrations import (
-    MigrationAborted,
-    MigrationCommitted,
-    MigrationPlanned,
-    MigrationStaged,
-    PlanEvaluated,
-)
-from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.messages import STORED, AnyEvent
-from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SetLoopState
-from fleet.requests.demand import (
-    DescribeClusters,
-    DescribePopularity,
-    DescribeProfile,
-    DescribeTables,
-    PopularityDescribed,
-)
-from fleet.requests.engines import DescribeEngine, KvSnapshot, KvSnapshotRequested
-from fleet.requests.handovers import (
-    AbortHandover,
-    CommitHandover,
-    DescribeHandover,
-    EndLease,
-    ExpertsLeased,
-    HandoverDescribed,
-    LeaseEnded,
-    LeaseExperts,
-    ProposeHandover,
-)
-from fleet.requests.plans import (
-    ApplyPlan,
-    DescribePlan,
-    MigrateExpert,
-    MigrationAccepted,
-    PlanDescribed,
-    RollBack,
-)
-from fleet.requests.refusal import RequestRefused
-from fleet.requests.routing import (
-    DecisionDescribed,
-    DescribeDecision,
-    DescribeReservations,
-    ReservationsDescribed,
-    RouteDecided,
-    RouteReleased,
-    RouteRequested,
-)
 
 FILE = Path(__file__).with_name("asyncapi.yaml")
 KV_EVENTS = "KvEvents"
@@ -100,76 +39,86 @@ PUBLISHED: dict[str, tuple[tuple[type, ...], str]] = {
         (KvMetrics,),
         "every rank, in Dynamo's own form, when its load changes and once a second",
     ),
-    "heartbeats": ((EngineHeartbeat,), "rank 0 of every engine, once a second"),
-    "experts": ((ExpertsActivated,), "every rank, once a second while it computes"),
+    "heartbeats": ((messages.EngineHeartbeat,), "rank 0 of every engine, once a second"),
+    "experts": ((messages.ExpertsActivated,), "every rank, once a second while it computes"),
     "dispatched": (
-        (DispatchMeasured,),
+        (messages.DispatchMeasured,),
         "every rank that can measure it, once a second while it computes",
     ),
-    "requests_profiled": ((RequestsProfiled,), "every rank, about requests that ended there"),
-    "requests_read": ((RequestsProfiled,), "routers"),
-    "requests_finished": ((RequestsFinished,), "routers"),
-    "imports": ((CountsImported,), "`roost popularity --learn`"),
-    "clusters": ((ClustersPublished,), "the tracker"),
-    "tables": ((TablesPublished,), "the tracker"),
-    "shifts": ((PopularityShifted,), "the tracker"),
-    "profiles": ((ProfilePublished,), "the tracker"),
-    "demand": ((DemandPublished,), "the tracker"),
-    "homes": ((HomesPublished,), "the planner"),
+    "requests_profiled": ((messages.RequestsProfiled,), "every rank, about requests that ended there"),
+    "requests_read": ((messages.RequestsProfiled,), "routers"),
+    "requests_finished": ((messages.RequestsFinished,), "routers"),
+    "imports": ((messages.CountsImported,), "`roost popularity --learn`"),
+    "clusters": ((messages.ClustersPublished,), "the tracker"),
+    "tables": ((messages.TablesPublished,), "the tracker"),
+    "shifts": ((messages.PopularityShifted,), "the tracker"),
+    "profiles": ((messages.ProfilePublished,), "the tracker"),
+    "demand": ((messages.DemandPublished,), "the tracker"),
+    "homes": ((messages.HomesPublished,), "the planner"),
     "handovers": (
-        (HandoverDescribed,),
+        (messages.HandoverDescribed,),
         "every rank that takes part in a handover, at every step of progress",
     ),
-    "reservations": ((ReservationsChanged,), "routers"),
-    "membership": ((EngineJoined, EngineLeft), "rank 0 of every engine"),
-    "placements": ((PlacementCommitted,), "the planner"),
+    "reservations": ((messages.ReservationsChanged,), "routers"),
+    "membership": ((messages.EngineJoined, messages.EngineLeft), "rank 0 of every engine"),
+    "placements": ((messages.PlacementCommitted,), "the planner"),
     "migrations": (
         (
-            MigrationPlanned,
-            MigrationStaged,
-            MigrationCommitted,
-            MigrationAborted,
-            PlanEvaluated,
+            messages.MigrationPlanned,
+            messages.MigrationStaged,
+            messages.MigrationCommitted,
+            messages.MigrationAborted,
+            messages.PlanEvaluated,
         ),
         "the planner",
     ),
-    "drains": ((RankDrained,), "`roost drain`"),
-    "config": ((ConfigChanged,), "routers and planners, and `roost up`"),
+    "drains": ((messages.RankDrained,), "`roost drain`"),
+    "config": ((messages.ConfigChanged,), "routers and planners, and `roost up`"),
 }
 """Published messages and their publisher, by member of Subjects."""
 REQUESTED: dict[str, tuple[dict[type, type], str]] = {
-    "describe_engine": ({DescribeEngine: EngineJoined}, "rank 0 of the engine"),
-    "kv_snapshot": ({KvSnapshotRequested: KvSnapshot}, "the rank"),
+    "describe_engine": ({messages.DescribeEngine: messages.EngineJoined}, "rank 0 of the engine"),
+    "kv_snapshot": ({messages.KvSnapshotRequested: messages.KvSnapshot}, "the rank"),
     "describe_profile": (
         {
-            DescribeProfile: ProfilePublished,
-            DescribeClusters: ClustersPublished,
-            DescribeTables: TablesPublished,
-            DescribePopularity: PopularityDescribed,
+            messages.DescribeProfile: messages.ProfilePublished,
+            messages.DescribeClusters: messages.ClustersPublished,
+            messages.DescribeTables: messages.TablesPublished,
+            messages.DescribePopularity: messages.PopularityDescribed,
         },
         "the tracker",
     ),
-    "describe_plan": ({DescribePlan: PlanDescribed}, "the planner"),
+    "describe_plan": ({messages.DescribePlan: messages.PlanDescribed}, "the planner"),
     "migrate": (
-        dict.fromkeys((MigrateExpert, ApplyPlan, RollBack), MigrationAccepted),
+        dict.fromkeys(
+            (messages.MigrateExpert, messages.ApplyPlan, messages.RollBack), messages.MigrationAccepted
+        ),
         "the leading planner",
     ),
-    "loop": (dict.fromkeys((DescribeLoop, SetLoopState), LoopDescribed), "the leading planner"),
+    "loop": (
+        dict.fromkeys((messages.DescribeLoop, messages.SetLoopState), messages.LoopDescribed),
+        "the leading planner",
+    ),
     "handover": (
         dict.fromkeys(
-            (ProposeHandover, CommitHandover, AbortHandover, DescribeHandover),
-            HandoverDescribed,
+            (
+                messages.ProposeHandover,
+                messages.CommitHandover,
+                messages.AbortHandover,
+                messages.DescribeHandover,
+            ),
+            messages.HandoverDescribed,
         ),
         "the rank; only the leading planner sends these requests",
     ),
     "leases": (
-        {LeaseExperts: ExpertsLeased, EndLease: LeaseEnded},
+        {messages.LeaseExperts: messages.ExpertsLeased, messages.EndLease: messages.LeaseEnded},
         "the rank; only ranks of its engine send these requests",
     ),
-    "describe_reservations": ({DescribeReservations: ReservationsDescribed}, "the router"),
-    "route": ({RouteRequested: RouteDecided}, "one of the routers"),
-    "release": ({RouteReleased: RouteReleased}, "one of the routers"),
-    "decision": ({DescribeDecision: DecisionDescribed}, "the router that made it"),
+    "describe_reservations": ({messages.DescribeReservations: messages.ReservationsDescribed}, "the router"),
+    "route": ({messages.RouteRequested: messages.RouteDecided}, "one of the routers"),
+    "release": ({messages.RouteReleased: messages.RouteReleased}, "one of the routers"),
+    "decision": ({messages.DescribeDecision: messages.DecisionDescribed}, "the router that made it"),
 }
 """Answer of each request, and the answering party, by member of Subjects. RequestRefused may replace any
 answer."""
@@ -335,7 +284,8 @@ def _given(name: str) -> list[tuple[Any, str]]:
 
 def _answers() -> dict[str, Any]:
     kinds = sorted(
-        {answer for requests, _ in REQUESTED.values() for answer in requests.values()} | {RequestRefused},
+        {answer for requests, _ in REQUESTED.values() for answer in requests.values()}
+        | {messages.RequestRefused},
         key=lambda kind: kind.__name__,
     )
     return {
@@ -354,7 +304,7 @@ def _receive_operation(name: str) -> dict[str, Any]:
 
 
 def _request_operation(name: str, kind: type) -> dict[str, Any]:
-    answers = (REQUESTED[name][0][kind], RequestRefused)
+    answers = (REQUESTED[name][0][kind], messages.RequestRefused)
     return {
         "action": "send",
         "channel": {"$ref": f"#/channels/{name}"},
