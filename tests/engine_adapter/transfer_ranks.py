@@ -114,6 +114,13 @@ class ChildRank:
 
     def stop(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
+        until = time.monotonic() + PATIENCE
+        while not all(
+            stat.read_text().rpartition(") ")[2].startswith("T")
+            for stat in Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        ):  # the signal has been sent, but on a busy machine its threads may still run
+            assert time.monotonic() < until, "the process does not stop"
+            time.sleep(0.001)
 
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
