@@ -13,6 +13,7 @@ import msgspec
 
 from fleet.facts.migrations import MigrationStaged
 from fleet.facts.placements import PlacementCommitted
+from fleet.layout import EP
 from fleet.placement import Placement, PlacementRecord, linear, with_slots
 
 MAX_BYTES = 64 << 20
@@ -50,7 +51,7 @@ def read(file: Path) -> Placement:
         with file.open("rb") as source:
             content = source.read(MAX_BYTES)
         record = msgspec.json.decode(content, type=PlacementRecord)
-        return Placement.from_record(msgspec.structs.replace(record, epoch=0))
+        return _once(Placement.from_record(msgspec.structs.replace(record, epoch=0)))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: no placement can be read from it: {error}") from error
 
@@ -65,7 +66,18 @@ def last_decided(
     staged last, if its commit was decided and the completion is not yet on record (`fleet.handover`). Epochs
     order the two, whichever incarnations they come from. The record of a dead incarnation's decided placement
     may follow the record of the next incarnation's initial placement. Both hold the same placement then.
+
+    Epochs of another layout than EP, of an engine of the same name that was not Roost's own, are refused with
+    a warning.
     """
+    if committed is not None and committed.layout != EP:
+        log.warning(
+            "epoch %d of a previous engine of this name is not resumed: it had %s, and Roost's own engines"
+            " serve data-parallel attention with whole experts only",
+            committed.placement.epoch,
+            committed.layout,
+        )
+        return None
     if committed is None:
         return None if staged is None else staged.placement
     follows = staged is not None and staged.epoch == committed.placement.epoch + 1
@@ -113,9 +125,20 @@ def fitting_or(first: Placement, last: Callable[[], PlacementRecord | None]) -> 
         return first
 
 
+def _once(placement: Placement) -> Placement:
+    """Return the placement. ValueError if it holds an expert twice on a rank: that is for engines that
+    rearrange their experts themselves."""
+    if placement.duplicates:
+        raise ValueError(
+            "a rank holds an expert twice, which Roost's own engines cannot serve; make a placement with"
+            " roost plan --profile"
+        )
+    return placement
+
+
 def fitting(record: PlacementRecord, first: Placement) -> Placement:
     """Return the placement of a record. ValueError states why it does not fit `first`."""
-    placement = Placement.from_record(record)
+    placement = _once(Placement.from_record(record))
     found, expected = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, first))
     if found != expected:
         raise ValueError(

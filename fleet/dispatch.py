@@ -19,6 +19,10 @@ destination can be saved. The resulting load of a rank depends on which experts 
 which per-expert demand does not show. All expected values here follow the shares. Under `COVER` actual loads
 differ somewhat from them, and fewer ranks are reached than by independent choices.
 
+vLLM chooses by the token's row in the step's batch (`ROW_HASH`, `row_copies`), wherever the token came from.
+How evenly copies share then depends on the rows of a step (`row_shares`): a step of one token goes to the
+first copies only. `as_dispatched` states this rule as a split, so that all expected values hold for it too.
+
 `node` is int [ranks] everywhere: the machine of each rank, numbered from 0.
 """
 
@@ -29,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray, IntArray
-from fleet.placement import FULL, Placement
+from fleet.placement import EMPTY, FULL, Placement, Split
 
 SPLIT, COVER, ROW_HASH = "split", "cover", "row-hash"
 DispatchRule = Literal["split", "cover", "row-hash"]
@@ -50,6 +54,68 @@ _BY_HOME = 1_779_033_703
 replica.
 """
 _LAST = 0xFFFF_FFFF
+
+
+_ROW = 2_654_435_769
+"""Multiplier of vLLM's hash of a row, modulo 2^32 (Knuth's multiplicative hash)."""
+MANY_ROWS = 1 << 13
+"""Rows from which copies count as sharing as in the long run: none is further than .5 % of the pairs from an
+even share."""
+
+
+def row_copies(rows: NDArray[Any], copies: NDArray[Any] | int) -> IntArray:
+    """Return which of its expert's copies serves each (token, k) pair under `ROW_HASH`: int64, from 0.
+
+    rows: row of the token in the batch over which the engine selects experts. copies: of the pair's expert.
+    Copies are numbered by their slots, the lowest first; a rank that holds an expert twice has two. Row 0
+    always goes to the first copy. vLLM 0.32: `fused_moe/router/base_router.py`.
+    """
+    return np.asarray((np.asarray(rows, np.int64) * _ROW & _LAST) % copies, np.int64)
+
+
+def row_shares(copies: int, rows: NDArray[Any] | int) -> FloatArray:
+    """Return the expected share of an expert's pairs that each of its copies serves under `ROW_HASH`: float64
+    [copies].
+
+    rows: rows of a step, or of several steps [n], each with its weight in tokens. A pair is at any row of its
+    step with equal probability. ValueError if there is a step without a row.
+    """
+    steps = np.minimum(np.atleast_1d(np.asarray(rows, np.int64)), MANY_ROWS)
+    if not len(steps) or steps.min() < 1:
+        raise ValueError(f"row hash: every step must have at least one row, not {rows}")
+    # A row counts once for every step that has it.
+    times = np.cumsum(np.bincount(steps)[::-1])[::-1][1:]
+    counts = np.bincount(row_copies(np.arange(len(times)), copies), times, copies)
+    return np.asarray(counts / times.sum())
+
+
+def as_dispatched(placement: Placement, rule: str, rows: NDArray[Any] | int = MANY_ROWS) -> Placement:
+    """Return the placement with the split by which an engine with this rule serves it.
+
+    Under `ROW_HASH` no rank keeps its own tokens, and copies share by the rows of its steps (`row_shares`).
+    Under the other rules it is the placement itself.
+    """
+    if rule != ROW_HASH:
+        return placement
+    held = LocalReplicas.of(placement)
+    filled = placement.expert_of_slot != EMPTY
+    layer, slot = np.nonzero(filled)
+    place = layer * placement.experts + held.expert[layer, slot]
+    nth, copies = _ordinals(place), np.bincount(place)[place]
+    ends = np.zeros((int(copies.max()) + 1, int(copies.max()) + 1))
+    for count in np.unique(copies).tolist():
+        ends[count, 1 : count + 1] = np.rint(FULL * np.cumsum(row_shares(count, rows)))
+    spill = np.zeros(filled.shape, np.uint16)
+    spill[layer, slot] = ends[copies, nth + 1] - ends[copies, nth]
+    nothing = np.zeros(filled.shape, np.uint16)
+    return Placement(
+        placement.expert_of_slot,
+        experts=placement.experts,
+        ranks=placement.ranks,
+        epoch=placement.epoch,
+        split=Split(nothing, spill, nothing),
+        duplicates=True,
+    )
 
 
 def numbered(names: tuple[str, ...]) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """`(attention, boundary)`: experts are sharded in the layers below `boundary` and whole in the layers
     from it on.
 
-    EP = (dp, 0), EXPERTS_TP = (dp, N), TP = (tp, N) for N MoE layers. Every (dp, h) can be served; (tp, h <
-    N) is refused.
+    EP = (dp, 0), EXPERTS_TP = (dp, N), TP = (tp, N), TP_EP = (tp, 0) for N MoE layers. Every (dp, h) can be
+    served; (tp, h) with 0 < h < N is refused.
     """
 
     attention: Literal["dp", "tp"]
@@ -24,10 +24,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"layout: boundary {self.boundary} is outside 0..{shape.layers} (the model's MoE layers)"
             )
-        if self.attention == "tp" and self.boundary < shape.layers:
+        if self.attention == "tp" and 0 < self.boundary < shape.layers:
             raise ValueError(
-                f"layout: tensor-parallel attention needs every layer sharded, boundary {shape.layers}, not"
-                f" {self.boundary}"
+                "layout: tensor-parallel attention needs the experts of every layer sharded, boundary"
+                f" {shape.layers}, or of none, boundary 0, not {self.boundary}"
             )
 
     @property
@@ -40,3 +40,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 EP = Layout(attention="dp", boundary=0)
 """Expert parallelism: data-parallel attention, whole experts distributed over the ranks."""
+TP_EP = Layout(attention="tp", boundary=0)
+"""Tensor-parallel attention, whole experts distributed over the ranks: vLLM's `--tensor-parallel-size` with
+`--enable-expert-parallel`. The engine is one target, and no rank is nearer to a request than another.
+"""

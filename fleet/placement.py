@@ -55,6 +55,8 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """
     spill: bytes = b""
     near: bytes = b""
+    duplicates: bool = False
+    """a rank may hold an expert twice in a layer: only in placements as an engine reports them"""
 
 
 class Placement:
@@ -65,8 +67,12 @@ class Placement:
 
     `split` defines how replicas share an expert's tokens; None: evenly.
 
+    `duplicates` admits ranks that hold an expert twice in a layer, as vLLM's initial map may. It is for
+    placements as an engine reports them. The attribute says if there are any.
+
     Invariants (ValueError names the offender): every expert of every layer has at least one replica, no rank
-    holds two replicas of one expert in a layer, ids are in range, and the spills of an expert sum to FULL.
+    holds two replicas of one expert in a layer (but see `duplicates`), ids are in range, and the spills of an
+    expert sum to FULL.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Placement:
         ranks: int,
         epoch: int = 0,
         split: Split | None = None,
+        duplicates: bool = False,
     ) -> None:
         table = np.ascontiguousarray(expert_of_slot, dtype=np.int16)
         if (
@@ -97,12 +104,18 @@ class Placement:
         self.experts = experts
         self.ranks = ranks
         self.epoch = epoch
-        self._check()
+        again = repeated(table, ranks)
+        self._check(again, duplicates=duplicates)
+        self.duplicates = bool(again.any())
+        """True if some rank holds an expert twice in a layer"""
         self.even = split is None
         """True for the default split"""
-        self.split = even_split(table, experts) if split is None else _checked(split, table, experts)
+        if split is not None:
+            self.split = _checked(split, table, experts)
+        else:
+            self.split = even_split(table, experts, again if self.duplicates else None)
 
-    def _check(self) -> None:
+    def _check(self, again: NDArray[np.bool_], *, duplicates: bool) -> None:
         table = self.expert_of_slot
         if not 1 <= self.experts <= table.shape[1]:
             raise ValueError(
@@ -120,13 +133,11 @@ class Placement:
                 f"placement: layer {layer} slot {slot} names expert {table[layer, slot]}; ids run from 0 to"
                 f" {self.experts - 1}, {EMPTY} is empty"
             )
-        by_rank = np.sort(table.reshape(self.layers, self.ranks, -1), axis=2)
-        twice = np.argwhere((by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] != EMPTY))
-        if len(twice):
-            layer, rank, at = twice[0]
+        if not duplicates and again.any():
+            layer, slot = np.argwhere(again)[0]
             raise ValueError(
-                f"placement: rank {rank} holds expert {ExpertId(int(layer), int(by_rank[layer, rank, at]))}"
-                " more than once"
+                f"placement: rank {slot // self.slots_per_rank} holds expert"
+                f" {ExpertId(int(layer), int(table[layer, slot]))} more than once"
             )
         layers, slots = np.nonzero(table != EMPTY)
         missing = np.flatnonzero(
@@ -149,7 +160,7 @@ class Placement:
 
     @cached_property
     def replicas_on_rank(self) -> NDArray[np.int32]:
-        """Number of the rank's slots that hold the expert (0 or 1): int32 [layers, ranks, experts]."""
+        """1 if the rank holds the expert, else 0: int32 [layers, ranks, experts]."""
         counts = np.zeros((self.layers, self.ranks, self.experts), np.int32)
         layer, slot = np.nonzero(self.expert_of_slot != EMPTY)
         counts[layer, slot // self.slots_per_rank, self.expert_of_slot[layer, slot]] = 1
@@ -168,7 +179,7 @@ class Placement:
     def holders(self, expert: ExpertId) -> list[int]:
         """Return the ranks that hold a replica of the expert, ascending."""
         slots = np.flatnonzero(self.expert_of_slot[expert.layer] == expert.expert)
-        return [int(slot) // self.slots_per_rank for slot in slots]
+        return [int(rank) for rank in np.unique(slots // self.slots_per_rank)]
 
     def record(self) -> PlacementRecord:
         """Return the placement in wire format."""
@@ -179,6 +190,7 @@ class Placement:
             ranks=self.ranks,
             slots_per_rank=self.slots_per_rank,
             slots=self.expert_of_slot.astype("<i2").tobytes(),
+            duplicates=self.duplicates,
             **(
                 {}
                 if self.even
@@ -203,6 +215,7 @@ class Placement:
             ranks=record.ranks,
             epoch=record.epoch,
             split=_split_of(record, table.shape),
+            duplicates=record.duplicates,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -229,10 +242,24 @@ class Placement:
         )
 
 
-def even_split(expert_of_slot: NDArray[np.int16], experts: int) -> Split:
+def repeated(expert_of_slot: NDArray[np.int16], ranks: int) -> NDArray[np.bool_]:
+    """Return the slots whose expert is in a lower slot of the same rank too: bool [layers, slots]."""
+    by_rank = expert_of_slot.reshape(len(expert_of_slot), ranks, -1)
+    order = np.argsort(by_rank, axis=2, kind="stable")
+    ordered = np.take_along_axis(by_rank, order, axis=2)
+    again = np.zeros(by_rank.shape, np.bool_)
+    same = (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != EMPTY)
+    np.put_along_axis(again, order[:, :, 1:], same, axis=2)
+    return again.reshape(expert_of_slot.shape)
+
+
+def even_split(
+    expert_of_slot: NDArray[np.int16], experts: int, again: NDArray[np.bool_] | None = None
+) -> Split:
     """Return the even split: holders keep their own tokens, and replicas share the rest evenly.
 
-    The remainder of FULL / replicas goes to the first replicas.
+    The remainder of FULL / replicas goes to the first replicas. again: `repeated`; of the slots of a rank
+    with the same expert, the first keeps its tokens. None: there are none.
     """
     held = expert_of_slot != EMPTY
     layer, slot = np.nonzero(held)
@@ -244,7 +271,8 @@ def even_split(expert_of_slot: NDArray[np.int16], experts: int) -> Split:
     replicas = counts[place]
     spill = np.zeros(held.shape, np.uint16)
     spill[layer, slot] = FULL // replicas + (nth < FULL % replicas)
-    keep = np.where(held, np.uint16(FULL), np.uint16(0))
+    keeps = held if again is None else held & ~again
+    keep = np.where(keeps, np.uint16(FULL), np.uint16(0))
     return _frozen(Split(keep, spill, np.zeros(held.shape, np.uint16)))
 
 

@@ -29,6 +29,16 @@ class ExpertsActivated(Event, frozen=True, kw_only=True):
     counts: ExpertCounts
 
 
+class RearrangementTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured duration of one map change of an engine that moves its experts itself."""
+
+    layers: int
+    """layers in which any rank received an expert from another"""
+    bytes: int
+    """that the busiest rank of each layer received, summed over layers"""
+    seconds: float
+
+
 class DispatchMeasured(Event, frozen=True, kw_only=True):
     """Measured dispatch of one rank's tokens in an interval, and the load that the rank served. Not stored.
     Nothing is sent for an interval without a step.
@@ -66,6 +76,8 @@ class DispatchMeasured(Event, frozen=True, kw_only=True):
     """part of `step_seconds` that this rank spent sending to other ranks and waiting for them; None: the
     engine cannot measure it
     """
+    rearrangements: tuple[RearrangementTime, ...] = ()
+    """map changes in the interval, of an engine that moves its experts itself (`EngineJoined.rearranges`)"""
 
 
 class CountsImported(Event, frozen=True, kw_only=True):

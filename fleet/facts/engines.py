@@ -6,7 +6,7 @@ from fleet.event import Event
 from fleet.experts import ModelShape
 from fleet.layout import Layout
 from fleet.placement import PlacementRecord
-from fleet.timing import EngineSpeed
+from fleet.timing import EngineSpeed, RearrangeSpeed
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,8 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     rank_header: str = ""
     """HTTP header that names the rank to a server that all ranks share; empty: each rank has its own URL"""
     nodes: tuple[str, ...] = ()
-    """machine of each rank, index = rank; empty: all ranks are on `node`"""
+    """machine of each rank that holds experts (`expert_ranks`), index = rank; empty: all ranks are on `node`
+    """
     block_size: int
     kv_blocks: int
     """KV blocks per rank"""
@@ -87,11 +88,20 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     """the engine moves its experts itself (vLLM's EPLB): it takes whole placements without empty slots, its
     replicas share evenly, and a plan is one handover
     """
+    rearrange_speed: RearrangeSpeed | None = None
+    """time that such a move takes; None: not stated, and the defaults hold until moves are measured"""
     gathers_all: bool = False
     """every rank that holds experts receives every token, so that the location of experts costs no request
     anything
     """
     capabilities: Capabilities = Capabilities()
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that hold experts. The targets of requests are `urls`: as many, unless
+        tensor-parallel attention makes several ranks one target. Without a placement, that of the targets.
+        """
+        return len(self.urls) if self.placement is None else self.placement.ranks
 
 
 class EngineLeft(Event, frozen=True, kw_only=True):

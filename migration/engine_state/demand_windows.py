@@ -23,7 +23,7 @@ from fleet.placement import Placement
 from fleet.prediction import SOURCES, together
 from fleet.signatures import ClusterModel
 from fleet.text import listed
-from fleet.timing import EngineSpeed
+from fleet.timing import EngineSpeed, RearrangeSpeed
 from migration.config import MigrationConfig
 from migration.engine_state.demand_counts import DemandByRank
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
@@ -42,10 +42,13 @@ SHORT_WINDOW_FACTOR = 6
 class _Engine:
     joined: EngineJoined
     shape: tuple[int, int, int]
+    """targets, layers, experts"""
     node: NDArray[np.intp]
+    """[ranks that hold experts]"""
     began: float
     """start of the current window"""
     ranks: list[DemandByRank]
+    """demand of each target"""
     history: MoveHistory
     since: Demand | None = None
     """first window closed after the last plan; None: none yet"""
@@ -63,8 +66,8 @@ class _Engine:
     @property
     def cells(self) -> int:
         """Number of values in one window."""
-        ranks, layers, experts = self.shape
-        return ranks * layers * experts
+        targets, layers, experts = self.shape
+        return targets * layers * experts
 
     @property
     def pairs(self) -> float:
@@ -135,7 +138,7 @@ class DemandWindows:
         if joined.worker_id in self._engines:
             return
         placement = entry.placement
-        shape = placement.ranks, placement.layers, placement.experts
+        shape = len(joined.urls), placement.layers, placement.experts
         cells = sum(engine.cells for engine in self._engines.values()) + int(np.prod(shape))
         if cells > self._config.max_cells:
             raise InvalidPlacementEvent(
@@ -148,7 +151,7 @@ class DemandWindows:
         self._engines[joined.worker_id] = _Engine(
             joined,
             shape,
-            _nodes(joined, shape[0]),
+            _nodes(joined, placement.ranks),
             now,
             ranks,
             MoveHistory.begin(joined.worker_id, placement),
@@ -186,7 +189,7 @@ class DemandWindows:
         return None if engine is None or engine.joined.shape is None else (engine.joined.shape, engine.node)
 
     def reported_rates(self, worker_id: int) -> NDArray[np.float32] | None:
-        """Return the last reported demand, float32 [ranks, layers, experts] in pairs per second; None: no
+        """Return the last reported demand, float32 [targets, layers, experts] in pairs per second; None: no
         demand is known."""
         engine = self._engines.get(worker_id)
         if engine is None or not any(rank.active for rank in engine.ranks):
@@ -347,11 +350,11 @@ class DemandWindows:
                 f"engine {entry.engine!r} is not tracked: it is gone, or its demand exceeds"
                 " planner.max_cells",
             )
-        if entry.layout.targets_are_ranks:
+        if entry.layout.boundary < entry.placement.layers:
             self._check_known(engine, now)
         self._count_all(engine, now)
         fit, later = self._windows(engine, now)
-        joined = engine.joined
+        joined, ranks = engine.joined, entry.placement.ranks
         return EngineView(
             engine=joined.engine,
             worker_id=joined.worker_id,
@@ -361,8 +364,8 @@ class DemandWindows:
             placement=entry.placement,
             node=engine.node,
             speed=joined.speed or EngineSpeed(),
-            demand=fit,
-            later=later,
+            demand=fit.over(ranks),
+            later=None if later is None else later.over(ranks),
             running=_loads(engine, "running"),
             waiting=_loads(engine, "waiting"),
             cache=_cache(engine),
@@ -370,8 +373,13 @@ class DemandWindows:
             predictability=self._predictability.get(joined.model, 0.0),
             homes=engine.homes,
             history=engine.history,
-            since=engine.since,
+            since=None if engine.since is None else engine.since.over(ranks),
             now=now,
+            targets=len(joined.urls),
+            dispatch=joined.dispatch,
+            rearranges=joined.rearranges,
+            gathers_all=joined.gathers_all,
+            rearrange_speed=joined.rearrange_speed or RearrangeSpeed(),
         )
 
     def _windows(self, engine: _Engine, now: float) -> tuple[Demand, Demand | None]:
@@ -460,7 +468,7 @@ def _idle(load: KvMetrics) -> bool:
 
 
 def _loads(engine: _Engine, what: str) -> NDArray[np.float64] | None:
-    """Return one value of the last load reports, float64 [ranks]; None if a rank has not reported it."""
+    """Return one value of the last load reports, float64 [targets]; None if one has not reported it."""
     values = [None if rank.load is None else getattr(rank.load, what) for rank in engine.ranks]
     return None if any(value is None for value in values) else np.array(values, np.float64)
 

@@ -7,7 +7,7 @@ incarnation, or at epoch 0 if that placement does not fit.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fleet.facts.engines import EngineJoined
@@ -54,10 +54,24 @@ class EngineEntry:
     worker_id: int
     layout: Layout
     placement: Placement
+    joined: EngineJoined | None = None
+    """None: not read yet; the log may be ahead"""
 
     @property
     def epoch(self) -> int:
         return self.placement.epoch
+
+    @property
+    def targets(self) -> int:
+        """Targets of requests: as many as ranks, or fewer where several ranks are one target."""
+        if self.joined is not None:
+            return len(self.joined.urls)
+        return self.placement.ranks if self.layout.targets_are_ranks else 1
+
+    @property
+    def rearranges(self) -> bool:
+        """True if the engine moves its experts itself."""
+        return self.joined is not None and self.joined.rearranges
 
 
 class PlacementRegistry:
@@ -68,6 +82,8 @@ class PlacementRegistry:
         self._entries: OrderedDict[int, EngineEntry] = OrderedDict()
         self._present: dict[str, int] = {}
         """worker_id of each present engine, by name"""
+        self._joined: dict[int, EngineJoined] = {}
+        """by worker_id; of present engines"""
 
     def entry(self, worker_id: int) -> EngineEntry | None:
         """Return the placement of an incarnation; None: nothing was recorded for it."""
@@ -112,9 +128,12 @@ class PlacementRegistry:
         if joined.placement is None:
             return None
         layout, placement = _checked_join(joined, joined.placement)
+        self._joined = {one: self._joined[one] for one in self._present.values() if one in self._joined}
+        self._joined[joined.worker_id] = joined
         known = self._entries.get(joined.worker_id)
         if known is not None:
             _agree(known, placement)
+            self._entries[joined.worker_id] = replace(known, joined=joined)
             return None
         return PlacementCommitted(
             engine=joined.engine, worker_id=joined.worker_id, layout=layout, placement=joined.placement
@@ -143,7 +162,11 @@ class PlacementRegistry:
             if placement.epoch <= known.epoch:
                 return False
         self._entries[committed.worker_id] = EngineEntry(
-            committed.engine, committed.worker_id, committed.layout, placement
+            committed.engine,
+            committed.worker_id,
+            committed.layout,
+            placement,
+            self._joined.get(committed.worker_id),
         )
         self._entries.move_to_end(committed.worker_id)
         self._forget()
@@ -177,11 +200,10 @@ def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[Layout
         placement = Placement.from_record(record)
     except ValueError as error:
         raise InvalidPlacementEvent(PlacementFault.PLACEMENT, f"{name}: {error}") from error
-    expected = (
-        joined.shape.layers,
-        joined.shape.experts,
-        len(joined.urls) if joined.layout.targets_are_ranks else placement.ranks,
-    )
+    targets = len(joined.urls)
+    # An engine that moves its experts itself may have several ranks behind each target.
+    own_ranks = joined.layout.targets_are_ranks and not (joined.rearranges and placement.ranks % targets == 0)
+    expected = (joined.shape.layers, joined.shape.experts, targets if own_ranks else placement.ranks)
     stated = (placement.layers, placement.experts, placement.ranks)
     if stated != expected:
         raise InvalidPlacementEvent(

@@ -56,6 +56,9 @@ class _Slice:
 class _Engine:
     engine: str
     ranks: int
+    """that hold experts"""
+    targets: int
+    """that report"""
     layers: int
     slices: deque[_Slice] = field(default_factory=lambda: deque(maxlen=SLICES))
 
@@ -79,7 +82,9 @@ class DispatchWindows:
             del self._engines[worker_id]
         for worker_id in present.keys() - self._engines.keys():
             entry = present[worker_id]
-            self._engines[worker_id] = _Engine(entry.engine, entry.placement.ranks, entry.placement.layers)
+            self._engines[worker_id] = _Engine(
+                entry.engine, entry.placement.ranks, entry.targets, entry.placement.layers
+            )
 
     def add(self, report: DispatchMeasured, now: float) -> None:
         """Add one interval of one rank. Reports of engines without a recorded epoch are ignored.
@@ -129,7 +134,7 @@ class DispatchWindows:
         ]
         if len(taken) < MIN_SLICES or not any(one.sums[2] for one in taken):
             return None
-        return _window(taken, engine.ranks, first)
+        return _window(taken, engine.targets, first)
 
 
 def _checked(report: DispatchMeasured, engine: _Engine) -> FloatArray:
@@ -142,9 +147,9 @@ def _checked(report: DispatchMeasured, engine: _Engine) -> FloatArray:
         raise InvalidPlacementEvent(
             PlacementFault.CONTRADICTION, f"{who}: worker {report.worker_id} is engine {engine.engine!r}"
         )
-    if not 0 <= report.rank < engine.ranks:
+    if not 0 <= report.rank < engine.targets:
         raise InvalidPlacementEvent(
-            PlacementFault.SHAPE, f"{who}: rank {report.rank} of an engine of {engine.ranks}"
+            PlacementFault.SHAPE, f"{who}: rank {report.rank} of an engine of {engine.targets}"
         )
     parts = (report.balance, report.remote_ranks, report.local, report.served)
     if any(len(part) != engine.layers for part in parts):
@@ -191,7 +196,7 @@ def _checked(report: DispatchMeasured, engine: _Engine) -> FloatArray:
     return np.asarray(numbers[:3])
 
 
-def _window(slices: list[_Slice], ranks: int, first: int) -> DispatchWindow:
+def _window(slices: list[_Slice], targets: int, first: int) -> DispatchWindow:
     """Return the means over these slices, without the sharded layers (below `first`)."""
     parts = [np.array([one.sums for one in slices]), np.array([one.layers for one in slices])]
     batches = min(BATCHES, len(slices))
@@ -200,8 +205,8 @@ def _window(slices: list[_Slice], ranks: int, first: int) -> DispatchWindow:
     steps, took, tokens, pairs, communication = sums.T
     whole = layers[:, :, first:]
     count = max(whole.shape[2], 1)
-    # Each rank reports the steps of the whole engine, but only its own tokens.
-    token = _ratio(took, tokens * ranks)
+    # Each target reports the steps of the whole engine, but only its own tokens.
+    token = _ratio(took, tokens * targets)
     means = {
         "remote_ranks": _ratio(whole[:, 1].sum(axis=1) / count, tokens),
         "local": _ratio(whole[:, 2].sum(axis=1) / count, pairs),

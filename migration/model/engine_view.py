@@ -1,17 +1,18 @@
 """Planner's input: snapshot of one engine. Pure values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.dispatch import SPLIT
 from fleet.experts import ModelShape
 from fleet.layout import Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
-from fleet.timing import EngineSpeed
+from fleet.timing import EngineSpeed, RearrangeSpeed
 from migration.model.move_history import MoveHistory
 
 
@@ -26,6 +27,11 @@ class DemandCounts(NamedTuple):
     """seconds for which the last report has been in effect"""
     exposure: float
     """seconds of the window with known demand; 0: use the rates of the last report"""
+
+    def part(self, ranks: int) -> "DemandCounts":
+        """Return the part of one of several ranks with equal demand."""
+        pairs = None if self.pairs is None else self.pairs / np.float32(ranks)
+        return self._replace(pairs=pairs, rates=self.rates / np.float32(ranks))
 
     def add_up(self, out: NDArray[np.float32]) -> None:
         """Write the pairs into `out` [layers, experts]; for a rank without exposure, pairs per second."""
@@ -96,6 +102,20 @@ class Demand:
         counted = counts.sum(axis=(1, 2), dtype=np.float64) / counts.shape[1]
         return np.where(self.exposure > 0, np.maximum(counted, self.stated_pairs), self.stated_pairs)
 
+    def over(self, ranks: int) -> "Demand":
+        """Return the demand of the ranks that hold experts, from that of the targets.
+
+        Where several ranks are one target, its requests belong to all of them alike.
+        """
+        each = ranks // len(self.ranks)
+        if each == 1:
+            return self
+        return replace(
+            self,
+            ranks=tuple(part for target in self.ranks for part in (target.part(each),) * each),
+            stated_pairs=np.repeat(self.stated_pairs / each, each),
+        )
+
     @property
     def evidence(self) -> NDArray[np.float32]:
         """float32 [ranks, layers, experts]: the counts behind the demand, `pairs` in every layer: samples for
@@ -129,8 +149,8 @@ class PlannedHomes(NamedTuple):
 class CacheUse(NamedTuple):
     """KV cache use of an engine.
 
-    blocks: capacity of each rank; used: float64 [ranks], blocks held by running requests; block_bytes: 0 if
-    unknown.
+    blocks: capacity of each target; used: float64 [targets], blocks held by running requests; block_bytes: 0
+    if unknown.
     """
 
     blocks: int
@@ -157,9 +177,9 @@ class EngineView:
     later: Demand | None = None
     """the following window, on which plans are evaluated; None: not available yet"""
     running: NDArray[np.float64] | None = None
-    """float64 [ranks]: sequences in decode; None: unknown"""
+    """float64 [targets]: sequences in decode; None: unknown"""
     waiting: NDArray[np.float64] | None = None
-    """float64 [ranks]: requests not yet admitted; None: unknown"""
+    """float64 [targets]: requests not yet admitted; None: unknown"""
     cache: CacheUse | None = None
     clusters: ClusterModel | None = None
     predictability: float = 0.0
@@ -173,6 +193,16 @@ class EngineView:
     """the first complete window after the last plan; None: that window is still open"""
     now: float = 0.0
     """seconds on the clock of the history"""
+    targets: int = 0
+    """targets of requests; 0: every rank is one"""
+    dispatch: str = SPLIT
+    """replica selection of the engine, a `fleet.dispatch.DispatchRule`"""
+    rearranges: bool = False
+    """the engine moves its experts itself: a plan is one handover to a placement without empty slots"""
+    gathers_all: bool = False
+    """every rank receives every token, wherever its experts are"""
+    rearrange_speed: RearrangeSpeed = field(default_factory=RearrangeSpeed)
+    """time that such a handover takes"""
 
     @cached_property
     def past(self) -> MoveHistory | None:

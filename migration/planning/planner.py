@@ -128,7 +128,7 @@ limits."""
 
 def decide(view: EngineView, question: PlanningQuestion, config: MigrationConfig) -> PlannerDecision:
     """Return a plan, or the reason for its absence. Equal views give equal answers."""
-    if view.layout.attention == "tp" or view.layout.boundary >= view.shape.layers:
+    if view.layout.boundary >= view.shape.layers:
         reason = Finding.of(FindingCode.SHARDED)
         return _nothing(_record(view, question), no_homes(view, sentence(reason)), reason)
     seen, needed = float(view.demand.pairs.sum()), config.min_pairs * view.shape.experts

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray
+from fleet.dispatch import SPLIT, as_dispatched
 from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
@@ -37,19 +38,29 @@ class DispatchCost(NamedTuple):
     """version of the cluster model behind the prices"""
 
 
+class DispatchRules(NamedTuple):
+    """Statement of an engine about the way of its tokens to experts (`EngineJoined`)."""
+
+    targets: int
+    dispatch: str = SPLIT
+    gathers_all: bool = False
+
+
 class DispatchInputs(NamedTuple):
     """Inputs of an engine's prices. clusters None: the tracker has not published any for this model yet."""
 
     nodes: tuple[int, ...]
-    """number of each rank's node, from 0 in order of appearance"""
+    """number of the node of each rank that holds experts, from 0 in order of appearance"""
     shape: ModelShape | None
     layout: Layout | None
     placement: Placement | None
     clusters: ClusterModel | None
+    rules: DispatchRules | None = None
+    """None: one target for each rank, and nothing else stated"""
 
     def same_as(self, other: "DispatchInputs") -> bool:
         """Return True if both have the same prices. Epochs may differ, as with engines that start alike."""
-        if self.clusters is not other.clusters or self[:3] != other[:3]:
+        if self.clusters is not other.clusters or (*self[:3], self.rules) != (*other[:3], other.rules):
             return False
         mine, others = self.placement, other.placement
         if mine is None or others is None:
@@ -63,19 +74,20 @@ def locality(
     layout: Layout | None,
     placement: Placement | None,
     clusters: ClusterModel | None,
+    rules: DispatchRules | None = None,
 ) -> DispatchCost:
     """Price one engine's placement (`DispatchInputs`).
 
     Layers below the layout's boundary are sharded and do not count.
     """
-    layout, ranks = layout or EP, len(nodes)
+    layout, rules = layout or EP, rules or DispatchRules(len(nodes))
     if shape is None:
         return DispatchCost(None, "the engine reports no experts")
-    if layout.attention == "tp" or layout.boundary >= shape.layers:
-        return DispatchCost(None, "experts are sharded over all ranks in this layout")
+    if alike := _alike(layout, rules, shape, len(nodes)):
+        return DispatchCost(None, alike)
     if placement is None:
         return DispatchCost(None, "the engine's placement is unknown")
-    if (placement.layers, placement.experts, placement.ranks) != (shape.layers, shape.experts, ranks):
+    if (placement.layers, placement.experts, placement.ranks) != (shape.layers, shape.experts, len(nodes)):
         return DispatchCost(None, f"the placement is of another shape: {placement!r}")
     if clusters is None:
         return DispatchCost(None, "no clusters of this model yet: experts are not priced")
@@ -84,8 +96,29 @@ def locality(
             None, f"the clusters are of another shape: {clusters.profiles.shape[1:]}; experts are not priced"
         )
     return DispatchCost(
-        _prices(clusters, placement, layout.boundary, shape.top_k, np.array(nodes)), None, clusters.version
+        _prices(
+            clusters,
+            as_dispatched(placement, rules.dispatch),
+            layout.boundary,
+            shape.top_k,
+            np.array(nodes),
+        ),
+        None,
+        clusters.version,
     )
+
+
+def _alike(layout: Layout, rules: DispatchRules, shape: ModelShape, ranks: int) -> str:
+    """Return why no target is nearer to the experts than another; empty: some may be."""
+    if layout.boundary >= shape.layers:
+        return "experts are sharded over all ranks in this layout"
+    if rules.gathers_all:
+        return "every rank receives every token: it costs nothing where the experts are"
+    if not layout.targets_are_ranks:
+        return "the engine is one target: its ranks are equally near to every request"
+    if rules.targets != ranks:
+        return f"experts are on {ranks} ranks behind {rules.targets} targets: none is known to be nearer"
+    return ""
 
 
 def _prices(

@@ -17,7 +17,7 @@ from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from router.fleet_state.cluster_homes import EngineHomes
-from router.fleet_state.dispatch_cost import DispatchCost, DispatchPrices
+from router.fleet_state.dispatch_cost import DispatchCost, DispatchPrices, DispatchRules
 from router.fleet_state.target_table import (
     MAX_REQUESTS,
     REFERENCE,
@@ -74,9 +74,10 @@ class EngineState:
             self.placement, self.layout = old.placement, old.layout
         if len(old.joined.urls) == len(self.joined.urls):
             self.homes = old.homes
-            if (old.layout, old.nodes, old.joined.shape, old.joined.model) == (
+            if (old.layout, old.nodes, old.rules, old.joined.shape, old.joined.model) == (
                 self.layout,
                 self.nodes,
+                self.rules,
                 self.joined.shape,
                 self.joined.model,
             ):
@@ -91,8 +92,14 @@ class EngineState:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Machine of each rank."""
-        return self.joined.nodes or (self.joined.node,) * len(self.joined.urls)
+        """Machine of each rank that holds experts."""
+        return self.joined.nodes or (self.joined.node,) * self.joined.expert_ranks
+
+    @property
+    def rules(self) -> DispatchRules:
+        """Statement of the engine about the way of tokens to its experts."""
+        joined = self.joined
+        return DispatchRules(len(joined.urls), joined.dispatch, joined.gathers_all)
 
     @property
     def ranks(self) -> int:
@@ -111,8 +118,8 @@ class EngineState:
         if experts are sharded over all ranks, because the saving is unknown then.
         """
         shape, layout = self.joined.shape, self.layout or EP
-        sharded = shape is None or layout.attention == "tp" or layout.boundary >= shape.layers
-        return 0.0 if sharded else 1.0 / len(self.joined.urls)
+        sharded = shape is None or layout.boundary >= shape.layers
+        return 0.0 if sharded else 1.0 / self.joined.expert_ranks
 
     @property
     def dialect(self) -> Dialect:

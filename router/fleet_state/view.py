@@ -66,10 +66,10 @@ class FleetView:
         """
         if not joined.urls:
             raise ValueError(f"engine {joined.engine!r} joined without any url")
-        if joined.nodes and len(joined.nodes) != len(joined.urls):
+        if joined.nodes and len(joined.nodes) != joined.expert_ranks:
             raise ValueError(
-                f"engine {joined.engine!r} names {len(joined.nodes)} nodes for {len(joined.urls)} ranks; one"
-                " per rank, or none, is allowed"
+                f"engine {joined.engine!r} names {len(joined.nodes)} nodes for {joined.expert_ranks} ranks;"
+                " one per rank, or none, is allowed"
             )
         placement = None if joined.placement is None else Placement.from_record(joined.placement)
         old = self._engines.get(joined.worker_id)

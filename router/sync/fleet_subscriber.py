@@ -327,6 +327,7 @@ class FleetSubscriber:
                 state.layout,
                 placement,
                 self._view.clusters(state.joined.model),
+                state.rules,
             )
             if last is None or not last[0].same_as(work):
                 last = work, await asyncio.get_running_loop().run_in_executor(self._threads, locality, *work)

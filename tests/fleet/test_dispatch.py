@@ -4,15 +4,33 @@ against them.
 
 from fractions import Fraction
 from math import log
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fleet.dispatch import Chooser, LocalReplicas, flows, loads, numbered, onward, own_part, served_by, shares
+from fleet.dispatch import (
+    MANY_ROWS,
+    ROW_HASH,
+    SPLIT,
+    Chooser,
+    LocalReplicas,
+    as_dispatched,
+    flows,
+    loads,
+    numbered,
+    onward,
+    own_part,
+    row_copies,
+    row_shares,
+    served_by,
+    shares,
+)
 from fleet.placement import EMPTY, FULL, Placement, even_split, linear
 from tests.fleet.splits import random_split, random_table
 
@@ -260,3 +278,80 @@ def test_where_there_is_no_choice_it_is_a_table() -> None:
     chooser = Chooser(linear(layers=2, experts=6, ranks=3), (1,), np.zeros(3, np.intp))
     assert chooser.plain == (True, True)
     assert chooser.choose(1, np.array([5, 0, 3, 5]), 0).tolist() == [5, 0, 3, 5]
+
+
+# Row hash: the replica is chosen by the token's row in the step's batch
+
+RECORDED = msgspec.json.decode((Path(__file__).parent / "row_hash_vllm.json").read_bytes())
+"""Outputs of vLLM's own functions (`source` names them) for random maps and routings."""
+
+
+def slots_of(table: NDArray[Any], routed: NDArray[Any]) -> NDArray[np.int64]:
+    """The slot of each pair [rows, k] of a layer's table [slots], by `row_copies`."""
+    holders = [np.flatnonzero(table == expert) for expert in range(int(table.max()) + 1)]
+    copies = np.array([len(slots) for slots in holders])[routed]
+    chosen = row_copies(np.arange(len(routed))[:, None], copies)
+    return np.array(
+        [
+            [holders[expert][nth] for expert, nth in zip(*both, strict=True)]
+            for both in zip(routed, chosen, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("case", RECORDED["cases"], ids=lambda case: f"{len(case['routed'])} rows")
+def test_every_pair_goes_to_the_slot_that_vllms_kernel_chooses(case: dict[str, Any]) -> None:
+    found = slots_of(np.array(case["table"]), np.array(case["routed"]))
+    assert found.tolist() == case["slots"]
+    assert np.bincount(found.ravel(), minlength=len(case["table"])).tolist() == case["load"]
+
+
+def test_row_0_takes_the_first_copy_of_every_expert() -> None:
+    assert (row_copies(np.zeros(9, np.int64), np.arange(1, 10)) == 0).all()
+    assert row_shares(3, 1).tolist() == [1.0, 0.0, 0.0]
+
+
+@given(copies=st.integers(1, 40), rows=st.lists(st.integers(1, 300), min_size=1, max_size=5))
+def test_shares_are_those_of_rows_counted_one_by_one(copies: int, rows: list[int]) -> None:
+    chosen = np.concatenate([row_copies(np.arange(step), copies) for step in rows])
+    counted = np.bincount(chosen, minlength=copies) / len(chosen)
+    assert np.allclose(row_shares(copies, np.array(rows)), counted)
+
+
+@given(copies=st.integers(1, 64))
+def test_copies_share_evenly_over_many_rows(copies: int) -> None:
+    assert np.abs(row_shares(copies, MANY_ROWS) - 1.0 / copies).max() < 5e-3
+
+
+def test_a_step_without_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one row, not 0"):
+        row_shares(2, 0)
+
+
+@given(seed=st.integers(0, 1 << 16), rows=st.integers(1, 200))
+def test_expected_loads_are_those_of_all_rows_taken_in_turn(seed: int, rows: int) -> None:
+    """Independent oracle: every row of the step routes to every expert once."""
+    random = np.random.default_rng(seed)
+    table = random.permutation(np.concatenate([np.arange(5), random.integers(0, 5, 7)]))
+    placement = Placement(table[None], experts=5, ranks=3, duplicates=True)
+    demand = np.full((3, 1, 5), rows / 3)
+    found = loads(as_dispatched(placement, ROW_HASH, rows), demand, np.zeros(3, np.intp))
+    slots = slots_of(table, np.tile(np.arange(5), (rows, 1)))
+    counted = np.bincount(slots.ravel() // 4, minlength=3)
+    assert found[0] == pytest.approx(counted, abs=5 * rows * 7 / FULL)
+
+
+def test_no_rank_keeps_its_own_tokens() -> None:
+    placement = Placement(np.array([[0, 1, 0, 1]]), experts=2, ranks=2)
+    assert loads(placement, np.array([[[8.0, 0.0]], [[0.0, 0.0]]]), np.zeros(2, np.intp)).tolist() == [
+        [8.0, 0.0]
+    ]
+    hashed = as_dispatched(placement, ROW_HASH)
+    assert loads(hashed, np.array([[[8.0, 0.0]], [[0.0, 0.0]]]), np.zeros(2, np.intp)) == pytest.approx(
+        4, 1e-3
+    )
+
+
+def test_other_rules_leave_the_placement_as_it_is() -> None:
+    placement = Placement(np.array([[0, 1, 0, 1]]), experts=2, ranks=2)
+    assert as_dispatched(placement, SPLIT) is placement

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.experts import ExpertId
+from fleet.experts import ExpertId, ModelShape
+from fleet.layout import EP, TP_EP, Layout
 from fleet.placement import EMPTY, FULL, Placement, PlacementRecord, linear
 from tests.fleet.splits import random_split, random_table
 
@@ -191,3 +192,51 @@ def test_truncated_wire_bytes_are_refused() -> None:
 def test_a_placement_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="read-only"):
         linear(layers=1, experts=2, ranks=1).expert_of_slot[0, 0] = 1
+
+
+def test_a_reported_placement_may_hold_an_expert_twice_on_a_rank() -> None:
+    table = np.array([[0, 1, 2, 2], [0, 1, 2, 0]])
+    with pytest.raises(ValueError, match=r"rank 1 holds expert 0/2 more than once"):
+        Placement(table, experts=3, ranks=2)
+    reported = Placement(table, experts=3, ranks=2, duplicates=True)
+    assert reported.duplicates
+    assert reported.holders(ExpertId(0, 2)) == [1]
+    assert reported.replicas_on_rank.max() == 1
+    assert Placement.from_record(reported.record()) == reported
+
+
+def test_a_placement_that_may_hold_an_expert_twice_and_does_not_is_as_any_other() -> None:
+    table = np.array([[0, 1, 2, 0]])
+    once = Placement(table, experts=3, ranks=2, duplicates=True)
+    assert not once.duplicates
+    assert once == Placement(table, experts=3, ranks=2)
+    assert not once.record().duplicates
+
+
+def test_a_rank_that_holds_an_expert_twice_keeps_its_tokens_once() -> None:
+    reported = Placement(np.array([[0, 0, 1, 0]]), experts=2, ranks=2, duplicates=True)
+    assert reported.split.keep.tolist() == [[FULL, 0, FULL, FULL]]
+    assert reported.split.spill[0, [0, 1, 3]].tolist() == [FULL // 3] * 3
+
+
+# Layouts
+
+SHAPE = ModelShape(layers=3, experts=8, top_k=2, hidden=4, expert_intermediate=8)
+
+
+def test_whole_experts_go_with_either_attention() -> None:
+    for layout in (EP, TP_EP):
+        layout.check(SHAPE)
+    assert EP.targets_are_ranks
+    assert not TP_EP.targets_are_ranks
+
+
+def test_tensor_parallel_attention_shards_the_experts_of_all_layers_or_of_none() -> None:
+    Layout(attention="tp", boundary=3).check(SHAPE)
+    with pytest.raises(ValueError, match="boundary 3, or of none, boundary 0, not 2"):
+        Layout(attention="tp", boundary=2).check(SHAPE)
+
+
+def test_a_boundary_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"boundary 4 is outside 0\.\.3"):
+        Layout(attention="dp", boundary=4).check(SHAPE)

@@ -7,7 +7,7 @@ import pytest
 
 from fleet.facts.demand import DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
-from fleet.layout import EP, Layout
+from fleet.layout import EP, TP_EP, Layout
 from fleet.popularity import ExpertTable
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
@@ -200,6 +200,18 @@ def test_an_engine_that_is_one_target_is_seen_without_a_demand_for_each_rank() -
     sharded = EngineEntry("a", 1, Layout(attention="tp", boundary=2), ENTRY.placement)
     view: EngineView = watching().view(sharded, 1.0)
     assert view.layout.attention == "tp"
+
+
+def test_the_demand_of_a_target_belongs_to_all_of_its_ranks_alike() -> None:
+    whole = EngineEntry("a", 1, TP_EP, FIRST)
+    watch = DemandWindows(CONFIG)
+    watch.joined(joined(layout=TP_EP, urls=("http://x",), gathers_all=True), whole, 0.0)
+    watch.demand(wanted(0, 3.0, 1), 0.0)
+    view = watch.view(whole, 0.0)
+    np.testing.assert_allclose(view.demand.rates[:, 1, 5], [1.5, 1.5])
+    np.testing.assert_allclose(view.demand.pairs, [240.0, 240.0])
+    assert view.demand.tokens_per_second(SHAPE.top_k) == pytest.approx(12.0)
+    assert (view.targets, view.gathers_all) == (1, True)
 
 
 def test_after_a_shift_windows_begin_anew_and_the_next_two_are_short() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fleet.facts.engines import EngineJoined
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import EP, Layout
+from fleet.layout import EP, TP_EP, Layout
 from fleet.placement import Placement, PlacementRecord, linear
 from migration.engine_state.placement_registry import InvalidPlacementEvent, PlacementFault, PlacementRegistry
 from tests.migration import builders
@@ -134,6 +134,30 @@ def test_a_tensor_parallel_engine_is_one_target_with_the_placement_to_return_to(
     assert wanted.layout == layout
 
 
+def test_a_tensor_parallel_engine_with_whole_experts_is_one_target_with_several_ranks() -> None:
+    fields = {"layout": TP_EP, "urls": ("http://x",), "rearranges": True}
+    wanted = PlacementRegistry().joined(joined(**fields))
+    assert wanted is not None
+    assert joined(**fields).expert_ranks == wanted.placement.ranks == 2
+
+
+def test_an_engine_that_moves_its_experts_itself_may_have_several_ranks_behind_each_target() -> None:
+    urls = ("http://x", "http://y")
+    table = np.tile(np.arange(8), (2, 1))
+    placement = Placement(table, experts=8, ranks=4).record()
+    assert PlacementRegistry().joined(joined(urls=urls, placement=placement, rearranges=True)) is not None
+    with pytest.raises(InvalidPlacementEvent, match="ranks"):
+        PlacementRegistry().joined(joined(urls=urls, placement=placement))
+
+
+def test_a_reported_map_with_an_expert_twice_on_a_rank_is_recorded() -> None:
+    table = np.tile([*range(8), 4, 5], (2, 1))
+    reported = Placement(table, experts=8, ranks=2, duplicates=True).record()
+    wanted = PlacementRegistry().joined(joined(placement=reported, rearranges=True))
+    assert wanted is not None
+    assert Placement.from_record(wanted.placement).duplicates
+
+
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
@@ -142,7 +166,7 @@ def test_a_tensor_parallel_engine_is_one_target_with_the_placement_to_return_to(
         ({"urls": ("http://x",)}, PlacementFault.SHAPE),
         ({"shape": msgspec.structs.replace(SHAPE, layers=3)}, PlacementFault.SHAPE),
         ({"shape": msgspec.structs.replace(SHAPE, experts=7)}, PlacementFault.SHAPE),
-        ({"layout": Layout(attention="tp", boundary=0)}, PlacementFault.LAYOUT),
+        ({"layout": Layout(attention="tp", boundary=1)}, PlacementFault.LAYOUT),
         ({"layout": Layout(attention="dp", boundary=9)}, PlacementFault.LAYOUT),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"")}, PlacementFault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"\0" * 40)}, PlacementFault.PLACEMENT),

@@ -8,10 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet.dispatch import ROW_HASH
 from fleet.facts.engines import Capabilities
-from fleet.layout import Layout
+from fleet.layout import TP_EP, Layout
 from fleet.placement import Placement, linear
-from router.fleet_state.dispatch_cost import DispatchCost, DispatchInputs, DispatchPrices, locality
+from router.fleet_state.dispatch_cost import (
+    DispatchCost,
+    DispatchInputs,
+    DispatchPrices,
+    DispatchRules,
+    locality,
+)
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
 from router.fleet_state.target_table import TargetTable
 from router.fleet_state.view import FleetView
@@ -280,6 +287,25 @@ def test_there_is_no_expert_price_where_experts_are_sharded(layout: Layout) -> N
     found = locality((0, 0), SHAPE, layout, linear(layers=2, experts=4, ranks=2), halves())
     assert found.prices is None
     assert "sharded over all ranks" in str(found.note)
+
+
+def test_there_is_no_expert_price_where_every_rank_receives_every_token() -> None:
+    rules = DispatchRules(2, ROW_HASH, gathers_all=True)
+    found = locality((0, 0), SHAPE, None, linear(layers=2, experts=4, ranks=2), halves(), rules)
+    assert found.prices is None
+    assert "every rank receives every token" in str(found.note)
+
+
+def test_an_engine_that_is_one_target_has_no_expert_price() -> None:
+    found = locality((0, 0), SHAPE, TP_EP, linear(layers=2, experts=4, ranks=2), halves(), DispatchRules(1))
+    assert found.prices is None
+    assert "one target" in str(found.note)
+
+
+def test_copies_chosen_by_the_row_are_near_to_no_rank() -> None:
+    everywhere = Placement(np.tile(np.arange(4), (2, 2)), experts=4, ranks=2)
+    found = prices(locality((0, 0), SHAPE, None, everywhere, halves(), DispatchRules(2, ROW_HASH)))
+    assert found.local == pytest.approx(0.5, abs=1e-3)
 
 
 def test_layers_below_the_boundary_cost_nothing_and_are_not_counted_as_local() -> None:
