@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: up docs test test-slow test-vllm record-vllm soak lint bench evidence venv clean
+.PHONY: up docs plugin test test-slow test-vllm record-vllm soak lint bench evidence venv clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -37,6 +37,9 @@ test-vllm: venv ## the door before a real vLLM, in an environment of its own (.v
 
 record-vllm: venv ## record anew what that vLLM answers, for the tests that replay it
 	@$(BIN)/python -m tests.compat.live --record
+
+plugin: venv ## build the wheel of roost-vllm, the plugin that runs in vLLM's workers, into dist/
+	@cd engine_adapter/vllm/plugin && $(abspath $(BIN))/hatchling build -t wheel -d $(abspath dist)
 
 soak: venv ## two hours of users and faults before a whole fleet, reported to soak.json; ARGS="--soak-seconds 600 --soak-engine embedded" changes that
 	@$(BIN)/python -m pytest -m slow tests/system/test_soak.py -s --soak-seconds 7200 --soak-report soak.json $(ARGS)

@@ -63,6 +63,8 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
     """version of vLLM"""
     missing: tuple[str, ...] = ()
     """private names of vLLM that the plugin needs and did not find; it then serves no placements"""
+    refuses: str = ""
+    """why it serves no placements although no name is missing; empty: it serves them"""
     instance: str
     """identity of this start of vLLM, common to all of its workers"""
     pid: int
@@ -140,8 +142,8 @@ class WorkerDemand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
     tokens: int
     """tokens of this target"""
     demand: bytes
-    """int64 little endian [layers, experts]: (token, k) pairs of this target's tokens. Empty unless this is
-    the lowest rank of its target"""
+    """int64 little endian [layers, experts]: (token, k) pairs of this target's tokens, to be added up over
+    its ranks. Empty if a lower rank counts the same tokens"""
     slots: bytes = b""
     """int64 little endian [layers, slots of all ranks]: pairs by physical expert, as counted here"""
     balance: bytes = b""

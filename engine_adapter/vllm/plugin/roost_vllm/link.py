@@ -1,0 +1,199 @@
+"""Connection of one worker process to its agent: a daemon thread with a socket of its own, which connects
+again for ever. vLLM's threads never wait for it."""
+
+import contextlib
+import hmac
+import logging
+import random
+import secrets
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from roost_vllm.settings import Settings
+from roost_vllm.wire import (
+    PROTOCOL,
+    AgentHello,
+    AgentWelcome,
+    Frames,
+    FromAgent,
+    FromWorker,
+    LinkError,
+    WireError,
+    WorkerHello,
+    decode,
+    frame,
+    proof,
+)
+
+logger = logging.getLogger("vllm.roost")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
+_IO_SECONDS = 10.0
+_OUTBOX = 10_000
+"""Messages that wait at most. The oldest go first: reports may be lost, states are told again."""
+
+
+class Worker(Protocol):
+    """Side of the worker process that a link speaks for. All methods are called from the link's thread."""
+
+    def hello(self, *, proof: bytes, nonce: bytes) -> WorkerHello:
+        """Return the introduction."""
+        ...
+
+    def welcomed(self, welcome: AgentWelcome) -> Sequence[FromWorker]:
+        """Take the agent's wishes, and return what it must know first."""
+        ...
+
+    def receive(self, message: FromAgent) -> FromWorker | None:
+        """Return the answer to a message; None: there is none."""
+        ...
+
+
+class Refused(Exception):
+    """Raised when the other side is no agent of this protocol and secret."""
+
+
+class Link(threading.Thread):
+    """Thread that connects to the agent, answers it, and sends what the worker hands it."""
+
+    def __init__(
+        self, settings: Settings, worker: Worker, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(name="roost-link", daemon=True)
+        self._settings = settings
+        self._worker = worker
+        self._clock = clock
+        self._outbox: deque[FromWorker] = deque(maxlen=_OUTBOX)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._alone_since: float | None = clock()
+        self._stopped = False
+        self.processor_seconds = 0.0
+        """of this thread"""
+
+    def alone_seconds(self) -> float:
+        """Return the time since there was an agent; 0 while there is one."""
+        since = self._alone_since
+        return 0.0 if since is None else self._clock() - since
+
+    def send(self, message: FromWorker) -> None:
+        """Send a message soon, or never if there is no agent. Never blocks."""
+        if self._alone_since is None:
+            self._outbox.append(message)
+            self._wake()
+
+    def stop(self) -> None:
+        """End the thread soon."""
+        self._stopped = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is awake already
+            self._wake_write.send(b"x")
+
+    def run(self) -> None:
+        """Connect, serve, and connect again, until stopped."""
+        pause, told = _FIRST_PAUSE, ""
+        while not self._stopped:
+            try:
+                self._one_connection()
+                pause, told = _FIRST_PAUSE, ""
+            except (OSError, WireError, Refused) as error:
+                if self._alone_since is None:
+                    pause = _FIRST_PAUSE
+                if str(error) != told:
+                    told = str(error)
+                    logger.warning("roost: no agent at %s:%d: %s", *self._settings[:2], error)
+            finally:
+                self._alone_since = self._clock() if self._alone_since is None else self._alone_since
+                self.processor_seconds = time.thread_time()
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _one_connection(self) -> None:
+        address = (self._settings.host, self._settings.port)
+        with socket.create_connection(address, timeout=_IO_SECONDS) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            frames = Frames()
+            welcome, early = self._shake_hands(connection, frames)
+            self._outbox.clear()
+            first = self._worker.welcomed(welcome)
+            self._alone_since = None
+            logger.info("roost: connected to the agent at %s:%d", *address)
+            for message in first:
+                connection.sendall(frame(message))
+            for body in early:
+                self._answer(connection, body)
+            self._serve(connection, frames)
+
+    def _shake_hands(self, connection: socket.socket, frames: Frames) -> tuple[AgentWelcome, list[bytes]]:
+        bodies: list[bytes] = []
+        hello = self._next(connection, frames, bodies)
+        if not isinstance(hello, AgentHello):
+            raise Refused(_why(connection, hello, "hello"))
+        if hello.protocol != PROTOCOL:
+            versions = f"this plugin speaks protocol {PROTOCOL}, the agent {hello.protocol}"
+            raise Refused(_told(connection, f"{versions}; install the same release"))
+        nonce = secrets.token_bytes(32)
+        mine = proof(self._settings.secret, "worker", hello.nonce)
+        connection.sendall(frame(self._worker.hello(proof=mine, nonce=nonce)))
+        welcome = self._next(connection, frames, bodies)
+        if not isinstance(welcome, AgentWelcome):
+            raise Refused(_why(connection, welcome, "welcome"))
+        if not hmac.compare_digest(welcome.proof, proof(self._settings.secret, "agent", nonce)):
+            raise Refused(_told(connection, "the agent does not know the secret of ROOST_SECRET_FILE"))
+        return welcome, bodies
+
+    def _next(self, connection: socket.socket, frames: Frames, bodies: list[bytes]) -> FromAgent:
+        while not bodies:
+            bodies += frames.feed(_received(connection))
+        return decode(bodies.pop(0))
+
+    def _serve(self, connection: socket.socket, frames: Frames) -> None:
+        while not self._stopped:
+            readable, _, _ = select.select([connection, self._wake_read], [], [], 0.5)
+            if self._wake_read in readable:
+                self._wake_read.recv(4096)
+            if connection in readable:
+                for body in frames.feed(_received(connection)):
+                    self._answer(connection, body)
+            while self._outbox:
+                connection.sendall(frame(self._outbox.popleft()))
+            self.processor_seconds = time.thread_time()
+
+    def _answer(self, connection: socket.socket, body: bytes) -> None:
+        try:
+            message = decode(body)
+        except WireError as error:
+            connection.sendall(frame(LinkError(reason=str(error))))
+            return
+        if isinstance(message, LinkError):
+            raise Refused(f"the agent says: {message.reason}")
+        answer = self._worker.receive(message)
+        if answer is not None:
+            connection.sendall(frame(answer))
+
+
+def _received(connection: socket.socket) -> bytes:
+    data = connection.recv(65536)
+    if not data:
+        raise ConnectionResetError("the agent closed the connection")
+    return data
+
+
+def _told(connection: socket.socket, reason: str) -> str:
+    connection.sendall(frame(LinkError(reason=reason)))
+    return reason
+
+
+def _why(connection: socket.socket, message: FromAgent, wanted: str) -> str:
+    if isinstance(message, LinkError):
+        return f"the agent says: {message.reason}"
+    return _told(connection, f"{type(message).__name__} came instead of {wanted}")
