@@ -18,6 +18,7 @@ from fleet.handover import (  # noqa: E402 the repository need not be installed
     CELL,
     CONDUCTING,
     RANK,
+    REARRANGING,
     Cell,
     CoordinatorState,
     RankState,
@@ -26,6 +27,7 @@ from fleet.handover import (  # noqa: E402 the repository need not be installed
 TABLES: dict[str, tuple[Mapping[tuple[Any, Any], Any], StrEnum]] = {
     "coordinator": (CONDUCTING, CoordinatorState.IDLE),
     "rank": (RANK, RankState.SERVING),
+    "rearranging": (REARRANGING, RankState.SERVING),
     "cell": (CELL, Cell.FREE),
 }
 """Table and initial state, by marker."""

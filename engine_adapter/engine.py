@@ -40,6 +40,10 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Zip archive of tokenizer.json and tokenizer_config.json, or None."""
     weights_digest: str | None = None
     """`EngineJoined.weights_digest`. The value of the first rank is used."""
+    rearranges: bool = False
+    """`EngineJoined.rearranges`."""
+    gathers_all: bool = False
+    """`EngineJoined.gathers_all`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +318,12 @@ class Rearranger(Protocol):
         """The map in force with its epoch. Changes once every expert rank serves the new one."""
         ...
 
+    @property
+    def fault(self) -> str:
+        """Why no map may be staged any more, such as weights that are not those of their expert. Empty:
+        none."""
+        ...
+
     def status(self, rank: int) -> WorkerMap | None:
         """Return the last report of an expert rank's worker. None: it is not connected."""
         ...
@@ -332,7 +342,7 @@ class Rearranger(Protocol):
         ...
 
     async def changed(self) -> None:
-        """Wait until the status of any worker changes."""
+        """Wait until the status of any worker, or `fault`, changes."""
         ...
 
     async def nudge(self) -> None:

@@ -85,6 +85,18 @@ def last_decided(
     return record if record.epoch > 0 else None
 
 
+def epoch_above(recorded: int | None, open_: int | None) -> int:
+    """Return the epoch under which an engine that moves its experts itself joins after a start. Such an
+    engine serves the map that it was built with, whatever was decided before, so its epoch is one that no
+    earlier placement of the engine can have.
+
+    recorded: highest epoch of the engine on record. open_: epoch that the handover in the engine's key
+    creates, whatever its state: it may still be recorded as committed. None: there is none. The key is to be
+    read before the log, and both after the engine has started.
+    """
+    return max(0 if recorded is None else recorded, 0 if open_ is None else open_) + 1
+
+
 def leave_last(meeting: Path, record: PlacementRecord | None) -> None:
     """Write the last epoch for the ranks that meet in a folder. None: there was none. OSError when it cannot
     be written."""

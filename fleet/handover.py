@@ -49,11 +49,27 @@ the epoch of its handover (the placement was recorded as staged before). Otherwi
 recorded as committed (recorded before the key says IDLE). A placement recorded only as staged is not decided.
 Readers read the key first, then the log.
 
+Engines that rearrange
+----------------------
+An engine that moves its experts itself (vLLM's EPLB) takes part with another rank table, `REARRANGING`. Its
+ranks stage a map, not weights. A commit is the permission to *vote*: at every K-th step all ranks exchange
+ballots in a collective, and carry out the map in that step if all ballots name the same handover and the same
+map in force. Otherwise none does, and the vote is repeated. So no rank moves experts because of a message
+that it alone received.
+
+- *Ballots bind.* A rank drops its map only between votes, never between its ballot and the result.
+- *Refused by all.* A rank that drops its map reports that the handover has ended for it (REFUSED), and never
+  votes for that number again: so no later vote passes, and the other ranks are told to drop it too. A decided
+  handover that all ranks have dropped has ended as aborted (ALL_REFUSED). It is the only abort after the
+  decision. It needs a report of every rank: after the vote has passed, an error or silence proves nothing.
+- *Own map after a restart.* A restarted engine serves the map that it was built with, whatever was decided
+  before. It joins with that map, under an epoch above every epoch that its predecessor may have reached.
+
 `docs/handover.md` draws the tables. `tests/fleet/test_handover_model.py` explores all interleavings, and
 shows the failure that follows from dropping each rule.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
@@ -75,6 +91,8 @@ class CoordinatorEvent(StrEnum):
     FAILED = "failed"
     """a rank refused or failed, the deadline passed, or another coordinator takes over"""
     ALL_SERVING = "all serving"
+    ALL_REFUSED = "refused by all"
+    """every rank of an engine that rearranges has dropped the decided map, and serves the old one"""
     ALL_ABORTED = "all aborted"
     ENGINE_GONE = "engine gone"
     """the incarnation that the handover belongs to has ended: it sent `EngineLeft`, or another one joined
@@ -88,6 +106,7 @@ CONDUCTING: Mapping[tuple[CoordinatorState, CoordinatorEvent], CoordinatorState]
     (CoordinatorState.PROPOSING, CoordinatorEvent.FAILED): CoordinatorState.ABORTING,
     (CoordinatorState.PROPOSING, CoordinatorEvent.ENGINE_GONE): CoordinatorState.IDLE,
     (CoordinatorState.COMMITTING, CoordinatorEvent.ALL_SERVING): CoordinatorState.IDLE,
+    (CoordinatorState.COMMITTING, CoordinatorEvent.ALL_REFUSED): CoordinatorState.IDLE,
     (CoordinatorState.COMMITTING, CoordinatorEvent.ENGINE_GONE): CoordinatorState.IDLE,
     (CoordinatorState.ABORTING, CoordinatorEvent.ALL_ABORTED): CoordinatorState.IDLE,
     (CoordinatorState.ABORTING, CoordinatorEvent.ENGINE_GONE): CoordinatorState.IDLE,
@@ -104,7 +123,9 @@ class RankState(StrEnum):
     FAILED = "failed"
     """staging failed; the rank has reported it and waits for the abort"""
     READY = "ready"
-    """the commit was accepted; the flip follows as soon as every rank is ready"""
+    """the commit was accepted; the flip follows as soon as every rank is ready. In an engine that rearranges:
+    the rank votes for the map that it holds
+    """
 
 
 class RankEvent(StrEnum):
@@ -116,6 +137,10 @@ class RankEvent(StrEnum):
     COMMIT = "commit"
     FLIPPED = "flipped"
     ABORT = "abort"
+    REFUSED = "refused"
+    """a rank of an engine that rearranges has dropped the map that it held, serves the old one, and never
+    votes for that handover again
+    """
 
 
 RANK: Mapping[tuple[RankState, RankEvent], RankState] = {
@@ -128,6 +153,13 @@ RANK: Mapping[tuple[RankState, RankEvent], RankState] = {
     (RankState.STAGED, RankEvent.COMMIT): RankState.READY,
     (RankState.READY, RankEvent.FLIPPED): RankState.SERVING,
 }
+
+REARRANGING: Mapping[tuple[RankState, RankEvent], RankState] = {
+    **RANK,
+    (RankState.STAGED, RankEvent.REFUSED): RankState.SERVING,
+    (RankState.READY, RankEvent.REFUSED): RankState.SERVING,
+}
+"""Table of a rank of an engine that moves its experts itself."""
 
 
 class Cell(StrEnum):
@@ -330,6 +362,29 @@ def aborted(rank: ProtocolState, token: int, handover: int) -> ProtocolState:
     return rank._replace(
         state=next_state(RANK, rank.state, RankEvent.ABORT), token=token, handover=0, concluded=concluded
     )
+
+
+def refused(rank: ProtocolState) -> ProtocolState:
+    """Return the state after a rank of an engine that rearranges has dropped the map that it held."""
+    state = next_state(REARRANGING, rank.state, RankEvent.REFUSED)
+    return rank._replace(state=state, handover=0, concluded=max(rank.concluded, rank.handover))
+
+
+class Ballot(NamedTuple):
+    """Vote of one rank of an engine that rearranges."""
+
+    handover: int
+    """number of the map that it votes for; 0: none"""
+    digest: str
+    """digest of that map"""
+    served: str
+    """digest of the map in force on the rank"""
+
+
+def passes(ballots: Sequence[Ballot]) -> bool:
+    """Return True if the ranks carry out the map in this step. Every rank decides this from the same
+    ballots."""
+    return ballots[0].handover > 0 and all(ballot == ballots[0] for ballot in ballots)
 
 
 def flips(served: int, ready: tuple[int, ...]) -> bool:

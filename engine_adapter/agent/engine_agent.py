@@ -15,8 +15,9 @@ from bus.protocol.subjects import Subjects
 from engine_adapter.agent.copy_runner import Staging
 from engine_adapter.agent.handover_agent import HandoverAgent
 from engine_adapter.agent.membership import AgentIdentity, EngineMembership
+from engine_adapter.agent.rearrangement_agent import RearrangementAgent
 from engine_adapter.config import AgentConfig
-from engine_adapter.engine import Engine
+from engine_adapter.engine import Engine, Rearranger
 from engine_adapter.reporting.activity_reports import ActivityReports
 from engine_adapter.reporting.dispatch_reports import DispatchReports
 from engine_adapter.reporting.kv_reports import KvReports
@@ -41,8 +42,11 @@ class Agent:
         identity: AgentIdentity,
         config: AgentConfig,
         staging: Staging = _NO_TRANSFERS,
+        rearranger: Rearranger | None = None,
     ) -> None:
-        """staging: means to copy experts, for engines that support handovers."""
+        """staging: means to copy experts, for engines that support handovers. rearranger: way to the expert
+        ranks of an engine that moves its experts itself, given to the agent of its first target only, which
+        takes part in handovers for all expert ranks."""
         about = engine.description
         context = RankContext(bus, subjects, identity.engine, identity.worker_id, about)
         self._context = context
@@ -61,7 +65,12 @@ class Agent:
         self._membership = EngineMembership(context, engine, identity, config)
         self.joined = self._membership.joined
         self.handovers = None if engine.experts is None else HandoverAgent(context, engine, staging)
-        """Handover agent. None: this engine cannot move its experts."""
+        """Handover agent. None: Roost does not move this engine's experts."""
+        self._rearrangements = (
+            None
+            if rearranger is None
+            else RearrangementAgent(bus, subjects, identity.engine, identity.worker_id, rearranger)
+        )
 
     def leaving(self, reason: str | None) -> None:
         """Set the reason for leaving, which goes into `EngineLeft`. None: leave without an event and keep the
@@ -70,17 +79,19 @@ class Agent:
 
     async def run(self) -> None:
         """Publish until cancelled. NameTaken when another engine has this name."""
-        context = self._context
+        context, about = self._context, self._context.about
         async with AsyncExitStack() as stack:
             if self._kv is not None:
                 subject = context.subjects.kv_snapshot(*context.address)
                 await stack.enter_async_context(context.bus.serve(subject, self._kv.answer))
-            if self.handovers is None:
+            if self.handovers is None and self._rearrangements is None and not about.rearranges:
                 commands = context.subjects.handover(*context.address)
                 await stack.enter_async_context(context.bus.serve(commands, self._refuse_handover))
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             if self.handovers is not None:
                 tasks.create_task(self.handovers.run(), name=f"handovers of {context.name}")
+            if self._rearrangements is not None:
+                tasks.create_task(self._rearrangements.run(), name=f"handovers of {context.engine}")
             tasks.create_task(self._report(), name=f"report events of {context.name}")
             if self._profiler is not None:
                 tasks.create_task(self._profiler.run(), name=f"profile requests of {context.name}")

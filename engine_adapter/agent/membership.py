@@ -105,6 +105,8 @@ class EngineMembership:
             max_batch_tokens=about.max_batch_tokens,
             layout=about.layout,
             dispatch=about.dispatch,
+            rearranges=about.rearranges,
+            gathers_all=about.gathers_all,
             shape=about.shape,
             placement=None if placement is None else placement.record(),
             tokenizer=self._tokenizer,

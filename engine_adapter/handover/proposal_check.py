@@ -42,6 +42,8 @@ class StagingFault(StrEnum):
     """The deadline passed."""
     ENGINE = "engine"
     """The engine could not prepare the placement."""
+    REFUSED = "refused"
+    """A worker of an engine that rearranges has dropped the map that it held."""
 
 
 class CannotStage(Exception):
@@ -76,6 +78,12 @@ def required_work(
 ) -> ProposalRequest:
     """Return the work that a proposal demands from this rank. CannotStage names the mismatch: the shape, the
     deadline, a copy, or a slot without a copy."""
+    check_terms(command.deadline_seconds, proposed, served)
+    return _coming(proposed, served, rank, _sources(command.copies, proposed, served))
+
+
+def check_terms(deadline_seconds: float, proposed: Placement, served: Placement) -> None:
+    """Check the shape and the deadline of a proposal. CannotStage names the mismatch."""
     shape = (proposed.layers, proposed.experts, proposed.ranks, proposed.slots_per_rank)
     present = (served.layers, served.experts, served.ranks, served.slots_per_rank)
     if shape != present:
@@ -84,12 +92,35 @@ def required_work(
             f"a placement of (layers, experts, ranks, slots per rank) {shape}, and this engine has {present};"
             " plan anew",
         )
-    if not 0 < command.deadline_seconds <= LONGEST_SECONDS:
+    if not 0 < deadline_seconds <= LONGEST_SECONDS:
         raise CannotStage(
             StagingFault.DEADLINE,
-            f"{command.deadline_seconds} s for staging: use more than 0, and {LONGEST_SECONDS:.0f} at most",
+            f"{deadline_seconds} s for staging: use more than 0, and {LONGEST_SECONDS:.0f} at most",
         )
-    return _coming(proposed, served, rank, _sources(command.copies, proposed, served))
+
+
+def check_whole_map(proposed: Placement) -> None:
+    """Check that an engine that moves its experts itself can serve a placement. CannotStage names the
+    slot or the rule: all slots are filled, and replicas share evenly."""
+    empty = np.argwhere(proposed.expert_of_slot == EMPTY)
+    if len(empty):
+        layer, slot = empty[0].tolist()
+        raise CannotStage(
+            StagingFault.PLACEMENT,
+            f"layer {layer} slot {slot} is empty, and this engine has no empty slots; plan anew",
+        )
+    even = Placement(
+        proposed.expert_of_slot,
+        experts=proposed.experts,
+        ranks=proposed.ranks,
+        duplicates=proposed.duplicates,
+    )
+    if not proposed.serves_as(even):
+        raise CannotStage(
+            StagingFault.PLACEMENT,
+            "replicas share their tokens unevenly, and this engine shares them evenly; plan anew (policy"
+            " uniform)",
+        )
 
 
 def _sources(

@@ -112,6 +112,10 @@ class HandoverDescribed(Event, frozen=True, kw_only=True):
     """cells that other ranks may still read"""
     oldest_seconds: float = 0.0
     """age of the oldest quarantined or draining cell"""
+    pending: str = ""
+    """what a ready rank of an engine that rearranges waits for: "idle" (the engine makes no steps, so no
+    vote), or "N of L layers". Empty: nothing out of the ordinary
+    """
 
 
 class MemoryAddress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

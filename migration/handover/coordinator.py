@@ -31,6 +31,7 @@ from migration.handover.rank_progress import (
     DECLINED,
     ENGINE_GONE,
     OVERDUE,
+    REFUSED,
     REPLACED,
     HandoverFailure,
     RankProgress,
@@ -68,6 +69,8 @@ class HandoverSpec:
     traceparent: str = ""
     highest_assigned: int = 0
     """see `OpenHandover`"""
+    rearranges: bool = False
+    """the engine moves its experts itself, so its ranks are told the map but no copies"""
 
     @property
     def arrivals(self) -> tuple[ExpertArrival, ...]:
@@ -169,7 +172,10 @@ class HandoverState:
         progress = max(before.progress, reached(report, self.what.handover))
         pulls = report.pulls if report.handover == self.what.handover and report.pulls else before.pulls
         status = before._replace(
-            progress=progress, pulls=pulls, declined=before.declined and progress is RankProgress.UNKNOWN
+            progress=progress,
+            pulls=pulls,
+            declined=before.declined and progress is RankProgress.UNKNOWN,
+            failure=report.failure if progress is RankProgress.OVER else before.failure,
         )
         token = max(self.highest_token, report.token)
         after = replace(self._with_status(report.rank, status), highest_token=token)
@@ -215,7 +221,8 @@ class HandoverState:
         """Apply a persisted transition. Raises IllegalTransition if the tables do not allow it."""
         state = next_state(CONDUCTING, self.state, transition.event)
         decided = now if state is CoordinatorState.COMMITTING else self.decided
-        failure = self._failed(now) if transition.event is CoordinatorEvent.FAILED else self.failure
+        ends_without = transition.event in (CoordinatorEvent.FAILED, CoordinatorEvent.ALL_REFUSED)
+        failure = self._failed(now) if ends_without else self.failure
         return replace(self._all_due(), state=state, decided=decided, failure=failure)
 
     def _with_status(self, rank: int, status: RankStatus) -> "HandoverState":
@@ -313,8 +320,15 @@ class HandoverState:
                 failed = self.failure is not None or (not done and now >= self.deadline)
                 return CoordinatorEvent.FAILED if failed else CoordinatorEvent.ALL_STAGED if done else None
             case CoordinatorState.COMMITTING:
-                return CoordinatorEvent.ALL_SERVING if done else None
+                return self._after_decision
         return CoordinatorEvent.ALL_ABORTED if done else None
+
+    @property
+    def _after_decision(self) -> CoordinatorEvent | None:
+        reached = {status.progress for status in self.statuses}
+        if reached == {RankProgress.SERVING}:
+            return CoordinatorEvent.ALL_SERVING
+        return CoordinatorEvent.ALL_REFUSED if reached == {RankProgress.OVER} else None
 
     def _command(self, rank: int) -> Command:
         what = self.what
@@ -342,7 +356,7 @@ class HandoverState:
             handover=what.handover,
             plan=what.plan,
             placement=what.placement,
-            copies=what.copies,
+            copies=() if what.rearranges else what.copies,
             deadline_seconds=what.stage_seconds,
             traceparent=what.traceparent,
         )
@@ -359,7 +373,18 @@ class HandoverState:
             )
         if self.state is CoordinatorState.PROPOSING and now >= self.deadline:
             return self._too_late()
+        if self.state is CoordinatorState.COMMITTING:
+            return self._refused()
         return None
+
+    def _refused(self) -> HandoverFailure:
+        named = next(((rank, one.failure) for rank, one in enumerate(self.statuses) if one.failure), None)
+        rank, why = (None, "no rank said why") if named is None else named
+        return HandoverFailure(
+            f"every rank has dropped the new map before the vote on it passed: {why}; request it again",
+            REFUSED,
+            rank,
+        )
 
     def _too_late(self) -> HandoverFailure:
         silent = [rank for rank in self.waiting_for if self.statuses[rank].progress is RankProgress.UNKNOWN]
@@ -384,7 +409,7 @@ class HandoverState:
                 return self._committed(now)
             case CoordinatorEvent.ENGINE_GONE if self.state is CoordinatorState.COMMITTING:
                 return self._committed(now)  # it was decided, so the next incarnation starts with it
-            case CoordinatorEvent.ALL_ABORTED | CoordinatorEvent.ENGINE_GONE:
+            case CoordinatorEvent.ALL_ABORTED | CoordinatorEvent.ALL_REFUSED | CoordinatorEvent.ENGINE_GONE:
                 return (self._aborted(now),)
         return ()
 

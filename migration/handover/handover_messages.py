@@ -40,6 +40,7 @@ def next_of(
     handovers."""
     what = plan.handovers[number]
     copies = copies_of(what)
+    staged_bytes = 0 if entry.rearranges else _max_bytes(what, placement)
     return HandoverSpec(
         engine=entry.engine,
         worker_id=entry.worker_id,
@@ -54,7 +55,8 @@ def next_of(
         copies=copies,
         copied=len(copies),
         bytes=what.bytes,
-        stage_seconds=config.stage_seconds + _max_bytes(what, placement) / config.stage_bytes_per_second,
+        stage_seconds=config.stage_seconds + staged_bytes / config.stage_bytes_per_second,
+        rearranges=entry.rearranges,
     )
 
 

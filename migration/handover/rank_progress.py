@@ -15,6 +15,7 @@ ENGINE_GONE = "engine-gone"
 OVERDUE = "overdue"
 DECLINED = "declined"
 REPLACED = "coordinator"
+REFUSED = "refused"
 """fault codes, in addition to those that ranks report"""
 
 
@@ -48,6 +49,8 @@ class RankStatus(NamedTuple):
     declined: bool = False
     """the rank refuses to take part and has never reported that it does"""
     pulls: tuple[PullReport, ...] = ()
+    failure: str = ""
+    """why the handover ended there without a flip, as the rank said"""
 
 
 _STATES: dict[str, RankProgress] = {
@@ -80,6 +83,8 @@ def hopeless(report: HandoverDescribed, handover: int, epoch: int) -> HandoverFa
             report.fault or "unknown",
             rank,
         )
+    if progress is RankProgress.OVER and report.failure:
+        return HandoverFailure(report.failure, report.fault or REFUSED, rank)
     if progress is RankProgress.OVER:
         return HandoverFailure(
             f"rank {rank} received an abort from another coordinator; request it again", REPLACED, rank

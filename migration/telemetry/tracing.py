@@ -35,6 +35,7 @@ _EVENTS = {
     CoordinatorEvent.ALL_STAGED: "decided",
     CoordinatorEvent.FAILED: "given up",
     CoordinatorEvent.ALL_SERVING: "flipped",
+    CoordinatorEvent.ALL_REFUSED: "refused by all",
     CoordinatorEvent.ALL_ABORTED: "aborted",
     CoordinatorEvent.ENGINE_GONE: "engine gone",
 }
@@ -175,7 +176,8 @@ class HandoverTrace:
         if transition.event is CoordinatorEvent.ALL_STAGED:
             self._span.add_event("staged")
         self._span.add_event(_EVENTS.get(transition.event, str(transition.event)))
-        if (failure := handover.failure) is not None and transition.event is CoordinatorEvent.FAILED:
+        given_up = transition.event in (CoordinatorEvent.FAILED, CoordinatorEvent.ALL_REFUSED)
+        if given_up and (failure := handover.failure) is not None:
             self._span.set_attribute("roost.fault", failure.fault)
         ends = [
             entry for entry in transition.records if isinstance(entry, MigrationCommitted | MigrationAborted)

@@ -11,7 +11,7 @@ from deploy.sections import DEMO_CHECKPOINT
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork
 from engine_adapter.embedded.setup import build_setup
-from engine_adapter.initial_placement import initial, leave_last, read
+from engine_adapter.initial_placement import epoch_above, initial, leave_last, read
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
 from fleet.dispatch import served_by
@@ -122,3 +122,12 @@ def test_a_rank_that_begins_with_the_last_epoch_holds_its_experts_and_computes_t
         machine.close()
     assert machine.placement == last
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "open_", "epoch"), [(None, None, 1), (4, None, 5), (4, 5, 6), (5, 5, 6), (None, 1, 2)]
+)
+def test_an_engine_that_rearranges_joins_above_every_epoch_that_may_still_be_recorded(
+    recorded: int | None, open_: int | None, epoch: int
+) -> None:
+    assert epoch_above(recorded, open_) == epoch

@@ -14,6 +14,8 @@ from fleet.handover import (
     CELL,
     CONDUCTING,
     RANK,
+    REARRANGING,
+    Ballot,
     Cell,
     CellEvent,
     CommandVerdict,
@@ -32,7 +34,9 @@ from fleet.handover import (
     handle_propose,
     is_open,
     next_state,
+    passes,
     proposed,
+    refused,
     staged,
     with_token,
 )
@@ -41,10 +45,13 @@ Table = Mapping[tuple[Any, Any], Any]
 TABLES: list[tuple[Table, type[StrEnum], type[StrEnum], str, set[StrEnum]]] = [
     (CONDUCTING, CoordinatorState, CoordinatorEvent, "coordinator", {CoordinatorState.IDLE}),
     (RANK, RankState, RankEvent, "rank", {RankState.SERVING}),
+    (REARRANGING, RankState, RankEvent, "rank", {RankState.SERVING}),
     (CELL, Cell, CellEvent, "cell", {Cell.FREE, Cell.LIVE}),
 ]
 each_table = pytest.mark.parametrize(
-    ("table", "states", "events", "role", "rest"), TABLES, ids=[role for *_, role, _ in TABLES]
+    ("table", "states", "events", "role", "rest"),
+    TABLES,
+    ids=["coordinator", "rank", "rank that rearranges", "cell"],
 )
 
 
@@ -70,7 +77,8 @@ def _closure(edges: Mapping[StrEnum, set[StrEnum]], start: set[StrEnum]) -> set[
 def test_every_event_is_allowed_somewhere(
     table: Table, states: type[StrEnum], events: type[StrEnum], role: str, rest: set[StrEnum]
 ) -> None:
-    assert {event for _, event in table} == set(events)
+    unused = {RankEvent.REFUSED} if table is RANK else set()
+    assert {event for _, event in table} == set(events) - unused
 
 
 @each_table
@@ -101,6 +109,36 @@ def test_after_the_decision_there_is_no_way_to_abort() -> None:
         after for (of, _), after in CONDUCTING.items() if of is CoordinatorState.COMMITTING
     }
     assert (RankState.READY, RankEvent.ABORT) not in RANK
+    assert (RankState.READY, RankEvent.ABORT) not in REARRANGING
+
+
+def test_only_what_every_rank_reports_ends_a_decided_handover() -> None:
+    assert {event for (of, event) in CONDUCTING if of is CoordinatorState.COMMITTING} == {
+        CoordinatorEvent.ALL_SERVING,
+        CoordinatorEvent.ALL_REFUSED,
+        CoordinatorEvent.ENGINE_GONE,
+    }
+
+
+def test_a_rank_that_has_refused_votes_for_that_number_never_again() -> None:
+    voting = committed(staged(proposed(ProtocolState(RankState.SERVING, served=3), 1, 7)), 1)
+    rank = refused(voting)
+    assert (rank.state, rank.served, rank.concluded, rank.flipped) == (RankState.SERVING, 3, 7, 0)
+    assert handle_propose(rank, 1, 7, 4) is CommandVerdict.PAST
+    assert handle_commit(rank, 1, 7) is CommandVerdict.PAST
+    assert handle_propose(rank, 1, 8, 4) is CommandVerdict.TAKE
+    with pytest.raises(IllegalTransition, match="a rank that is 'serving' cannot take 'refused'"):
+        refused(rank)
+
+
+BALLOTS = st.builds(Ballot, st.integers(0, 2), st.sampled_from(["a", "b"]), st.sampled_from(["x", "y"]))
+
+
+@given(st.lists(BALLOTS, min_size=1, max_size=4))
+def test_a_vote_passes_only_if_all_ballots_name_one_handover_one_map_and_one_map_in_force(
+    ballots: list[Ballot],
+) -> None:
+    assert passes(ballots) == (len(set(ballots)) == 1 and ballots[-1].handover != 0)
 
 
 COMMANDS = st.tuples(st.sampled_from(["propose", "commit", "abort"]), st.integers(0, 4), st.integers(1, 4))

@@ -22,6 +22,6 @@ def test_a_diagram_has_every_move_of_its_table_and_nothing_else() -> None:
 
 
 def test_a_page_that_lacks_a_diagram_is_refused() -> None:
-    with pytest.raises(ValueError, match="it needs one each for coordinator, rank, cell"):
+    with pytest.raises(ValueError, match="it needs one each for coordinator, rank, rearranging, cell"):
         drawn(PAGE.read_text().replace("<!-- diagram: rank -->", ""))
-    assert set(TABLES) == {"coordinator", "rank", "cell"}
+    assert set(TABLES) == {"coordinator", "rank", "rearranging", "cell"}

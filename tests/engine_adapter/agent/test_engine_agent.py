@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -37,6 +38,7 @@ from fleet.requests.engines import DescribeEngine, KvSnapshot, KvSnapshotRequest
 from fleet.requests.handovers import DescribeHandover, HandoverDescribed
 from fleet.signatures import ClusterModel
 from tests.engine_adapter.rank_fixture import Group, StandingExperts
+from tests.voting_workers import Links, Voters
 
 WORKER = 2**63 + 5
 SUBJECTS = Subjects()
@@ -565,6 +567,33 @@ async def test_an_engine_whose_experts_stay_where_they_are_refuses_handovers_in_
     async with running(broker, PuppetEngine()):
         with pytest.raises(Declined, match="a cannot move its experts"):
             await bus.request(SUBJECTS.handover("a", WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
+
+
+async def test_the_agent_of_the_first_target_takes_part_for_all_expert_ranks_of_an_engine_that_rearranges(
+    broker: MemoryBroker,
+) -> None:
+    placement, bus = linear(layers=1, experts=4, ranks=2), MemoryBus(broker)
+    engines = [PuppetEngine(rank, 2) for rank in (0, 1)]
+    for engine in engines:
+        engine.description = msgspec.structs.replace(engine.description, rearranges=True)
+        engine.placement = placement
+    links = Links(Voters(placement))
+    first = Agent(bus, SUBJECTS, engines[0], identity(), CONFIG, rearranger=links)
+    second = Agent(bus, SUBJECTS, engines[1], identity(), CONFIG)
+    tasks = [asyncio.create_task(agent.run()) for agent in (second, first)]
+    async with asyncio.timeout(5):
+        await first.joined.wait()
+        for rank in (0, 1):
+            subject = SUBJECTS.handover("a", WORKER, rank)
+            described = await bus.request(subject, DescribeHandover(worker_id=WORKER, rank=rank))
+            assert isinstance(described, HandoverDescribed)
+            assert (described.rank, described.state, described.free) == (rank, "serving", 2)
+        joined = await bus.request(SUBJECTS.describe_engine("a", WORKER), DescribeEngine(worker_id=WORKER))
+        assert isinstance(joined, EngineJoined)
+        assert joined.rearranges
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 async def test_the_agent_of_an_engine_that_hands_experts_over_answers_the_coordinator(

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationStaged, PullReport
+from fleet.facts.migrations import (
+    ExpertArrival,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationStaged,
+    PullReport,
+)
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CommandVerdict, CoordinatorEvent, CoordinatorState, RankState
 from fleet.layout import EP
@@ -16,6 +22,7 @@ from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
     DescribeHandover,
+    ExpertCopy,
     HandoverDescribed,
     ProposeHandover,
 )
@@ -231,6 +238,63 @@ def test_silence_ends_an_abort_only() -> None:
     transition = aborting().checked(silent=True).next_transition(14.0)
     assert transition is not None
     assert transition.event is CoordinatorEvent.ALL_ABORTED
+
+
+# Engines that rearrange
+
+
+def refusal(rank: int, why: str = "") -> HandoverDescribed:
+    return report(rank, concluded=7, failure=why, fault="refused" if why else "")
+
+
+def test_a_decided_handover_that_every_rank_has_dropped_ends_as_aborted() -> None:
+    handover_state = committing().reported(refusal(0)).reported(refusal(2))
+    assert handover_state.next_transition(12.0) is None, "rank 1 may still vote"
+    transition = handover_state.reported(refusal(1, "no agent for 10 minutes")).next_transition(12.0)
+    assert transition is not None
+    assert (transition.event, transition.after) == (CoordinatorEvent.ALL_REFUSED, CoordinatorState.IDLE)
+    (aborted,) = transition.records
+    assert isinstance(aborted, MigrationAborted)
+    assert (aborted.fault, aborted.rank, aborted.epoch) == ("refused", 1, 4)
+    assert "every rank has dropped the new map" in aborted.reason
+    assert "no agent for 10 minutes" in aborted.reason
+
+
+def test_a_rank_that_refused_and_one_that_serves_leave_the_handover_open_for_ever() -> None:
+    handover_state = committing().reported(refusal(0)).reported(refusal(1))
+    handover_state = handover_state.reported(report(2, flipped=7, concluded=7, served=4))
+    assert handover_state.next_transition(1e6) is None, "that is a defect, and no record may hide it"
+    assert handover_state.waiting_for == (0, 1)
+    assert handover_state.overdue(1e6)
+
+
+def test_a_successor_hears_the_refusals_anew() -> None:
+    left = committing()
+    heir = taken_over(left.what, left.durable(left.state, 12.0), 8, PACE, 20.0)
+    assert heir.next_transition(20.0) is None
+    transition = all_report(heir, RankState.SERVING, concluded=7).next_transition(20.0)
+    assert transition is not None
+    assert transition.event is CoordinatorEvent.ALL_REFUSED
+
+
+def test_a_rank_that_drops_the_map_before_the_decision_ends_the_proposal_with_its_own_words() -> None:
+    handover_state, event = make(proposing().reported(refusal(1, "it restarts")), 10.5)
+    assert event is CoordinatorEvent.FAILED
+    assert handover_state.failure is not None
+    assert (handover_state.failure.reason, handover_state.failure.rank) == ("it restarts", 1)
+
+
+def test_ranks_that_move_experts_themselves_are_told_the_map_alone_and_the_copies_are_counted() -> None:
+    copy = ExpertCopy(layer=0, expert=1, source=0, slot=3)
+    handover_state = begun(undertaking(rearranges=True, copies=(copy,)), 3, PACE, 10.0)
+    (_, proposal), *_ = handover_state.due(10.0)
+    assert isinstance(proposal, ProposeHandover)
+    assert (proposal.copies, proposal.placement) == ((), PLACEMENT.record())
+    transition = all_report(handover_state, RankState.STAGED).next_transition(11.0)
+    assert transition is not None
+    (staged,) = transition.records
+    assert isinstance(staged, MigrationStaged)
+    assert (staged.copies, staged.bytes, staged.arrivals) == (1, 100, (ExpertArrival(0, 1, 0, 1),))
 
 
 # Successors
