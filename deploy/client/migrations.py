@@ -85,8 +85,9 @@ class PlanProgress(RunProgress):
         """Apply a message. Returns a line of text, unless the message is only a rank's progress."""
         if isinstance(message, HandoverDescribed) and message.worker_id == self.accepted.worker_id:
             self.messages += 1
+            before = self.pending
             self.ranks[message.rank] = message
-            return None
+            return f"pending: {self.pending}" if self.pending not in ("", before) else None
         if not isinstance(message, MigrationPlanned | ProgressEntry) or message.plan != self.accepted.plan:
             return None
         self.messages += 1
@@ -115,6 +116,11 @@ class PlanProgress(RunProgress):
         return self.copied_bytes + sum(pull.bytes for rank in open_ones for pull in rank.pulls)
 
     @property
+    def pending(self) -> str:
+        """What decided ranks of an engine that rearranges wait for (`HandoverDescribed.pending`)."""
+        return ", ".join(sorted({status.pending for status in self.ranks.values()} - {""}))
+
+    @property
     def present(self) -> str:
         """Return the current stage in a few words, for any number of ranks."""
         by_state: dict[str, list[int]] = {}
@@ -124,9 +130,9 @@ class PlanProgress(RunProgress):
             f"rank {ranks[0]} {state}" if len(ranks) == 1 else f"{len(ranks)} ranks {state}"
             for state, ranks in by_state.items()
         )
-        return f"handover {min(self.next + 1, self.accepted.handovers)} of {self.accepted.handovers}" + (
-            f": {where}" if where else ""
-        )
+        number = f"handover {min(self.next + 1, self.accepted.handovers)} of {self.accepted.handovers}"
+        pending = f", pending: {self.pending}" if self.pending else ""
+        return (f"{number}: {where}" if where else number) + pending
 
 
 async def carried_out(
@@ -146,7 +152,7 @@ async def carried_out(
         began(progress)
         if wait:
             async with (
-                alongside(_listen(reports, progress), "follow the progress of ranks"),
+                alongside(_listen(reports, progress, say), "follow the progress of ranks"),
                 alongside(_report_silence(progress, say), "notice silence"),
             ):
                 await _follow(bus, subjects, progress, known, say)
@@ -198,9 +204,10 @@ async def _stored(bus: Bus, subjects: Subjects, progress: PlanProgress) -> Async
         yield received
 
 
-async def _listen(reports: Subscription, progress: PlanProgress) -> None:
+async def _listen(reports: Subscription, progress: PlanProgress, say: Say) -> None:
     async for received in reports:
-        progress.note(received.message)
+        if words := progress.note(received.message):
+            say(words)
 
 
 async def _report_silence(progress: PlanProgress, say: Say) -> None:

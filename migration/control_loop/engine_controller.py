@@ -147,6 +147,7 @@ class EngineController:
             memory.at_start,
             self._evaluator.plan_discount(self.engine),
             self._context.demand.resting(self.worker_id, now),
+            self._context.executor.pending(self.engine),
         )
         return described(self._state, standing, self._config, now)
 

@@ -196,6 +196,8 @@ class PlanExecutor:
         run = self.log.plans.engines[engine].under_way
         if run is not None:
             progress = f"handover {run.progress.next + 1} of {run.planned.handovers}"
+            if pending := self.pending(engine):
+                progress += f", pending: {pending}"
             return (
                 f"carrying out plan {run.plan} ({progress}); try again when that has ended"
                 " (roost events --kind migration)"
@@ -203,6 +205,13 @@ class PlanExecutor:
         if engine in self._accepting:
             return "just starting another plan; try again when that has ended"
         return None
+
+    def pending(self, engine: str) -> str:
+        """Return what the ranks of an engine that rearranges wait for after a decision, in words
+        (`HandoverDescribed.pending`); empty: nothing out of the ordinary."""
+        entry = self._placements.engines().get(engine)
+        statuses = {} if entry is None else self._statuses.get(entry.worker_id, {})
+        return ", ".join(sorted({status.pending for status in statuses.values()} - {""}))
 
     async def survey(
         self, entry: EngineEntry, patience: float = 0.0, token: int = 0

@@ -164,8 +164,8 @@ class EngineLoopState:
 class EngineStanding(NamedTuple):
     """Engine state from other components.
 
-    Epoch, recent measurements, first measurements, discount factor on predictions, and number of experts in
-    cooldown.
+    Epoch, recent measurements, first measurements, discount factor on predictions, number of experts in
+    cooldown, and what the plan under way waits for (`HandoverDescribed.pending`).
     """
 
     epoch: int
@@ -173,6 +173,7 @@ class EngineStanding(NamedTuple):
     at_start: LoopFigures | None
     plan_discount: float
     resting: int
+    pending: str = ""
 
 
 def described(
@@ -196,7 +197,7 @@ def described(
         homes=0 if homes is None or homes.share is None else int(homes.share.any(axis=1).sum()),
         homes_note="" if homes is None else homes.note,
         resting=standing.resting,
-        plans=summaries(loop.plans),
+        plans=summaries(loop.plans, standing.pending),
     )
 
 

@@ -64,23 +64,24 @@ def changed_since(plans: EnginePlans, run: PlanRun) -> bool:
     return any(other.progress.numbers for other in later)
 
 
-def summaries(plans: EnginePlans) -> tuple[PlanSummary, ...]:
-    """Return the last plans, newest first."""
-    return tuple(_summary(run) for run in islice(_newest_first(plans), MAX_SUMMARIES))
+def summaries(plans: EnginePlans, pending: str = "") -> tuple[PlanSummary, ...]:
+    """Return the last plans, newest first. pending: what the one under way waits for; empty: nothing."""
+    newest = islice(_newest_first(plans), MAX_SUMMARIES)
+    return tuple(_summary(run, pending if run is plans.under_way else "") for run in newest)
 
 
 def _newest_first(plans: EnginePlans) -> Iterator[PlanRun]:
     return islice(reversed(plans.runs.values()), MAX_CONSIDERED)
 
 
-def _summary(run: PlanRun) -> PlanSummary:
+def _summary(run: PlanRun, pending: str) -> PlanSummary:
     planned, evaluated = run.planned, run.evaluated
     return PlanSummary(
         plan=planned.plan,
         origin=planned.origin,
         policy=planned.policy,
         at=run.at,
-        outcome=run.outcome,
+        outcome=f"{run.outcome}, pending: {pending}" if pending else run.outcome,
         copies=planned.copies,
         bytes=planned.bytes,
         predicted_before=planned.before,

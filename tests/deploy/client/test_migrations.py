@@ -329,6 +329,26 @@ def test_how_far_ranks_are_is_shown_and_counted() -> None:
     assert (course.pulled, course.present) == (1000, "handover 2 of 2")
 
 
+def test_what_decided_ranks_wait_for_is_told_once_and_shown() -> None:
+    course = PlanProgress(accepted=ACCEPTED)
+    plain: dict[str, Any] = {
+        "worker_id": 7,
+        "served": 0,
+        "token": 1,
+        "handover": 5,
+        "concluded": 4,
+        "flipped": 4,
+        "state": "ready",
+    }
+    assert course.note(HandoverDescribed(rank=0, **plain)) is None
+    assert course.note(HandoverDescribed(rank=0, pending="idle", **plain)) == "pending: idle"
+    assert course.note(HandoverDescribed(rank=1, pending="idle", **plain)) is None
+    assert course.present == "handover 1 of 2: 2 ranks ready, pending: idle"
+    assert course.note(HandoverDescribed(rank=1, pending="3 of 8 layers", **plain)) == (
+        "pending: 3 of 8 layers, idle"
+    )
+
+
 def test_families_of_kinds_name_kinds() -> None:
     assert {kind for kinds in FAMILIES.values() for kind in kinds} <= set(KINDS)
 
