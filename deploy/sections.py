@@ -13,6 +13,7 @@ from deploy.configuration_loader import Configuration, Key, load, variable_of
 from deploy.telemetry.tracing_config import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.simulated.model.config import SimulatedConfig
+from engine_adapter.vllm.config import VllmConfig
 from fleet.settings import FilePath, Positive, check_bounds
 from migration.config import MigrationConfig
 from router.config import RouterConfig
@@ -95,6 +96,7 @@ SECTIONS: Mapping[str, type] = {
     "planner": MigrationConfig,
     "engine": EmbeddedConfig,
     "simulated": SimulatedConfig,
+    "vllm": VllmConfig,
     "agent": AgentConfig,
     "transfer": TransferConfig,
     "worker": WorkerConfig,

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from fleet.dispatch import DispatchRule
+from fleet.redaction import without_secrets
 from fleet.settings import (
     FilePath,
     NonNegative,
@@ -19,6 +20,19 @@ from fleet.timing import MAX_SECONDS
 _MAX_LINK_SECONDS = 0.01
 _MAX_THREADS = 4
 """With more threads, waiting for each other's Python code outweighs the shared computation."""
+
+
+def checked_url(url: str, whose: str) -> None:
+    """Check the URL of a server. whose: begins the text of the ValueError for a URL that is none, or that
+    holds a password."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{whose}: the URL {without_secrets(url)!r} must start with http:// or https://")
+    # The URL is part of the join event, which every bus client can read.
+    if without_secrets(url) != url:
+        raise ValueError(
+            f"{whose}: the URL {without_secrets(url)!r} names a user; put the server's key into a file"
+            " (--api-key-file)"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fleet.dispatch import SPLIT
 from fleet.experts import ModelShape
 from fleet.facts.dynamo_kv import KvBlock, KvChange
-from fleet.facts.engines import Capabilities
+from fleet.facts.engines import Capabilities, ServedModel
 from fleet.layout import Layout
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
@@ -22,8 +22,13 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     None for engines that report no experts."""
 
     model: str
+    models: tuple[ServedModel, ...] = ()
+    """`EngineJoined.models`."""
     rank: int
+    """Target that the router chooses: a data-parallel rank."""
     ranks: int
+    rank_header: str = ""
+    """`EngineJoined.rank_header`."""
     block_size: int
     kv_blocks: int
     kv_block_bytes: int = 0

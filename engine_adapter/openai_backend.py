@@ -14,12 +14,12 @@ from typing import Never
 import aiohttp
 import msgspec
 
+from engine_adapter.config import checked_url
 from engine_adapter.engine import EngineDescription, EngineFailed, RankFacts, RankLoad
 from fleet.blocks import BLOCK_SIZE
 from fleet.experts import ModelShape
 from fleet.facts.engines import Capabilities
 from fleet.placement import Placement
-from fleet.redaction import without_secrets
 from fleet.settings import Positive, PositiveInt, check_bounds
 
 MAX_BYTES = 1024 * 1024
@@ -58,16 +58,7 @@ class BackendAgentConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"static backend: the URL {without_secrets(self.url)!r} must start with http:// or https://"
-            )
-        # The URL is part of the join event, which every bus client can read.
-        if without_secrets(self.url) != self.url:
-            raise ValueError(
-                f"static backend: the URL {without_secrets(self.url)!r} names a user; put the server's key"
-                " into a file (--api-key-file)"
-            )
+        checked_url(self.url, "static backend")
         given = [name for name in ("layers", "experts", "top_k") if getattr(self, name) is not None]
         if len(given) in (1, 2):
             raise ValueError(

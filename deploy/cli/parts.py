@@ -1,7 +1,9 @@
 """`roost router`, `tracker`, `planner`, `worker`: run one part, for production deployments."""
 
 import os
+from collections.abc import Sequence
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -49,6 +51,7 @@ from deploy.terminal.options import (
 from deploy.terminal.output import USAGE, console, fail
 from engine_adapter.config import AgentConfig, EmbeddedConfig
 from engine_adapter.simulated.model.config import SimulatedConfig
+from engine_adapter.vllm.config import VllmConfig
 from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig
@@ -60,6 +63,7 @@ class WorkerKind(StrEnum):
     embedded = "embedded"
     simulated = "simulated"
     openai = "openai"
+    vllm = "vllm"
 
 
 MetricsOption = Annotated[
@@ -97,10 +101,34 @@ KindOption = Annotated[
     typer.Option(
         "--engine",
         help="embedded: Roost's own engine; simulated: no weights, GPU speeds from a model; "
-        "openai: any OpenAI-compatible server at --url.  \\[default: embedded]",
+        "vllm: a vLLM server at --url; openai: any OpenAI-compatible server at --url."
+        "  \\[default: embedded]",
     ),
 ]
-BackendUrlOption = Annotated[str | None, typer.Option("--url", help="Server behind --engine openai.")]
+BackendUrlOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="Server behind --engine openai or vllm; vllm: once per rank, in order, if each has a port.",
+    ),
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="vllm: folder with tokenizer.json.  \\[default: the folder that the server names]",
+    ),
+]
+ListenOption = Annotated[
+    str | None,
+    typer.Option(
+        "--listen",
+        metavar="HOST:PORT",
+        help="vllm: address at which the plugin in vLLM's workers connects.  \\[default: 127.0.0.1:7077]",
+    ),
+]
 NameOption = Annotated[
     str | None,
     typer.Option("--name", help="Name of the engine, unique in the fleet.  \\[default: engine]"),
@@ -113,7 +141,7 @@ RanksOption = Annotated[
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", help="embedded: checkpoint folder; openai: one of the served models."),
+    typer.Option("--model", help="embedded: checkpoint folder; openai, vllm: one of the served models."),
 ]
 RankHostOption = Annotated[
     str | None,
@@ -240,13 +268,15 @@ def worker(
     experts: ExpertsOption = None,
     top_k: TopKOption = None,
     isolates_tenants: IsolatesOption = False,
+    tokenizer: TokenizerOption = None,
+    listen_at: ListenOption = None,
     nats: ServerOption = None,
     spans: SpansOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Run one engine that joins the fleet over NATS.
 
-    SIGHUP: the ranks read the fleet secret file again (not with --engine openai).
+    SIGHUP: the ranks read the fleet secret file again (not with --engine openai or vllm).
     """
     flags: Flags = {
         ("worker", "name"): ("--name", name),
@@ -256,12 +286,25 @@ def worker(
         ("tracing", "spans"): ("--spans", spans),
     }
     about = {"layers": layers, "experts": experts, "top_k": top_k, "isolates_tenants": isolates_tenants}
+    if engine is WorkerKind.vllm:
+        refuse({"--model-shape": model_shape, "--ranks": ranks}, "is of no use with --engine vllm")
+        flags = {
+            **flags,
+            ("vllm", "urls"): ("--url", url or None),
+            ("vllm", "model"): ("--model", model),
+            ("vllm", "api_key_file"): ("--api-key-file", api_key_file),
+            ("vllm", "tokenizer"): ("--tokenizer", tokenizer),
+            ("vllm", "listen"): ("--listen", listen_at),
+            ("vllm", "insecure"): ("--insecure", insecure or None),
+        }
+        _vllm(checked(settings_reader(config, flags, "engine"), *WORKER_PARTS, VllmConfig))
+    refuse({"--tokenizer": tokenizer, "--listen": listen_at}, "belongs to --engine vllm")
     if engine is WorkerKind.openai:
         refuse({"--model-shape": model_shape}, "belongs to --engine simulated")
         read = settings_reader(config, flags, "engine")
-        _static_backend(checked(read, *WORKER_PARTS), api_key_file, url=url, model=model, **about)
+        _static_backend(checked(read, *WORKER_PARTS), api_key_file, urls=url or (), model=model, **about)
     refuse(
-        {"--url": url, "--layers": layers, "--experts": experts, "--top-k": top_k},
+        {"--url": url or None, "--layers": layers, "--experts": experts, "--top-k": top_k},
         "belongs to --engine openai",
     )
     checkpoint = None if model is None else Path(model)
@@ -272,17 +315,28 @@ def worker(
 WORKER_PARTS = (WorkerConfig, BusConfig, AgentConfig, UpConfig)
 
 
+def _vllm(settings: Configuration) -> NoReturn:
+    """Run the agent of a vLLM deployment."""
+    config, name = settings.part(VllmConfig), settings.part(WorkerConfig).name
+    if not config.urls:
+        fail("--engine vllm needs --url, e.g. --url http://127.0.0.1:8000", USAGE)
+    if find_spec("zmq") is None:
+        fail("the agent of a vLLM needs pyzmq for its KV events: pip install 'roost[vllm]'", USAGE)
+    key = key_from(None if config.api_key_file is None else Path(config.api_key_file))
+    _end_with("vllm", settings, name, config, key, settings.part(BusConfig), settings.part(AgentConfig))
+
+
 def _static_backend(
-    settings: Configuration, api_key_file: Path | None, *, url: str | None, **about: Any
+    settings: Configuration, api_key_file: Path | None, *, urls: Sequence[str], **about: Any
 ) -> NoReturn:
     """Run the agent of a static backend. about: further fields of the agent's config."""
     # imports an HTTP client that no other command needs
     from engine_adapter.openai_backend import BackendAgentConfig
 
-    if url is None:
-        fail("--engine openai needs --url, e.g. --url http://127.0.0.1:8080", USAGE)
+    if len(urls) != 1:
+        fail("--engine openai needs one --url, e.g. --url http://127.0.0.1:8080", USAGE)
     try:
-        backend = BackendAgentConfig(url=url, api_key=key_from(api_key_file), **about)
+        backend = BackendAgentConfig(url=urls[0], api_key=key_from(api_key_file), **about)
     except ValueError as error:
         fail(str(error), USAGE)
     name = settings.part(WorkerConfig).name

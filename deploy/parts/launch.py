@@ -10,7 +10,12 @@ from deploy.process import FINAL, print_error, run, set_up_logging
 from deploy.sections import UpConfig
 from deploy.telemetry.tracing_config import TracingConfig, TracingError, tracing
 
-SERVICES = {"rank": "roost-engine", "simulated": "roost-engine", "static_backend": "roost-plain"}
+SERVICES = {
+    "rank": "roost-engine",
+    "simulated": "roost-engine",
+    "static_backend": "roost-plain",
+    "vllm": "roost-vllm",
+}
 """OpenTelemetry service names of parts that are not called by their own"""
 
 

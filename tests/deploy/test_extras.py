@@ -11,14 +11,14 @@ import importlib.abc, sys
 
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "safetensors", "dynamo", "nixl", "nixl_cu12", "nixl_cu13", "matplotlib"}:
+        if name.partition(".")[0] in {"torch", "safetensors", "dynamo", "nixl", "nixl_cu12", "nixl_cu13", "matplotlib", "zmq"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
 sys.path_importer_cache.clear()
 import importlib.util
 found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name in {"torch", "safetensors"} else found(name, package)
+importlib.util.find_spec = lambda name, package=None: None if name in {"torch", "safetensors", "zmq"} else found(name, package)
 """
 
 
@@ -47,3 +47,12 @@ def test_the_embedded_engine_names_the_extra_that_it_needs() -> None:
     done = without_extras("sys.argv = ['roost', 'up']\nfrom deploy.cli.app import main\nmain()")
     assert done.returncode == 2
     assert "pip install 'roost[engine]', or choose --engine simulated" in " ".join(done.stderr.split())
+
+
+def test_the_agent_of_a_vllm_names_the_extra_that_it_needs() -> None:
+    done = without_extras(
+        "sys.argv = ['roost', 'worker', '--engine', 'vllm', '--url', 'http://a']\n"
+        "from deploy.cli.app import main\nmain()"
+    )
+    assert done.returncode == 2
+    assert "pip install 'roost[vllm]'" in " ".join(done.stderr.split())

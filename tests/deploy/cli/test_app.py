@@ -115,9 +115,15 @@ def test_a_bad_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
     [
         (["explain"], 'roost explain "prompt", or roost explain --id ID'),
         (["explain", "hello", "--id", "1"], "or roost explain --id"),
-        (["worker", "--engine", "openai"], "--engine openai needs --url"),
+        (["worker", "--engine", "openai"], "--engine openai needs one --url"),
         (["worker", "--engine", "openai", "--url", "server:80"], "must start with http:// or https://"),
         (["worker", "--url", "http://a"], "--url belongs to --engine openai"),
+        (["worker", "--engine", "openai", "--url", "http://a", "--url", "http://b"], "needs one --url"),
+        (["worker", "--engine", "vllm"], "--engine vllm needs --url"),
+        (["worker", "--engine", "vllm", "--url", "server:80"], "must start with http:// or https://"),
+        (["worker", "--engine", "vllm", "--url", "http://a", "--listen", "x"], "must be HOST:PORT"),
+        (["worker", "--engine", "vllm", "--ranks", "2"], "--ranks is of no use with --engine vllm"),
+        (["worker", "--listen", "a:1"], "--listen belongs to --engine vllm"),
         (["worker", "--host", "0.0.0.0"], "host must be an address under which routers reach this machine"),
         (["worker", "--name", "two words"], "engine name 'two words'"),
         (

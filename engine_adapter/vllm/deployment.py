@@ -1,0 +1,145 @@
+"""One start of a vLLM deployment: its targets as engines, and the tasks that follow it."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from engine_adapter.engine import EngineDescription, EngineFailed
+from engine_adapter.vllm.config import VllmConfig
+from engine_adapter.vllm.discovery import Deployment
+from engine_adapter.vllm.kv_blocks import KvBlocks
+from engine_adapter.vllm.kv_stream import KvStream
+from engine_adapter.vllm.load import rank_load
+from engine_adapter.vllm.metrics_text import MetricsReading, RankLoadReading
+from engine_adapter.vllm.server import RANK_HEADER, VllmServer
+from engine_adapter.vllm.target import VllmTarget
+from fleet.facts.engines import Capabilities
+from fleet.placement import Placement
+
+log = logging.getLogger(__name__)
+
+
+class VllmDeployment:
+    """Engines of the targets of one start of vLLM. `run` follows it until it is gone."""
+
+    def __init__(self, found: Deployment, config: VllmConfig) -> None:
+        self._found = found
+        self._config = config
+        self.exact = found.tokenizer is not None and all(target.kv is not None for target in found.targets)
+        """The blocks of the KV caches are known by their hashes."""
+        self.targets = tuple(
+            VllmTarget(self._description(number), self._placement) for number in range(len(found.targets))
+        )
+        self._blocks = [KvBlocks(found.block_size, target.kv_blocks) for target in found.targets]
+        self._streams = [
+            KvStream(
+                f"rank {number} of {found.model}",
+                target.kv,
+                self._blocks[number],
+                self.targets[number].cached,
+            )
+            for number, target in enumerate(found.targets)
+            if target.kv is not None and self.exact
+        ]
+        self._readings: list[RankLoadReading | None] = [None] * len(found.targets)
+
+    @property
+    def instance(self) -> str:
+        """Identity of this start of vLLM."""
+        return f"{' '.join(dict.fromkeys(self.urls))} {self._found.started}"
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Base URL of each target."""
+        return tuple(target.server.base for target in self._found.targets)
+
+    def _description(self, number: int) -> EngineDescription:
+        found = self._found
+        return EngineDescription(
+            model=found.model,
+            models=found.models,
+            rank=number,
+            ranks=len(found.targets),
+            rank_header=RANK_HEADER if found.shares_url else "",
+            block_size=found.block_size,
+            kv_blocks=found.targets[number].kv_blocks,
+            max_context=found.max_context,
+            max_batch_tokens=self._config.max_batch_tokens,
+            capabilities=Capabilities(
+                kv_events=self.exact,
+                load=True,
+                experts=False,
+                token_ids=False,
+                passes_fields=True,
+                returns_ids=True,
+                isolates_tenants=True,
+            ),
+            tokenizer=found.tokenizer,
+        )
+
+    def _placement(self) -> Placement | None:
+        return None
+
+    async def run(self) -> None:
+        """Follow the deployment until cancelled. EngineFailed, perhaps in a group, when it is gone or another
+        start of it has taken its place."""
+        self._explain()
+        async with asyncio.TaskGroup() as tasks:
+            for stream in self._streams:
+                tasks.create_task(stream.run(), name="KV events of vLLM")
+            tasks.create_task(self._poll(), name="load of vLLM")
+
+    async def survivors(self) -> list[str]:
+        """Return the parts of this deployment that are still there although its HTTP server is gone."""
+        alive = await asyncio.gather(*(stream.alive() for stream in self._streams))
+        return [
+            f"the publisher of KV events at {target.kv.endpoint}"
+            for target, there in zip(self._found.targets, alive, strict=False)
+            if there and target.kv is not None
+        ]
+
+    def _explain(self) -> None:
+        """Log what is missing for exact prefix routing."""
+        if self._found.tokenizer is None:
+            log.warning(
+                "%s: its tokenizer is not on this machine: prompts are routed by guesses, not by exact"
+                " blocks; name a folder with tokenizer.json (--tokenizer DIR)",
+                self._found.model,
+            )
+        without = [number for number, target in enumerate(self._found.targets) if target.kv is None]
+        if without:
+            log.warning(
+                "%s: rank %s publishes no KV events: prompts are routed by guesses; start vLLM with"
+                ' --kv-events-config \'{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:5557",'
+                ' "endpoint": "tcp://*:5657"}\'',
+                self._found.model,
+                ", ".join(map(str, without)),
+            )
+
+    async def _poll(self) -> None:
+        """Read the load until the server stays away."""
+        servers: Sequence[VllmServer] = list({target.server: None for target in self._found.targets})
+        misses = 0
+        while True:
+            try:
+                found = await asyncio.gather(*(server.metrics() for server in servers))
+                misses = 0
+            except EngineFailed as error:
+                misses += 1
+                log.warning("reading %d of %d failed: %s", misses, self._config.misses, error)
+                if misses >= self._config.misses:
+                    raise
+            else:
+                self._take(dict(zip(servers, found, strict=True)))
+            await asyncio.sleep(self._config.load_seconds)
+
+    def _take(self, found: dict[VllmServer, MetricsReading]) -> None:
+        started = found[self._found.targets[0].server].started
+        if None not in (started, self._found.started) and started != self._found.started:
+            raise EngineFailed(f"{self._found.targets[0].server.base} has started anew")
+        for number, source in enumerate(self._found.targets):
+            now, before = found[source.server].load(source.rank), self._readings[number]
+            load = rank_load(now, before, kv_blocks=source.kv_blocks, cached_blocks=len(self._blocks[number]))
+            cached = 0 if before is None else int(now.cached_tokens - before.cached_tokens)
+            self.targets[number].loaded(load, cached)
+            self._readings[number] = now

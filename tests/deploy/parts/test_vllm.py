@@ -1,0 +1,188 @@
+"""A vLLM deployment as an engine that comes and goes with it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.claims import NameTaken
+from bus.memory import MemoryBroker, MemoryBus
+from bus.protocol.subjects import Subjects
+from deploy.parts.vllm import next_worker_id, represent
+from deploy.process import alongside, first_of
+from engine_adapter.config import AgentConfig
+from engine_adapter.vllm.config import VllmConfig
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineJoined, EngineLeft
+from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
+from tests.engine_adapter.vllm.recorded_server import RECORDING, RecordedVllm, recorded_vllm
+
+SUBJECTS = Subjects()
+CONFIG = AgentConfig(heartbeat_seconds=0.05, lease_seconds=0.3)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[RecordedVllm]:
+    """A recorded vLLM whose tokenizer is on this machine."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    async with asyncio.timeout(30), recorded_vllm() as server:
+        server.models["data"][0]["root"] = str(tmp_path)
+        yield server
+
+
+def settings(server: RecordedVllm, **about: Any) -> VllmConfig:
+    return VllmConfig(urls=(server.url,), **{"load_seconds": 0.02, "misses": 2, "plugin_seconds": 0} | about)
+
+
+@asynccontextmanager
+async def represented(
+    broker: MemoryBroker, config: VllmConfig, name: str = "v"
+) -> AsyncIterator["asyncio.Task[None]"]:
+    running = represent(MemoryBus(broker), SUBJECTS, name, config, None, CONFIG)
+    async with alongside(running, name) as task:
+        yield task
+
+
+async def test_it_joins_with_all_that_it_found(server: RecordedVllm) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    async with represented(broker, settings(server)):
+        joined = (await anext(MemoryBus(broker).replay(SUBJECTS.membership("v")))).message
+    assert isinstance(joined, EngineJoined)
+    assert (joined.model, joined.urls, joined.rank_header) == (
+        "small",
+        (server.url,) * 2,
+        "X-data-parallel-rank",
+    )
+    assert (joined.block_size, joined.kv_blocks, joined.max_context) == (32, 24, 512)
+    assert joined.tokenizer is not None
+    can = joined.capabilities
+    assert (can.kv_events, can.load, can.returns_ids, can.isolates_tenants) == (True, True, True, True)
+    assert (can.experts, can.token_ids, joined.rearranges, joined.shape) == (False, False, False, None)
+
+
+async def test_load_and_cached_blocks_of_each_rank_are_published(server: RecordedVllm) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    async with (
+        represented(broker, settings(server)),
+        MemoryBus(broker).subscribe(SUBJECTS.kv_metrics) as loads,
+    ):
+        joined = (await anext(MemoryBus(broker).replay(SUBJECTS.membership("v")))).message
+        assert isinstance(joined, EngineJoined)
+        server.metrics = RECORDING["loaded"]
+        busy: dict[int, KvMetrics] = {}
+        while not (busy.get(1) and busy[1].running):
+            load = (await anext(loads)).message
+            assert isinstance(load, KvMetrics)
+            busy[load.dp_rank] = load
+        await server.publish(5)
+        sizes = [0, 0]
+        while 0 in sizes:
+            for rank in range(2):
+                subject = SUBJECTS.kv_snapshot("v", joined.worker_id, rank)
+                answer = await MemoryBus(broker).request(
+                    subject, KvSnapshotRequested(worker_id=joined.worker_id, rank=rank)
+                )
+                assert isinstance(answer, KvSnapshot)
+                sizes[rank] = len(answer.events)
+            await server.publish(15, before=5)
+    assert (busy[1].running, busy[1].waiting) == (2, 4)
+    assert busy.get(0) is None or busy[0].running == 0
+
+
+async def test_it_leaves_with_the_reason_and_joins_again_as_another(server: RecordedVllm) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    server.up = False  # not there yet: waited for
+    async with represented(broker, settings(server)):
+        received = MemoryBus(broker).replay(SUBJECTS.membership("v"))
+        server.up = True
+        joined = (await anext(received)).message
+        server.up = False
+        left = (await anext(received)).message
+        server.up = True
+        again = (await anext(received)).message
+    assert isinstance(joined, EngineJoined)
+    assert isinstance(left, EngineLeft)
+    assert isinstance(again, EngineJoined)
+    assert left.worker_id == joined.worker_id != again.worker_id
+    assert "HTTP 503" in left.reason
+
+
+async def test_a_restart_that_no_reading_missed_is_another_incarnation(server: RecordedVllm) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    async with represented(broker, settings(server)):
+        received = MemoryBus(broker).replay(SUBJECTS.membership("v"))
+        joined = (await anext(received)).message
+        server.metrics = server.metrics.replace("process_start_time_seconds ", "process_start_time_seconds 1")
+        left = (await anext(received)).message
+        again = (await anext(received)).message
+    assert isinstance(left, EngineLeft)
+    assert "has started anew" in left.reason
+    assert isinstance(joined, EngineJoined)
+    assert isinstance(again, EngineJoined)
+    assert joined.worker_id != again.worker_id
+
+
+async def test_parts_that_outlive_the_http_server_are_named(
+    server: RecordedVllm, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    async with represented(broker, settings(server)):
+        received = MemoryBus(broker).replay(SUBJECTS.membership("v"))
+        await anext(received)
+        server.up = False
+        await anext(received)
+    assert "Address already in use" in caplog.text
+    assert "the publisher of KV events at tcp://127.0.0.1:" in caplog.text
+
+
+async def test_without_a_tokenizer_it_joins_without_exact_blocks_and_says_so(
+    server: RecordedVllm, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.models["data"][0]["root"] = "someone/model"
+    broker = MemoryBroker(SUBJECTS)
+    async with represented(broker, settings(server)):
+        joined = (await anext(MemoryBus(broker).replay(SUBJECTS.membership("v")))).message
+    assert isinstance(joined, EngineJoined)
+    assert (joined.tokenizer, joined.capabilities.kv_events, joined.capabilities.load) == (None, False, True)
+    assert "its tokenizer is not on this machine" in caplog.text
+    assert "--tokenizer DIR" in caplog.text
+
+
+async def test_a_name_that_is_taken_ends_it(server: RecordedVllm) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    async with represented(broker, settings(server)), recorded_vllm() as second:
+        await anext(MemoryBus(broker).replay(SUBJECTS.membership("v")))
+        with pytest.raises(ExceptionGroup) as caught:
+            await represent(MemoryBus(broker), SUBJECTS, "v", settings(second), None, CONFIG)
+    assert first_of(caught.value, (NameTaken,)) is not None
+
+
+def joined_as(worker_id: int) -> EngineJoined:
+    return EngineJoined(
+        engine="v",
+        worker_id=worker_id,
+        model="m",
+        node="n",
+        urls=(),
+        block_size=32,
+        kv_blocks=0,
+        max_context=1,
+        max_batch_tokens=1,
+    )
+
+
+def test_an_identity_belongs_to_one_start_of_vllm_and_ends_with_a_leave() -> None:
+    first = next_worker_id("v", "start 1", None)
+    assert next_worker_id("v", "start 1", joined_as(first)) == first  # the agent was started again
+    second = next_worker_id("v", "start 1", EngineLeft(engine="v", worker_id=first, reason="gone"))
+    assert next_worker_id("v", "start 1", joined_as(second)) == second
+    others = [
+        next_worker_id("v", "start 2", joined_as(first)),
+        next_worker_id("w", "start 1", None),
+        next_worker_id("v", "start 1", EngineLeft(engine="v", worker_id=second, reason="gone")),
+    ]
+    assert len({first, second, *others}) == 5
+    assert all(0 <= one < 2**64 for one in (first, second, *others))
