@@ -33,7 +33,8 @@ from router.fleet_state.target_table import RankKey
 from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenUsage
 from router.health.attempt_failures import AttemptFailure
 from router.http.body_budget import BodyBudget
-from router.prefix_index.prompt import Prompt
+from router.prefix_index.awaited_prompts import AwaitedPrompts
+from router.prefix_index.prompt import Prompt, TokenPrompt
 from router.reload import refused, reloaded
 from router.scheduling.booking_observer import BookedRequest, BookingObserver
 from router.scheduling.decision import Decision
@@ -113,12 +114,15 @@ class RouterService:
         self._secrets = SecureRandom()
         self._known_to_share: set[int] = set()
         """workers of engines without tenant isolation for which the warning was already logged"""
+        self._known_to_differ: set[str] = set()
+        """models whose servers make other token ids of prompts, as already logged"""
         self.metrics = RouterMetrics()
         self._use(RouterCredentials.read(config))
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="roost-router")
         self.upstream = Upstream(config)
         self.scheduler = Scheduler.create(config)
         self.view = self.scheduler.view
+        self._awaited: AwaitedPrompts[Booking] = AwaitedPrompts(self.scheduler.kv.block_index)
         self.retries = RetryBudget(config.retry_share, config.min_retries)
         self.external_reservations = ExternalReservations(config.reservation_seconds)
         self.tokenizers = TokenizerRegistry(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
@@ -145,7 +149,13 @@ class RouterService:
         """Create what follows the fleet over the bus, and what reports to the tracker."""
         config, subjects, metrics = self.config, self._subjects, self.metrics
         self.fleet_subscriber = FleetSubscriber(
-            bus, context, self.tokenizers, self.forget_worker, self.feedback.reported, self.wait_queue.wake
+            bus,
+            context,
+            self.tokenizers,
+            self.forget_worker,
+            self.feedback.reported,
+            self.wait_queue.wake,
+            self._prompts_computed,
         )
         self.peers = PeerRouters(
             bus,
@@ -339,6 +349,23 @@ class RouterService:
         for observer in self._observers:
             observer.prompt_computed(booking)
 
+    def await_prompt(self, decision: Decision, booking: Booking, prompt: Prompt) -> bool:
+        """Count the prompt of an unstreamed answer as computed when the rank's KV events say so. False when
+        they will not.
+        """
+        target = decision.target
+        return target.engine.capabilities.kv_events and self._awaited.begin(
+            target.key, booking, prompt, target.engine.block_size
+        )
+
+    def await_no_longer(self, decision: Decision, booking: Booking) -> None:
+        """End `await_prompt`: the answer has arrived, or will not."""
+        self._awaited.end(decision.target.key, booking)
+
+    def _prompts_computed(self, rank: RankKey) -> None:
+        for booking in self._awaited.computed(rank):
+            self.first_token(booking)
+
     def expected_prefill_seconds(self, decision: Decision) -> float:
         """Return the expected seconds from a decision to the end of its prefill, for an unstreamed response
         without a visible first token.
@@ -415,6 +442,28 @@ class RouterService:
         self.backends.served(decision.target.key[0])
         if self._reporters is not None:
             self._reporters.outcomes.note(decision, prompt, reported=reported)
+
+    def prompt_differs(self, decision: Decision, own: TokenPrompt, ids: list[int]) -> TokenPrompt:
+        """Record that a server made other ids of a prompt than this router, and return the prompt of these
+        ids: they are the ones that were computed.
+        """
+        prompt, model = own.with_ids(ids), decision.ask.model
+        self.metrics.prompts_differ.labels(model).inc()
+        self.scheduler.routed(decision, prompt)
+        if model not in self._known_to_differ:
+            self._known_to_differ.add(model)
+            unlike = (at for at, (one, other) in enumerate(zip(own.ids, ids, strict=False)) if one != other)
+            log.warning(
+                "%s makes other token ids of prompts than this router (decision %s: %d tokens, here %d; the"
+                " first %d agree). Its ids count. Prefixes in its cache are found only as far as both agree;"
+                " its agent should publish the tokenizer and chat template that it really uses",
+                decision.target.name,
+                decision.id,
+                len(ids),
+                len(own.ids),
+                next(unlike, min(len(own.ids), len(ids))),
+            )
+        return prompt
 
     def tap(self, decision: Decision) -> RoutedExpertsParser | None:
         """Return the parser of routed experts for the response of an engine that does not report them
@@ -522,7 +571,7 @@ class RouterService:
 
     def _tokenizer_changed(self, digest: str, reason: str | None) -> None:
         for state in self.view.engines():
-            if state.joined.tokenizer == digest:
+            if state.joined.tokenizer == digest and state.dialect == "ids":
                 self.view.block(state.joined.worker_id, reason)
 
     async def _sweep(self) -> None:

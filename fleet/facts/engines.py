@@ -39,6 +39,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     max_context: int
     """context length in tokens, prompt and completion together"""
+    adapter: bool = False
+    """it is a LoRA adapter: its KV blocks are hashed under its name (`fleet.blocks.salted_seed`)"""
 
 
 class EngineJoined(Event, frozen=True, kw_only=True):

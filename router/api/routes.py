@@ -11,6 +11,7 @@ from functools import partial
 
 import msgspec
 
+from fleet.blocks import salted_seed
 from fleet.completions import UNREADABLE, ApiError, context_exceeded
 from router.access.api_keys import ADMIN, INFER, ROUTE, TRACE
 from router.admission.queue_policy import TIMEOUT_HEADER, class_of
@@ -42,7 +43,7 @@ from router.openai_api.unserved_fields import NO_FIELDS
 from router.passthrough.direct import DirectRequests
 from router.passthrough.relay import Relay
 from router.passthrough.unstreamed import UnstreamedAnswers
-from router.prefix_index.prompt import TextPrompt, TokenPrompt
+from router.prefix_index.prompt import Prompt, TextPrompt, TokenPrompt
 from router.scheduling.decision import NOTHING, Decision
 from router.scheduling.decision_record import Supposed
 from router.scheduling.external_reservations import ReleaseRequest, reserved, waits
@@ -248,16 +249,17 @@ class HotRoutes:
         """Answer chat or completions. Servers that speak text get the body unchanged and validate it."""
         request_log.body_bytes = len(body)
         fields = await self._for_text_servers(request_log, body)
-        if fields is not None and await self._speaks_text(request_log):
-            await self._relay(CHAT_ROUTE, request_log, reply, headers, body, fields)
+        table = None if fields is None else await self._text_table(request_log)
+        if fields is not None and table is not None:
+            prompt, asks = await self._foreign_prompt(request_log, fields, body, table, chat=kind == "chat")
+            await self._relay(CHAT_ROUTE, request_log, reply, headers, body, fields, prompt, asks=asks)
         else:
             await self._stream(kind, request_log, reply, headers, body)
 
-    async def _speaks_text(self, request_log: RequestLog) -> bool:
-        """Return true if the servers of the request's model speak text, once a live one is known."""
-        return (
-            await self.service.wait_queue.live_target_table(request_log, request_log.model)
-        ).dialect == "text"
+    async def _text_table(self, request_log: RequestLog) -> TargetTable | None:
+        """Return the servers of the request's model, once a live one is known; None if they take ids."""
+        table = await self.service.wait_queue.live_target_table(request_log, request_log.model)
+        return table if table.dialect == "text" else None
 
     async def _answer_other(
         self,
@@ -280,7 +282,7 @@ class HotRoutes:
             return
         request_log.body_bytes = len(body)
         fields = await self._for_text_servers(request_log, body)
-        if fields is None or not await self._speaks_text(request_log):
+        if fields is None or await self._text_table(request_log) is None:
             message = (
                 "the engines of this fleet serve chat and completions; no server behind this router takes"
                 f" {request_log.path}"
@@ -290,7 +292,9 @@ class HotRoutes:
                 f"{message} for {request_log.model!r}" if request_log.model else message,
                 code="route_not_found",
             )
-        await self._relay(route, request_log, reply, headers, body, fields)
+        await self._relay(
+            route, request_log, reply, headers, body, fields, self._text_prompt(request_log, fields)
+        )
 
     async def _relay(
         self,
@@ -300,6 +304,9 @@ class HotRoutes:
         headers: Headers,
         body: bytes,
         fields: LenientRequest,
+        prompt: Prompt,
+        *,
+        asks: bool = False,
     ) -> None:
         request_log.stream = fields.stream and route.generates
         only = None
@@ -318,13 +325,45 @@ class HotRoutes:
                 if fields.stream == request_log.stream
                 else msgspec.structs.replace(fields, stream=request_log.stream)
             ),
+            prompt,
             self._expected(fields.max_tokens) if route.generates else 1,
             own_credentials=self.service.credentials.clients is None,
             repeatable=route.repeatable,
             creates=route.creates,
+            asks=asks,
             only=only,
         )
         await Relay(self.service, request_log, reply, headers, request, self._unstreamed, self._located).run()
+
+    async def _foreign_prompt(
+        self,
+        request_log: RequestLog,
+        fields: LenientRequest,
+        body: bytes,
+        table: TargetTable,
+        *,
+        chat: bool,
+    ) -> tuple[Prompt, bool]:
+        """Return the prompt of a request to servers that speak text, and true if they may be asked for token
+        ids. With their tokenizer the prompt is known by its ids, and its blocks are those of their KV events.
+        """
+        tokenizer = self.service.tokenizer(table.tokenizer)
+        if tokenizer is None or table.tokenizer is None:
+            return self._text_prompt(request_log, fields), False
+        started, context = time.perf_counter(), table.largest_context
+        found = await self.service.bodies.foreign_prompt(
+            request_log.client, body, tokenizer, table.tokenizer, context, request_log.salt, chat=chat
+        )
+        self.service.metrics.tokenise.observe(time.perf_counter() - started)
+        if found is None:
+            return self._text_prompt(request_log, fields), False
+        request_log.prompt_tokens = len(found.ids)
+        return TokenPrompt(found.ids, salted_seed(request_log.salt, table.adapter)), found.asks
+
+    @staticmethod
+    def _text_prompt(request_log: RequestLog, fields: LenientRequest) -> TextPrompt:
+        """Return the prompt of a request as far as its text tells."""
+        return TextPrompt(fields.prompt, request_log.model, request_log.block_seed, fields.prompt_bytes)
 
     async def _for_text_servers(self, request_log: RequestLog, body: bytes) -> LenientRequest | None:
         """Parse the request as leniently as servers that speak text do, and record it on the request log.
@@ -354,7 +393,7 @@ class HotRoutes:
         default = view.default_text_model()
         if named is None or default is None:
             return default
-        live = sum(len(state.joined.urls) for state in view.engines() if state.obstacle is None)
+        live = sum(state.ranks for state in view.engines() if state.obstacle is None)
         return default if len(view.target_table(default).targets) == live else named
 
     async def _stream(
@@ -454,16 +493,13 @@ class HotRoutes:
         lenient = await self._for_text_servers(request_log, body)
         # Nothing is forwarded here, so no server would refuse an unknown name.
         known = lenient is not None and lenient.model in (None, request_log.model)
-        if (
-            lenient is not None
-            and known
-            and self.service.scheduler.target_table(request_log.model).dialect == "text"
-        ):
+        served = self.service.scheduler.target_table(request_log.model) if known else None
+        if lenient is not None and served is not None and served.dialect == "text":
             keys = request_log.keys(CHAT_PATH if lenient.is_chat else TEXT_PATH)
-            text = TextPrompt(lenient.prompt, request_log.model, request_log.block_seed, lenient.prompt_bytes)
+            prompt, _ = await self._foreign_prompt(request_log, lenient, body, served, chat=lenient.is_chat)
             return RoutingRequest(
                 request_log.model,
-                text,
+                prompt,
                 0,
                 self._expected(lenient.max_tokens),
                 None,

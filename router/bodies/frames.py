@@ -56,6 +56,18 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     """argument of `ModelTokenizer.within`"""
 
 
+class EncodeForeign(msgspec.Struct, frozen=True, tag=True):
+    """Make the ids of the prompt in the blob as a server that gets text does (`tasks.foreign_prompt`). The
+    answer is `Ids`, of no prompt if they cannot be known; its blob is u32, native byte order.
+    """
+
+    chat: bool
+    digest: str
+    context: int
+    scope: str = ""
+    """argument of `ModelTokenizer.within`"""
+
+
 class WriteSalt(msgspec.Struct, frozen=True, tag=True):
     """Put this salt into the body in the blob, as `tenancy.with_salt`. The answer is `Done`; its blob is the
     new body.
@@ -82,6 +94,8 @@ class PassthroughFields(msgspec.Struct, frozen=True, tag=True):
 class Ids(msgspec.Struct, frozen=True, tag=True):
     lengths: tuple[int, ...]
     """number of token ids of each prompt"""
+    asks: bool = False
+    """`tasks.ForeignPrompt.asks`"""
 
 
 class TaskRefused(msgspec.Struct, frozen=True, tag=True):
@@ -93,7 +107,7 @@ class TaskRefused(msgspec.Struct, frozen=True, tag=True):
     code: str | None
 
 
-BodyTask = ReadRequest | ReadPassthrough | ReadPassed | WriteSalt | Encode
+BodyTask = ReadRequest | ReadPassthrough | ReadPassed | WriteSalt | Encode | EncodeForeign
 """Tasks whose blob is a request's body."""
 Task = LoadTokenizer | BodyTask
 Answer = Done | RequestFields | PassthroughFields | Ids | TaskRefused

@@ -14,14 +14,16 @@ from typing import TypeVar
 
 import msgspec
 
+from fleet.completions import ApiError
 from router.access.tenancy import SALT_FIELD, with_salt
 from router.bodies import tasks
 from router.bodies.fair_turns import FairTurns
-from router.bodies.tasks import Kind, PromptBounds
+from router.bodies.tasks import ForeignPrompt, Kind, PromptBounds
 from router.bodies.worker_pool import BodyWorkers
 from router.config import RouterConfig
 from router.foreign_api import lenient_fields
 from router.foreign_api.lenient_fields import LenientRequest
+from router.foreign_api.prompt_fields import read_prompt
 from router.openai_api.request_schema import ChatRequest, Request, binding_fields, passed_fields
 from router.openai_api.unserved_fields import PassedFields
 from router.tokenization.tokenizer import ModelTokenizer
@@ -132,6 +134,39 @@ class BodyReader:
             ids = tokenizer.encode_segments(segments)
         tasks.refuse_longer(len(ids), room, "messages")
         return [ids]
+
+    async def foreign_prompt(
+        self,
+        client: str,
+        body: bytes,
+        tokenizer: ModelTokenizer,
+        digest: str,
+        context: int,
+        scope: str,
+        *,
+        chat: bool,
+    ) -> ForeignPrompt | None:
+        """Make the ids of the prompt of a body for a server that gets text; None if they cannot be known
+        here. Never refuses: a large body for which there is no turn has no ids.
+        """
+        if len(body) > self._large:
+            try:
+                return await self.workers.foreign_prompt(client, body, digest, context, scope, chat=chat)
+            except ApiError:
+                return None
+        tokenizer = tokenizer.within(scope)
+        if len(body) <= self._long:
+            return tasks.foreign_prompt(body, tokenizer, context, chat=chat)
+        fields = read_prompt(body, chat=chat)
+        text = None if fields is None else tasks.foreign_text(fields, tokenizer, context)
+        if fields is None or text is None:
+            return None
+        if isinstance(text, list) or (chat and tokenizer.segments(text).unknown <= self._long):
+            return tasks.foreign_ids(fields, text, tokenizer)
+        try:
+            return await self._in_thread(client, lambda: tasks.foreign_ids(fields, text, tokenizer))
+        except ApiError:
+            return None
 
     async def _in_thread(self, client: str, work: Callable[[], _Result]) -> _Result:
         """Run work in a thread in the client's turn. The slot is held until the work is done, even if the

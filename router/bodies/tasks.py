@@ -10,6 +10,7 @@ import msgspec
 
 from fleet.completions import ApiError, context_exceeded
 from router.foreign_api import lenient_fields
+from router.foreign_api.prompt_fields import ChatPrompt, PromptFields, read_prompt
 from router.openai_api.request_schema import (
     ChatRequest,
     Request,
@@ -179,6 +180,57 @@ def refuse_longer(tokens: int, room: PromptBounds, param: str, *, at_least: bool
             400, error.message.replace("resulted in", "resulted in at least"), param=param, code=error.code
         )
     raise error
+
+
+class ForeignPrompt(msgspec.Struct, frozen=True):
+    """Prompt of a request to a server that gets text, as that server makes its ids. asks: see
+    `PromptFields`.
+    """
+
+    ids: list[int]
+    asks: bool
+
+
+def foreign_prompt(
+    body: bytes, tokenizer: ModelTokenizer, context: int, *, chat: bool
+) -> ForeignPrompt | None:
+    """Make the ids of a body's prompt; None if they cannot be known here, or the prompt does not fit. Never
+    raises.
+    """
+    fields = read_prompt(body, chat=chat)
+    text = None if fields is None else foreign_text(fields, tokenizer, context)
+    return None if fields is None or text is None else foreign_ids(fields, text, tokenizer)
+
+
+def foreign_text(fields: PromptFields, tokenizer: ModelTokenizer, context: int) -> str | list[int] | None:
+    """Return the text to tokenise, or the client's own ids. None if the template refuses the messages, or the
+    prompt does not fit.
+    """
+    prompt = fields.prompt
+    if not isinstance(prompt, ChatPrompt):
+        found: str | list[int] | None = prompt.prompt
+    else:
+        try:
+            messages = prompt.messages(in_parts=tokenizer.reads_parts)
+            generation = bool(prompt.variables.get("add_generation_prompt", True))
+            rendered = tokenizer.render(messages, prompt.variables, add_generation_prompt=generation)
+        except ApiError:
+            return None
+        found = prompt.cut(rendered)
+    if found is None or (tokenizer.min_tokens(found) if isinstance(found, str) else len(found)) >= context:
+        return None
+    return found
+
+
+def foreign_ids(fields: PromptFields, text: str | list[int], tokenizer: ModelTokenizer) -> ForeignPrompt:
+    """Make the ids of the text of `foreign_text`."""
+    prompt = fields.prompt
+    if isinstance(text, list):
+        return ForeignPrompt(text, fields.asks)
+    if isinstance(prompt, ChatPrompt):
+        return ForeignPrompt(tokenizer.encode_rendered(text), fields.asks)
+    ids = tokenizer.encode_prompt(text) if prompt.special else tokenizer.encode_bare(text)
+    return ForeignPrompt(ids, fields.asks)
 
 
 def as_json(request: Request) -> bytes:

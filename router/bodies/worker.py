@@ -28,6 +28,7 @@ from router.bodies.frames import (
     Answer,
     Done,
     Encode,
+    EncodeForeign,
     Ids,
     LoadTokenizer,
     PassthroughFields,
@@ -106,6 +107,12 @@ class BodyWorker:
                     tasks.PromptBounds(request.context, request.prompts),
                 )
                 return Ids(tuple(map(len, ids))), b"".join(array("I", one).tobytes() for one in ids)
+            case EncodeForeign():
+                tokenizer = self._known[request.digest].within(request.scope)
+                prompt = tasks.foreign_prompt(blob, tokenizer, request.context, chat=request.chat)
+                if prompt is None:
+                    return Ids(()), b""
+                return Ids((len(prompt.ids),), prompt.asks), array("I", prompt.ids).tobytes()
 
     def _load(self, request: LoadTokenizer, archive: bytes) -> None:
         self._known = {digest: known for digest, known in self._known.items() if digest in request.keep}

@@ -27,6 +27,7 @@ from router.bodies.frames import (
     BodyTask,
     Done,
     Encode,
+    EncodeForeign,
     Ids,
     LoadTokenizer,
     PassthroughFields,
@@ -40,7 +41,7 @@ from router.bodies.frames import (
     answer,
     head,
 )
-from router.bodies.tasks import Kind, PromptBounds, decode
+from router.bodies.tasks import ForeignPrompt, Kind, PromptBounds, decode
 from router.foreign_api.lenient_fields import LenientRequest
 from router.http.asgi_response import not_ready
 from router.openai_api.request_schema import Request
@@ -207,6 +208,14 @@ class BodyWorkers:
             start += length
         return found
 
+    async def foreign_prompt(
+        self, client: str, body: bytes, digest: str, context: int, scope: str, *, chat: bool
+    ) -> ForeignPrompt | None:
+        """Make the ids of a body's prompt, as `tasks.foreign_prompt`. ApiError as in `read`."""
+        ids, blob = await self._run(client, EncodeForeign(chat, digest, context, scope), body)
+        assert isinstance(ids, Ids)
+        return ForeignPrompt(array("I", blob).tolist(), ids.asks) if ids.lengths else None
+
     async def _run(self, client: str, task: BodyTask, body: bytes) -> tuple[Answer, bytes]:
         turns = [self._huge, self._turns] if len(body) > _LARGEST_SHORT else [self._turns]
         taken: list[FairTurns] = []
@@ -242,7 +251,7 @@ class BodyWorkers:
         worker = self._idle.pop() if self._idle else await self._start()
         try:
             async with asyncio.timeout(_MAX_SECONDS):
-                if isinstance(task, Encode) and task.digest not in worker.loaded:
+                if isinstance(task, Encode | EncodeForeign) and task.digest not in worker.loaded:
                     await self._load(worker, task.digest)
                 result = await worker.call(task, body)
         except BaseException as error:

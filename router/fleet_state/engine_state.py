@@ -103,9 +103,12 @@ class EngineState:
 
     @property
     def ranks(self) -> int:
-        """Number of targets of this engine: its ranks, or 1 when the engine is one target."""
+        """Number of targets of this engine: its ranks, or 1 when the engine is one target. Ranks behind one
+        URL are targets only if a header names them.
+        """
         one_target = self.layout is not None and not self.layout.targets_are_ranks
-        return 1 if one_target or len(set(self.joined.urls)) == 1 else len(self.joined.urls)
+        told_apart = bool(self.joined.rank_header) or len(set(self.joined.urls)) > 1
+        return len(self.joined.urls) if told_apart and not one_target else 1
 
     @property
     def is_one_of_many(self) -> bool:
@@ -198,7 +201,16 @@ def build(model: str, engines: list[EngineState]) -> TargetTable:
     """
     serving = [state for state in engines if model in state.contexts and state.obstacle is None]
     dialect: Dialect = "ids" if any(state.dialect == "ids" for state in serving) else "text"
-    tokenizer = next((state.joined.tokenizer for state in serving if state.dialect == "ids"), None)
+    # Text engines that return ids get the client's text; the tokenizer is then for hashing and pricing only.
+    tokenizer = next(
+        (
+            state.joined.tokenizer
+            for state in serving
+            if state.joined.tokenizer is not None
+            and (state.joined.capabilities.returns_ids if dialect == "text" else state.dialect == "ids")
+        ),
+        None,
+    )
     kept: list[EngineState] = []
     excluded: list[Excluded] = []
     for state in engines:
@@ -284,6 +296,9 @@ def _columns(
         kv_blocks=np.array(kv_blocks, np.float64),
         min_kv_blocks=min(kv_blocks, default=inf),
         min_requests=min(requests, default=MAX_REQUESTS),
+        adapter=model
+        if any(one.adapter for state in engines for one in state.joined.models if one.name == model)
+        else "",
     )
 
 

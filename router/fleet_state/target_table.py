@@ -56,6 +56,12 @@ class Target(NamedTuple):
         """The stated speed, or the reference."""
         return self.engine.speed or REFERENCE
 
+    @property
+    def rank_header(self) -> list[tuple[bytes, bytes]]:
+        """Return the header that names the rank to a server that all ranks share; empty: none does."""
+        name = self.engine.rank_header
+        return [(name.lower().encode(), str(self.rank).encode())] if name else []
+
 
 def columns(table: NDArray[_Kind], at: NDArray[np.intp]) -> NDArray[_Kind]:
     """Return the columns `at` (ascending) of a table [..., targets]. Usually these are all, and the table
@@ -73,7 +79,9 @@ class TargetTable:
     model: str
     dialect: Dialect
     tokenizer: str | None
-    """sha256 of the tokenizer's archive (dialect "ids")"""
+    """sha256 of the tokenizer's archive. Dialect "text": prompts are sent as text, but hashed and priced by
+    their ids; None: by their text
+    """
     targets: tuple[Target, ...]
     excluded: tuple[Excluded, ...]
     index: dict[RankKey, int]
@@ -136,3 +144,10 @@ class TargetTable:
     min_kv_blocks: float
     min_requests: int
     """least of `max_requests`"""
+    adapter: str = ""
+    """LoRA adapter under which the model's KV blocks are hashed; empty: none"""
+
+    @property
+    def sent_tokenizer(self) -> str | None:
+        """Return the tokenizer of the ids that are sent; None: text is sent."""
+        return self.tokenizer if self.dialect == "ids" else None

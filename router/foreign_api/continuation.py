@@ -14,7 +14,6 @@ out. This requires temperature 0. Positions are found without a tokenizer (`_Mar
 of ids from a server (`fits`).
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ import msgspec
 
 from fleet.completions import DONE, UNREADABLE, sse
 from router.foreign_api.continuable_fields import CONTINUED_FIELDS, obstacle, read_fields
+from router.foreign_api.returned_ids import FIELD, asking, without_ids
 from router.http.server_sent_events import event_data
 from router.openai_api.request_schema import CHAT_PATH
 
@@ -32,11 +32,10 @@ MAX_IDS = 1 << 20
 """Most ids of an answer without a known limit."""
 _TEXT_DEFAULT = 16
 """Tokens of a completion that states no limit."""
-_IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[0-9,\s]*\]')
 _CONTEXT_IDS = 32
 """Prompt ids sent before the answer's ids, since detokenizers look back a few ids."""
-_ASK = b'"return_token_ids":true'
 _HALF = "\ufffd"
+_NO_LOGPROBS = msgspec.Raw(b"null")
 
 
 class _Choice(msgspec.Struct):
@@ -47,6 +46,13 @@ class _Choice(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
     finish_reason: str | None = None
     stop_reason: Any = None
+    logprobs: msgspec.Raw = _NO_LOGPROBS
+
+    @property
+    def says_nothing(self) -> bool:
+        """True for a step of a chat that is sent only because ids were requested."""
+        nothing = not self.delta and not self.text and self.finish_reason is None
+        return nothing and self.token_ids is not None and bytes(self.logprobs) == b"null"
 
 
 class _Chunk(msgspec.Struct):
@@ -78,8 +84,10 @@ class _Mark(NamedTuple):
 class Continuable:
     """One stream, across servers. `obstacle`: reason why it cannot be continued; None: no reason is known."""
 
-    def __init__(self, path: str, body: bytes, context: int) -> None:
-        """context: context length of the model in tokens; UNKNOWN_CONTEXT if no server reports it."""
+    def __init__(self, path: str, body: bytes, context: int, *, asks: bool = False) -> None:
+        """context: context length of the model in tokens; UNKNOWN_CONTEXT if no server reports it. asks: ids
+        are requested even if the stream cannot be continued.
+        """
         self._chat = path == CHAT_PATH
         self._fields = read_fields(body)
         self._context = context
@@ -92,13 +100,15 @@ class Continuable:
         self.prompt: list[int] | None = None
         self.ids: list[int] = []
         """ids of the answer computed so far"""
+        self.other_ids = 0
+        """number of ids that came after it was known that the answer cannot be continued"""
         self._parts: list[str] = []
         """pieces of the text that the client has"""
         self._characters = 0
         self._given: list[int] = []
         """ids that the client has, if it requested them"""
-        self._ask = self.obstacle is None and "return_token_ids" not in self._fields
-        self._shows_ids = bool(self._fields.get("return_token_ids"))
+        self._ask = (asks or self.obstacle is None) and FIELD not in self._fields
+        self._shows_ids = bool(self._fields.get(FIELD))
         self._stops = bool(self._fields.get("stop"))
         self._mark = _Mark(0, 0)
         """the last mark"""
@@ -114,10 +124,7 @@ class Continuable:
 
     def body(self) -> bytes:
         """Return the client's body with a request for ids added. All other bytes stay unchanged."""
-        if not self._ask:
-            return self._body
-        start = self._body.index(b"{") + 1
-        return self._body[:start] + _ASK + b"," + self._body[start:]
+        return asking(self._body) if self._ask else self._body
 
     @property
     def text(self) -> str:
@@ -142,9 +149,7 @@ class Continuable:
         for event in whole:
             try:
                 passed.append(
-                    self._from_continuing_server(event)
-                    if self._continued
-                    else self._from_first_server(event) + b"\n\n"
+                    self._from_continuing_server(event) if self._continued else self._from_first_server(event)
                 )
             except InexactContinuation as inexact:
                 self.broken = str(inexact)
@@ -159,17 +164,26 @@ class Continuable:
             chunk = _chunk(event)
         except InexactContinuation as inexact:
             self.obstacle = self.obstacle or str(inexact)
-            return event
-        if chunk is not None and self.obstacle is None:
+            return event + b"\n\n"
+        if chunk is None:
+            return event + b"\n\n"
+        for choice in chunk.choices:
+            self.prompt = self.prompt or chunk.prompt_token_ids or choice.prompt_token_ids
+        if self.obstacle is not None:
+            self.other_ids += sum(len(choice.token_ids or ()) for choice in chunk.choices)
+        else:
             if chunk.error is not None and self.begun and self.why_not() is None:
                 raise InexactContinuation("the server ended the stream with an error")
             self._head = self._head or {"id": chunk.id, "created": chunk.created, "model": chunk.model}
             self._counted = self._counted or (chunk.usage is not None and not chunk.choices)
             for choice in chunk.choices:
-                self.prompt = self.prompt or chunk.prompt_token_ids or choice.prompt_token_ids
                 self._add(choice, (choice.delta.get("content") or "") if self._chat else choice.text)
                 self._given = self.ids
-        return _IDS.sub(rb'"\1":null', event) if self._ask else event
+        if not self._ask:
+            return event + b"\n\n"
+        if self._chat and chunk.choices and all(choice.says_nothing for choice in chunk.choices):
+            return b""
+        return without_ids(event) + b"\n\n"
 
     def _add(self, choice: _Choice, text: str) -> None:
         """Record a piece of the answer, with the text that is new to the client."""

@@ -6,6 +6,7 @@ from router.fleet_state.target_table import RankKey
 from router.foreign_api.headers import value_of
 from router.foreign_api.lenient_fields import LenientRequest
 from router.http.asgi_response import Headers
+from router.prefix_index.prompt import Prompt
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True):
@@ -17,6 +18,8 @@ class ForwardedRequest(msgspec.Struct, frozen=True):
     headers: Headers
     body: bytes
     fields: LenientRequest
+    prompt: Prompt
+    """by its ids where they are known, else by its text"""
     output: int
     """expected tokens"""
     own_credentials: bool = True
@@ -25,6 +28,8 @@ class ForwardedRequest(msgspec.Struct, frozen=True):
     """a server that fails without an answer may have done nothing, so another server may be tried"""
     creates: bool = False
     """the answer names an object that stays on its server"""
+    asks: bool = False
+    """servers that return token ids are asked for them, and the client does not see them"""
     only: RankKey | None = None
     """server of the object that the request refers to"""
 

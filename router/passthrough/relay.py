@@ -15,6 +15,7 @@ from router.foreign_api.event_stream import EventStream
 from router.foreign_api.forwarded import ForwardedRequest
 from router.foreign_api.headers import decision_header, length_of, own_headers, to_client, to_server
 from router.foreign_api.object_locations import ObjectLocation, ObjectLocations, object_id
+from router.foreign_api.returned_ids import IdsFilter, asking, prompt_of, without_ids
 from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenUsage
 from router.foreign_api.usage import counted
 from router.health.attempt_failures import AttemptFailure, BegunAnswer
@@ -22,7 +23,7 @@ from router.http.asgi_response import AsgiResponse, Headers
 from router.openai_api.request_schema import CHAT_PATH, TEXT_PATH
 from router.passthrough.positions import find_position
 from router.passthrough.unstreamed import UnstreamedAnswers
-from router.prefix_index.prompt import TextPrompt
+from router.prefix_index.prompt import Prompt, TextPrompt, TokenPrompt
 from router.scheduling.decision import Decision
 from router.scheduling.scheduler import Attempt, RoutingRequest
 from router.service import RouterService
@@ -89,9 +90,7 @@ class Relay:
         self._request = request
         self._unstreamed = unstreamed
         self._located = located
-        self._prompt = TextPrompt(
-            request.fields.prompt, request_log.model, request_log.block_seed, request.fields.prompt_bytes
-        )
+        self._prompt = request.prompt
         self._failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
         self._reported = False
         """the answer contained its expert routing"""
@@ -99,6 +98,8 @@ class Relay:
         """stream of the present attempt, if its answer is a stream"""
         self._continuable: Continuable | None = None
         """state of an answer that another server may continue"""
+        self._strips = False
+        """the present server was asked for token ids that the client does not see"""
         self._begun: BegunAnswer | None = None
 
     async def run(self) -> None:
@@ -177,7 +178,7 @@ class Relay:
         request_log, begun, continuable = self._request_log, bool(self._reply.status), self._continuable
         prompt, output = self._prompt, self._request.output
         if begun and continuable is not None:
-            prompt = self._longer_prompt(continuable.text.encode("utf-8", "surrogatepass"))
+            prompt = self._longer_prompt(continuable)
             output = min(output, continuable.remaining)
         need = RoutingRequest(
             request_log.model,
@@ -190,6 +191,7 @@ class Relay:
             owner=request_log.owner,
             only=self._request.only,
             begun=self._begun if begun else None,
+            takes_ids=begun,
         )
         tried = Attempt(attempt, replaces, self._failures)
         decision, failed = await make_attempt(
@@ -199,9 +201,12 @@ class Relay:
             self._failures += ((decision.target.key, failed.how),)
         return decision, failed
 
-    def _longer_prompt(self, text: bytes) -> TextPrompt:
-        """Return the prompt of a continuation, as far as its text is known."""
+    def _longer_prompt(self, continuable: Continuable) -> Prompt:
+        """Return the prompt of a continuation, known in the same way as the client's."""
+        if isinstance(self._prompt, TokenPrompt):
+            return self._prompt.with_ids([*(continuable.prompt or ()), *continuable.ids])
         fields, request_log = self._request.fields, self._request_log
+        text = continuable.text.encode("utf-8", "surrogatepass")
         if fields.prompt_bytes is not None:
             return TextPrompt(
                 fields.prompt, request_log.model, request_log.block_seed, fields.prompt_bytes + len(text)
@@ -214,7 +219,6 @@ class Relay:
         """Forward the request to one server. The client then has its answer, which may be a refusal."""
         self._request_log.decision = decision
         request, target, self._events = self._request, self._request.target, None
-        body = request.body
         if self._reply.status:
             rest = await self._continuation_body(decision)
             if rest is None:
@@ -222,8 +226,8 @@ class Relay:
                 self._service.finished(decision, booking, self._prompt, reported=self._reported)
                 return
             target, body = TEXT_PATH, rest
-        elif (continuable := self._new_continuable(decision)) is not None:
-            body = continuable.body()
+        else:
+            body = self._first_body(decision)
         if decision.cache_salt and request.is_json:
             body = await self._service.bodies.with_salt(self._request_log.client, body, decision.cache_salt)
         sent = UpstreamRequest(
@@ -232,7 +236,7 @@ class Relay:
         call = self._service.upstream.forward(sent, stream=request.fields.stream)
         watched = not request.fields.stream
         if watched:
-            self._unstreamed.begin(decision, booking, call)
+            self._unstreamed.begin(decision, booking, call, self._prompt)
         try:
             async with call:
                 good = call.status < 400
@@ -248,6 +252,19 @@ class Relay:
         if good:
             self._service.finished(decision, booking, self._prompt, reported=self._reported)
 
+    def _first_body(self, decision: Decision) -> bytes:
+        """Return the client's body for a server that begins the answer, with a request for token ids if they
+        are of use. What has no continuation is then stripped of them here.
+        """
+        request, continuable = self._request, self._new_continuable(decision)
+        self._strips = False
+        if continuable is not None:
+            return continuable.body()
+        self._strips = (
+            request.asks and not request.fields.stream and decision.target.engine.capabilities.returns_ids
+        )
+        return asking(request.body) if self._strips else request.body
+
     def _new_continuable(self, decision: Decision) -> Continuable | None:
         """Return the state for a continuation by another server; None: the chosen server returns no ids, the
         answer is no stream of text, or the body is large: parsing all of its fields would block the event
@@ -259,12 +276,11 @@ class Relay:
             self._request.fields.stream
             and path in (CHAT_PATH, TEXT_PATH)
             and len(self._request.body) <= self._service.config.large_body_bytes
-            and self._service.backends.returns_ids(decision.target.key[0])
+            and decision.target.engine.capabilities.returns_ids
         ):
             at = decision.target_table.index[decision.target.key]
-            self._continuable = Continuable(
-                path, self._request.body, int(decision.target_table.max_context[at])
-            )
+            context = int(decision.target_table.max_context[at])
+            self._continuable = Continuable(path, self._request.body, context, asks=self._request.asks)
             self._begun = BegunAnswer(decision.target.engine.weights_digest)
         return self._continuable
 
@@ -292,7 +308,10 @@ class Relay:
     def _sent_headers(self, decision: Decision, span: AttemptTrace | None) -> Headers:
         request_log, key = self._request_log, self._service.credentials.backend_key_of(decision.target.url)
         context = request_log.pass_on if span is None else span.headers
-        own = own_headers(context, request_log.request_id, decision.id, key)
+        # An engine on the bus reports its requests by this id, so that each attempt needs one of its own.
+        on_bus = not self._service.backends.probes(decision.target.key[0])
+        own = own_headers(context, decision.id if on_bus else request_log.request_id, decision.id, key)
+        own += decision.target.rank_header
         if request_log.caller.tenant:  # a server may trust this header, so it must name the tenant of the key
             own.append((self._service.config.tenant_header.encode(), request_log.caller.tenant.encode()))
         if self._reply.status:  # a continuation is a request of the router's own
@@ -366,10 +385,8 @@ class Relay:
             await self._start(call.status, call.headers, [])
         call.whole()
         if continuable is not None and continuable.prompt is not None:
-            self._request_log.prompt_tokens, self._request_log.output_tokens = (
-                len(continuable.prompt),
-                len(continuable.ids),
-            )
+            self._prompt_came(decision, continuable.prompt)
+            self._request_log.output_tokens = len(continuable.ids) + continuable.other_ids
         self._count(passed.tail.split(b"\n\n"))
         self._note(decision, tap)
         await self._reply.end(rest)
@@ -402,6 +419,9 @@ class Relay:
         body = await self._buffered(call, tap)
         call.whole()
         self._request_log.arrived_whole(self._service.clock())
+        if self._strips and call.status < 400 and not self._reply.status:
+            self._prompt_came(decision, prompt_of(body))
+            body = without_ids(body)
         if call.status < 400:
             self._locate(decision, body)
             self._count([body])
@@ -421,18 +441,29 @@ class Relay:
         """
         is_json = call.content_type.startswith("application/json")
         limit = self._service.config.max_event_bytes if is_json else 0
-        body = b""
+        body, strips = b"", IdsFilter() if self._strips else None
         while data := await call.read():
             if tap is not None:
                 tap.feed(data)
-            if self._reply.status:
-                await self._reply.write(data)
-                continue
-            body += data
-            if len(body) > limit:
-                await self._start(call.status, call.headers, length_of(call.headers))
-                await self._reply.write(body)
+            if not self._reply.status:
+                body += data
+                if len(body) <= limit:
+                    continue
+                data = body
+                length = length_of(call.headers) if strips is None else []
+                await self._start(call.status, call.headers, length)
+            await self._reply.write(data if strips is None else strips.feed(data))
+        if strips is not None and strips.rest:
+            await self._reply.write(strips.rest)
         return body
+
+    def _prompt_came(self, decision: Decision, ids: list[int] | None) -> None:
+        """Record the prompt's ids that a server states. They win over the router's own."""
+        if not ids:
+            return
+        self._request_log.prompt_tokens = len(ids)
+        if isinstance(self._prompt, TokenPrompt) and self._prompt.ids != ids:
+            self._prompt = self._service.prompt_differs(decision, self._prompt, ids)
 
     def _note(self, decision: Decision, tap: RoutedExpertsParser | None) -> None:
         """Pass on the expert routing of the answer, after its tokens were counted."""

@@ -9,6 +9,7 @@ from itertools import count
 from router.fleet_state.engine_state import EngineStatus
 from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import RankKey
+from router.prefix_index.prompt import Prompt
 from router.scheduling.decision import Decision
 from router.service import RouterService
 from router.upstream.rank_client import Call
@@ -31,7 +32,7 @@ class UnstreamedAnswers:
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
-        self._calls: dict[Call, RankKey] = {}
+        self._calls: dict[Call, tuple[Decision, Booking]] = {}
         self._new: dict[Call, tuple[float, Decision, Booking]] = {}
         self._due: list[tuple[float, int, Booking]] = []
         self._numbers = count()
@@ -40,22 +41,23 @@ class UnstreamedAnswers:
         """due time of that timer, which uvloop's own handles cannot always report"""
         self._look: asyncio.TimerHandle | None = None
 
-    def begin(self, decision: Decision, booking: Booking, call: Call) -> None:
-        """Supervise a call until `end`, that is until it was answered or failed. Its prompt counts as
-        computed after the expected time, because there is no first token to observe; the call is cut when its
-        server is found dead.
+    def begin(self, decision: Decision, booking: Booking, call: Call, prompt: Prompt) -> None:
+        """Supervise a call until `end`, that is until it was answered or failed. There is no first token to
+        observe: its prompt counts as computed when KV events say so, without them after the expected time.
+        The call is cut when its server is found dead.
         """
         loop = call.loop
         now = loop.time()
-        self._calls[call] = decision.target.key
-        self._new[call] = now, decision, booking
-        self._wake_at(now + APART_SECONDS, loop)
+        self._calls[call] = decision, booking
+        if not self._service.await_prompt(decision, booking, prompt):
+            self._new[call] = now, decision, booking
+            self._wake_at(now + APART_SECONDS, loop)
         if self._look is None:
             self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop)
 
     def end(self, call: Call) -> None:
         """End the supervision of a call."""
-        del self._calls[call]
+        self._service.await_no_longer(*self._calls.pop(call))
         self._new.pop(call, None)
 
     def _wake_at(self, at: float, loop: asyncio.AbstractEventLoop) -> None:
@@ -77,8 +79,8 @@ class UnstreamedAnswers:
             self._wake_at(max(self._due[0][0], loop.time() + APART_SECONDS), loop)
 
     def _look_around(self, loop: asyncio.AbstractEventLoop) -> None:
-        for call, key in list(self._calls.items()):
-            if self._is_dead(key):
+        for call, (decision, _) in list(self._calls.items()):
+            if self._is_dead(decision.target.key):
                 call.cut(SILENT)
         self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop) if self._calls else None
 

@@ -63,6 +63,10 @@ class TokenPrompt(_Blocked):
     def tokens(self) -> int:
         return len(self._ids)
 
+    def with_ids(self, ids: Sequence[int]) -> "TokenPrompt":
+        """Return a prompt of other ids, hashed alike."""
+        return TokenPrompt(ids, self._seed)
+
     def _chain(self, block_size: int) -> BlockHashChain:
         ids = self._ids
         return BlockHashChain(

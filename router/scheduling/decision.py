@@ -91,6 +91,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """hashes of the sender's identity"""
     supposed: Supposed = NOTHING
     owner: Owner = UNKNOWN_OWNER
+    hashed: Literal["ids", "text"] = "ids"
+    """what the prompt's blocks were hashed from"""
 
 
 class TargetPredictions(NamedTuple):
@@ -354,6 +356,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             session_rank=None if self.held is None else self.name(self.held),
             home_ranks=[self.name(at) for at in self._home_mask().nonzero()[0].tolist()],
             homes_note=self._homes_note(),
+            dialect=self.target_table.dialect,
+            hashed=self.ask.hashed,
+            headers={name.decode(): value.decode() for name, value in self.target.rank_header},
             candidates=self._candidates(order[:most]),
             excluded=list(self.excluded),
             ignored=list(self.ignored),
@@ -466,7 +471,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 else "not measured"
             ),
             overlap_blocks=tokens[0],
-            overlap_approximate=bool(self.target_table.approximate[self.at[at]]),
+            overlap_approximate=(
+                self.ask.hashed == "text" or bool(self.target_table.approximate[self.at[at]])
+            ),
             uncached_tokens=tokens[1],
             load=PromisedLoad(
                 prefill_tokens=load[PREFILL], requests=load[SEQUENCES], blocks=load[BLOCKS], steps=load[STEPS]

@@ -138,6 +138,14 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
     homes_note: str | None
     """reason for ignoring the homes, or for having none; None: they were applied"""
+    dialect: Literal["ids", "text"] = "ids"
+    """form in which the request is sent to the rank: the ids of its prompt, or the client's own text"""
+    hashed: Literal["ids", "text"] = "ids"
+    """what the prompt's blocks were hashed from. By ids they are those of the ranks' KV events; by text they
+    are an estimate, which finds only prompts that this fleet's routers sent before
+    """
+    headers: dict[str, str] = {}
+    """headers that tell the chosen rank from others behind the same URL"""
     candidates: list[Candidate]
     """lowest score first"""
     excluded: list[Excluded]

@@ -55,7 +55,7 @@ from router.scheduling.what_if import gone_ranks
 class RoutingRequest(msgspec.Struct, frozen=True):
     """Input of a decision. `context`: tokens the rank must have room for; `output`: expected tokens.
 
-    `tokenizer`: digest of the tokenizer of the prompt's ids; None: the prompt is text. `keys`: identity of
+    `tokenizer`: digest of the tokenizer of the ids to be sent; None: text is sent. `keys`: identity of
     the sender. `supposed`: assumptions of a what-if request. `owner`: the tenant, whose salt is in the
     prompt's hashes. external: another data plane will send the request.
     """
@@ -74,6 +74,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     external: bool = False
     only: RankKey | None = None
     """the only rank that can serve it, because the objects it refers to are stored there"""
+    takes_ids: bool = False
+    """its prompt is sent as ids to servers that otherwise get text (`Capabilities.returns_ids`)"""
     passes_fields: bool = False
     """it has fields that are served only by engines that declare so (`Capabilities.passes_fields`)"""
 
@@ -90,6 +92,7 @@ FIRST_TRY = Attempt()
 _ELSEWHERE = "what this request refers to is on another server"
 NONE_BUSY: frozenset[RankKey] = frozenset()
 _NONE_TO_AVOID = (NONE_BUSY,)
+NO_IDS = "it takes no token ids, which the rest of this answer needs"
 READS_ONLY = "it serves only the fields that Roost reads, but the request has others"
 BUSY_SECONDS = 0.25
 """Time for which a rank that reports to be busy gets no requests."""
@@ -206,7 +209,7 @@ class Scheduler(BookingObserver):
         this request) or 429 (all saturated), the last two with Retry-After.
         """
         target_table = self.target_table(need.model)
-        if target_table.tokenizer != need.tokenizer:
+        if target_table.sent_tokenizer != need.tokenizer:
             raise ApiError(
                 503,
                 "the remaining engines use another tokenizer; send the request again",
@@ -230,6 +233,7 @@ class Scheduler(BookingObserver):
             keys=need.keys,
             supposed=need.supposed,
             owner=need.owner,
+            hashed="ids" if need.prompt.ids else "text",
         )
         overlap = self.kv.block_index.overlap(target_table, need.prompt)
         if lap is not None:
@@ -301,11 +305,7 @@ class Scheduler(BookingObserver):
         target, ask = decision.target, decision.ask
         size = target.engine.block_size
         blocks = -(-(ask.prompt_tokens + ask.output_tokens) // size)
-        if not target.engine.capabilities.kv_events:
-            chain = prompt.chained(size)
-            self.prefixes.routed(
-                target.key, chain.reach(len(chain), self.kv.block_index.runs), target.engine.kv_blocks or None
-            )
+        self.routed(decision, prompt)
         self._keep(decision)
         self._turns[ask.model] = self._turns.get(ask.model, 0) + 1
         self._affinity.record_route(ask.keys.session, target.key, now)
@@ -313,6 +313,15 @@ class Scheduler(BookingObserver):
         booking = self.reservations.book(target.key, amounts, now, external=external)
         self.health.began(booking, target.key, _first_token_seconds(decision) if timed else None, now)
         return booking
+
+    def routed(self, decision: Decision, prompt: Prompt) -> None:
+        """Index the prompt at the chosen rank if KV events will not."""
+        target = decision.target
+        if not target.engine.capabilities.kv_events:
+            chain = prompt.chained(target.engine.block_size)
+            self.prefixes.routed(
+                target.key, chain.reach(len(chain), self.kv.block_index.runs), target.engine.kv_blocks or None
+            )
 
     def first_token(self, booking: Booking, now: float) -> None:
         self.reservations.first_token(booking)
@@ -453,6 +462,11 @@ class Scheduler(BookingObserver):
             exclusions = exclusions.beside(
                 {target.key: _ELSEWHERE for target in target_table.targets if target.key != need.only}
             )
+        if need.takes_ids:
+            speechless = [
+                target.key for target in target_table.targets if not target.engine.capabilities.returns_ids
+            ]
+            exclusions = exclusions.beside(dict.fromkeys(speechless, NO_IDS))
         if need.passes_fields:
             plain = [
                 target.key for target in target_table.targets if not target.engine.capabilities.passes_fields

@@ -19,6 +19,7 @@ from router.context import RouterContext
 from router.fleet_state.cluster_homes import homes_of
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchInputs, locality
 from router.fleet_state.engine_state import EngineStatus
+from router.fleet_state.target_table import RankKey
 from router.sync.kv_event_subscriber import KvEventSubscriber
 from router.sync.table_subscriber import TableSubscriber
 from router.tokenization.tokenizer_registry import TokenizerRegistry
@@ -43,6 +44,7 @@ class FleetSubscriber:
         forget: Callable[[int], None],
         reported: Callable[[KvMetrics], None],
         changed: Callable[[], None],
+        kv_applied: Callable[[RankKey], None],
     ) -> None:
         self._bus = bus
         self._subjects = subjects = context.subjects
@@ -65,7 +67,7 @@ class FleetSubscriber:
         """set once the stored joins have been read"""
         self.listening = asyncio.Event()
         """set once all subscriptions are active"""
-        self.kv = KvEventSubscriber(context.scheduler.kv, bus, subjects, context.metrics)
+        self.kv = KvEventSubscriber(context.scheduler.kv, bus, subjects, context.metrics, kv_applied)
         self.tracker = TableSubscriber(
             context.scheduler.predictor,
             bus,
@@ -201,6 +203,8 @@ class FleetSubscriber:
             self._forget(superseded)
         if joined.tokenizer is not None and joined.capabilities.token_ids:
             self._view.block(joined.worker_id, self._tokenizers.request(joined.tokenizer))
+        elif joined.tokenizer is not None and joined.capabilities.returns_ids:
+            self._tokenizers.request(joined.tokenizer)  # until it is known, prompts are hashed as text
         if joined.capabilities.kv_events:
             for rank in range(len(joined.urls)):
                 self.kv.add((joined.worker_id, rank), joined.engine)

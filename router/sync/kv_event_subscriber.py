@@ -9,7 +9,7 @@ Events that arrive meanwhile are held back, and those that the snapshot does not
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bus import Bus, BusError, Received
@@ -70,8 +70,17 @@ class _Feed:
 class KvEventSubscriber:
     """KV event feeds, one per rank that reports KV events."""
 
-    def __init__(self, index: KvEventIndex, bus: Bus, subjects: Subjects, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        index: KvEventIndex,
+        bus: Bus,
+        subjects: Subjects,
+        metrics: RouterMetrics,
+        applied: Callable[[RankKey], None] = lambda _: None,
+    ) -> None:
+        """applied: called with a rank after its events were applied."""
         self._index = index
+        self._applied = applied
         self._bus = bus
         self._subjects = subjects
         self._metrics = metrics
@@ -178,6 +187,7 @@ class KvEventSubscriber:
             self._due.ask_later(rank, _BAD_EVENT_SECONDS)
         else:
             self._metrics.kv_events.inc(len(batch))
+            self._applied(rank)
 
     def _lost(
         self, rank: RankKey, feed: _Feed, reason: str, publisher_id: int, sequence: int, batch: Batch
@@ -234,6 +244,7 @@ class KvEventSubscriber:
     def _resume(self, rank: RankKey, feed: _Feed, answer: KvSnapshot) -> None:
         """Continue after the snapshot, and process the messages held back as if they arrived now."""
         feed.publisher_id, feed.next = answer.publisher_id, answer.sequence + 1
+        self._applied(rank)
         for publisher_id, sequence, batch in self._let_go(feed):
             if publisher_id == answer.publisher_id:
                 self._take(rank, feed, publisher_id, sequence, batch)

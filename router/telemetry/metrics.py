@@ -173,6 +173,9 @@ class RouterMetrics:
         self._lost = self._lazy_counter(
             "overlap_blocks_lost", "Cached blocks forgone because another cost term outweighed them", "model"
         )
+        self.prompts_differ = self._counter(
+            "prompts_differ", "Prompts of which the engine made other token ids than the router", "model"
+        )
         text = "Weighted cost of the chosen rank, by term, for ranks of known speed"
         self._terms = VectorSums("roost_router_term_seconds", text, "model", "term", TERMS, unit=1e-3)
         self._lazy.sums.append(self._terms)

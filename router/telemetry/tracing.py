@@ -217,6 +217,8 @@ def _decision_attributes(decision: Decision, record: DecisionRecord) -> dict[str
         "roost.why": record.why,
         "roost.score": float(decision.score[decision.chosen]),
         "roost.tied": record.tied,
+        "roost.dialect": record.dialect,
+        "roost.hashed": record.hashed,
         "roost.candidates": len(decision.at),
         "roost.prompt_tokens": record.prompt_tokens,
         "roost.expected_output_tokens": record.expected_output_tokens,

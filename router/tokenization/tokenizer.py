@@ -132,6 +132,8 @@ class ModelTokenizer:
         self._scope = ""
         self._cutter = None if seen is None else self._prove_cutter()
         self._words = None if seen is None else self._prove_words(seen)
+        self.reads_parts = template is not None and _loops_over_contents(template)
+        """the chat template reads the content of a message as a list of parts"""
         try:
             self._template = None if template is None else _environment().from_string(template)
             if self._template is not None:
@@ -167,9 +169,15 @@ class ModelTokenizer:
             seen,
         )
 
-    def render(self, messages: list[dict[str, Any]], extra: Mapping[str, Any] | None = None) -> str:
-        """Return the prompt of a conversation, ready for the assistant's answer. ApiError 400 if the template
-        refuses it or is missing.
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the prompt of a conversation, ready for the assistant's answer unless that is not asked for.
+        ApiError 400 if the template refuses it or is missing.
         """
         if self._template is None:
             raise ApiError(
@@ -185,7 +193,7 @@ class ModelTokenizer:
                 "documents": None,
                 **(extra or {}),
                 "messages": messages,
-                "add_generation_prompt": True,
+                "add_generation_prompt": add_generation_prompt,
             }
             return self._template.render(values)
         except (
@@ -299,6 +307,10 @@ class ModelTokenizer:
         log.info("token ids of seen words cannot be reused with this tokenizer: %s", reason)
         return None
 
+    def encode_bare(self, text: str) -> list[int]:
+        """Return the ids of a text, without any special token."""
+        return self._ids(text, special=False)
+
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a bare prompt, with the beginning-of-text token if the model expects one."""
         ids = self._ids(text, special=self._adds_special)
@@ -354,6 +366,33 @@ def _probes(tokens: list[str]) -> Iterator[str]:
             yield f"{before}{token}{behind}"
     for one, other in itertools.product(tokens, repeat=2):
         yield f"a {one}{other} b{one} c"
+
+
+def _loops_over_contents(template: str) -> bool:
+    """Return True if a template has a loop over the content of a message: it then expects a list of parts, as
+    vLLM concludes. A template that cannot be parsed has none.
+    """
+    try:
+        parsed = _environment().parse(template)
+    except jinja2.TemplateError:
+        return False
+    return any(_names_content(loop.iter) for loop in parsed.find_all(jinja2.nodes.For))
+
+
+def _names_content(node: jinja2.nodes.Node | None) -> bool:
+    """Return True for `content`, `message.content` and `message['content']`, filtered, tested or sliced."""
+    while isinstance(node, jinja2.nodes.Filter | jinja2.nodes.Test) or (
+        isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Slice)
+    ):
+        node = node.node
+    match node:
+        case jinja2.nodes.Name(name=name):
+            return bool(name == "content")
+        case jinja2.nodes.Getattr(attr=name):
+            return bool(name == "content")
+        case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value=name)):
+            return bool(name == "content")
+    return False
 
 
 def _unpacked(files: zipfile.ZipFile, name: str) -> bytes:

@@ -98,15 +98,6 @@ class StaticBackends:
         """Return True if an engine is a static backend, whose liveness depends on probes."""
         return worker_id in self._servers
 
-    def returns_ids(self, worker_id: int) -> bool:
-        """Return True if a server can return token ids (`return_token_ids`) and accepts ids as a prompt: as
-        its settings state, else if its list of models identifies it as vLLM.
-        """
-        server = self._servers.get(worker_id)
-        if server is None or server.settings.token_ids is not None:
-            return server is not None and bool(server.settings.token_ids)
-        return any(card.get("owned_by") == "vllm" for card in server.cards)
-
     def is_silent(self, worker_id: int) -> bool:
         """Return True if a server was removed because its probes went unanswered, rather than refused."""
         server = self._servers.get(worker_id)
@@ -242,9 +233,19 @@ def _as_engine(server: _Server, models: tuple[_Model, ...], block_size: int) -> 
             load=False,
             experts=False,
             token_ids=False,
+            returns_ids=_returns_ids(server),
             isolates_tenants=server.settings.isolates_tenants,
         ),
     )
+
+
+def _returns_ids(server: _Server) -> bool:
+    """Return True if a server can return token ids (`return_token_ids`) and accepts ids as a prompt: as its
+    settings state, else if its list of models identifies it as vLLM.
+    """
+    if server.settings.token_ids is not None:
+        return server.settings.token_ids
+    return any(card.get("owned_by") == "vllm" for card in server.cards)
 
 
 def _stated_speed(settings: BackendConfig) -> EngineSpeed | None:

@@ -31,17 +31,19 @@ class Asked:
     """A request as such a server reads it. ValueError when it continues another text, or within a
     character."""
 
-    def __init__(self, path: str, body: bytes) -> None:
+    def __init__(self, path: str, body: bytes, prompt: Sequence[int] = PROMPT) -> None:
+        """prompt: ids of the client's prompt, also of a request that continues its answer."""
         fields = json.loads(body)
         self.fields: dict[str, Any] = fields
         self.chat = path == "/v1/chat/completions"
-        given: list[int] = PROMPT if self.chat or isinstance(fields["prompt"], str) else fields["prompt"]
-        if given[: len(PROMPT)] != PROMPT:
+        own = list(prompt)
+        given: list[int] = own if self.chat or isinstance(fields["prompt"], str) else fields["prompt"]
+        if given[: len(own)] != own:
             raise ValueError("not the prompt")
-        self.emitted = given[len(PROMPT) :]
+        self.emitted = given[len(own) :]
         self.given = given
         self.count: int = fields.get("max_completion_tokens") or fields.get("max_tokens") or 16
-        self.whole = unbroken(PROMPT, len(self.emitted) + self.count)
+        self.whole = unbroken(own, len(self.emitted) + self.count)
         if self.whole[: len(self.emitted)] != self.emitted:
             raise ValueError("continues other ids than were emitted")
         if settled(self.emitted) != TOKENIZER.decode(self.emitted):
