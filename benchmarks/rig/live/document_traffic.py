@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from benchmarks.demo_model import heldout_path
 from deploy.sections import DEMO_CHECKPOINT
 from fleet.blocks import BLOCK_SIZE
 
-HELDOUT = DEMO_CHECKPOINT.parent / "heldout"
 _NOT_TRAFFIC = ("licences",)
 PIECE = 16
 """tokens in a piece of a mixed prompt"""
@@ -85,7 +85,7 @@ def _windows(document: list[int], prompt: int) -> int:
 def texts(folder: Path | None, prompt: int, checkpoint: Path = DEMO_CHECKPOINT) -> Texts:
     """Read the texts of a folder, or (None) the held-out documents. Raises ValueError with the reason."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    root = folder or HELDOUT
+    root = folder or heldout_path()
     if not root.is_dir():
         raise ValueError(
             f"{root} is no folder; name one with a text file, or a folder of text files, per domain"

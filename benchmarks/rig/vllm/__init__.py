@@ -1,0 +1,1 @@
+"""A real vLLM under measurement: its counters step by step, its servers, the arms that are compared."""
