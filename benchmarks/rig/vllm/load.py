@@ -55,8 +55,8 @@ def requests(traffic: Texts, much: Plenty, seed: int) -> list[Request]:
 
 
 async def send(url: str, model: str, several: Sequence[Request], much: Plenty) -> list[Answer]:
-    """Send the requests in their order; return the answers in the same order. Raises RuntimeError at the first
-    one that is not answered."""
+    """Send the requests in their order; return the answers in the same order. Raises RuntimeError at the
+    first one that is not answered."""
     answers: list[Answer | None] = [None] * len(several)
     numbers = iter(range(len(several)))
 
@@ -90,6 +90,4 @@ async def _ask(http: aiohttp.ClientSession, model: str, request: Request, output
         if answer.status != 200:
             raise RuntimeError(f"{answer.status} from {http._base_url}: {(await answer.text())[:500]}")
         found = await answer.json()
-    return Answer(
-        found["choices"][0]["text"], sent, time.monotonic(), found["usage"]["completion_tokens"]
-    )
+    return Answer(found["choices"][0]["text"], sent, time.monotonic(), found["usage"]["completion_tokens"])

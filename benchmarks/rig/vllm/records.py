@@ -2,6 +2,7 @@
 pairs that left their rank."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ def received(record: Record) -> list[int]:
     """Return for each change of the map how many (layer, rank, expert) it brought to a rank that did not hold
     the expert. Copies within a rank count nothing."""
     maps = [change.expert_of_slot for change in record.changes]
-    return [_arrivals(one, two, record.ranks) for one, two in zip(maps, maps[1:], strict=False)]
+    return [_arrivals(one, two, record.ranks) for one, two in pairwise(maps)]
 
 
 def _arrivals(before: Maps, after: Maps, ranks: int) -> int:
@@ -115,6 +116,8 @@ def _arrivals(before: Maps, after: Maps, ranks: int) -> int:
 
 def remote(record: Record, begin: int = 0, end: int | None = None) -> float:
     """Return the share of (token, expert) pairs whose expert's slot is on another rank than the token."""
-    pairs = record.by_rank[:, begin:end].sum(axis=(1, 2), dtype=np.int64).reshape(record.ranks, record.ranks, -1)
+    pairs = (
+        record.by_rank[:, begin:end].sum(axis=(1, 2), dtype=np.int64).reshape(record.ranks, record.ranks, -1)
+    )
     flow = pairs.sum(axis=-1)  # [rank of the token, rank of the expert]
     return float(1.0 - np.trace(flow) / max(flow.sum(), 1))

@@ -1,5 +1,5 @@
-"""A real vLLM of two data-parallel ranks on this machine's processor, with chosen plugins; it is ended, engine
-cores included, with the context.
+"""A real vLLM of two data-parallel ranks on this machine's processor, with chosen plugins; it is ended,
+engine cores included, with the context.
 
 vLLM has an environment of its own (`python`). Plugins are modules on its path; vLLM finds them by an
 `entry_points.txt`, which is written into a temporary folder.
@@ -55,7 +55,9 @@ class Plugin(NamedTuple):
     entry: str
 
 
-STAND_INS = Plugin(ROOT / "tests" / "vllm", "stand_ins:register")
+STAND_INS = Plugin(ROOT / "tests" / "vllm" / "cpu_stand_ins", "roost_cpu_stand_ins:register")
+"""what only the processor build of vLLM lacks"""
+ROOST = Plugin(ROOT / "engine_adapter" / "vllm" / "plugin", "roost_vllm:register")
 RECORDER = Plugin(Path(__file__).parent / "recorder", "roost_recorder:register")
 
 
@@ -71,15 +73,13 @@ class Server:
     checkpoint: Path = DEMO_CHECKPOINT
 
     def command(self, port: int) -> list[str]:
-        """Return the command line. One process per rank: an executor process more would cost processor time
-        between any two steps."""
+        """Return the command line."""
         flags = {
             "--model": str(self.checkpoint),
             "--served-model-name": MODEL,
             "--host": "127.0.0.1",
             "--port": str(port),
             "--data-parallel-size": "2",
-            "--distributed-executor-backend": "uni",
             "--dtype": "float32",
             "--block-size": "32",
             "--max-model-len": "1024",
@@ -98,7 +98,7 @@ def python_of_vllm(option: Path | None) -> Path:
     found = option or Path(os.environ.get(PYTHON) or ROOT / ".venv-vllm" / "bin" / "python")
     if not found.is_file():
         raise ValueError(
-            f"{found} does not exist: install vLLM with `make vllm`, or name its Python by --python or {PYTHON}"
+            f"{found} does not exist: `make test-vllm` installs vLLM, --python or {PYTHON} names it"
         )
     return found
 
@@ -141,14 +141,16 @@ async def _answers(url: str, process: asyncio.subprocess.Process, log: Path) -> 
     async with aiohttp.ClientSession(url) as http, asyncio.timeout(START_SECONDS):
         while True:
             if process.returncode is not None:
-                raise RuntimeError(
-                    f"vLLM ended with {process.returncode}; it said: {log.read_text(errors='replace')[-3000:]}"
-                )
+                raise RuntimeError(f"vLLM ended with {process.returncode}; it said: {_tail(log)}")
             with contextlib.suppress(aiohttp.ClientError):
                 async with http.get("/health") as answer:
                     if answer.status == 200:
                         return
             await asyncio.sleep(0.2)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-3000:]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -1,5 +1,5 @@
-"""Recorder of vLLM's own expert counters, step by step, for benchmarks. It runs in vLLM's worker processes and
-imports nothing of Roost.
+"""Recorder of vLLM's own expert counters, step by step, for benchmarks. It runs in vLLM's worker processes
+and imports nothing of Roost.
 
 A vLLM general plugin. `ROOST_RECORDER` names a folder; without it nothing happens. Each expert rank writes
 `rank-R.json` (sizes) and `rank-R.bin`: records of `time` (float64, monotonic), `kind` (int32) and `table`
@@ -46,6 +46,9 @@ class Recorder:
             self._file.flush()
             self._flushed = now
 
+    def close(self) -> None:
+        self._file.close()
+
     def _write(self, kind: int, table: Any) -> None:
         numbers = table.contiguous().to("cpu").numpy().astype("<i4")
         self._file.write(struct.pack("<di", time.monotonic(), kind) + numbers.tobytes())
@@ -53,7 +56,7 @@ class Recorder:
 
 def register() -> None:
     """Wrap vLLM's `EplbState.step`, once per process."""
-    global _registered  # noqa: PLW0603 vLLM calls the entry point several times in a process
+    global _registered
     if _registered or not os.environ.get(FOLDER):
         return
     _registered = True
@@ -62,9 +65,7 @@ def register() -> None:
     inner, recorders = EplbState.step, {}
 
     @functools.wraps(inner)
-    def step(
-        self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False
-    ) -> None:
+    def step(self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False) -> None:
         if not is_profile and self.model_states:
             state = next(iter(self.model_states.values()))
             if id(self) not in recorders:
