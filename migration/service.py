@@ -505,6 +505,7 @@ class MigrationService:
                 self.demand.load(load, self._clock())
             case DispatchMeasured() as sent:
                 self.dispatch.add(sent, self._clock())
+                self.demand.rearranged(sent)
             case PopularityShifted() as shift if self.controller is not None:
                 self.controller.shifted(shift)
             case TablesPublished() as tables if tables.model in self.demand.models:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.experts import ModelShape
+from fleet.facts.activity import DispatchMeasured
 from fleet.facts.demand import DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineJoined
@@ -26,6 +27,7 @@ from fleet.text import listed
 from fleet.timing import EngineSpeed, RearrangeSpeed
 from migration.config import MigrationConfig
 from migration.engine_state.demand_counts import DemandByRank
+from migration.engine_state.measured_rearrangements import MeasuredRearrangements
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
 from migration.model.engine_view import CacheUse, Demand, EngineView, PlannedHomes
 from migration.model.move_history import MoveHistory
@@ -57,6 +59,7 @@ class _Engine:
     """last two windows, oldest first"""
     short_windows: int = 0
     """remaining shortened windows, after a demand shift"""
+    rearrangements: MeasuredRearrangements = field(default_factory=MeasuredRearrangements)
 
     @property
     def windows(self) -> list[Demand]:
@@ -275,6 +278,21 @@ class DemandWindows:
             self._count(engine, report.dp_rank, now)
             rank.load, rank.load_at = report, now
 
+    def rearranged(self, report: DispatchMeasured) -> None:
+        """Apply the measured map changes of an engine that moves its experts itself. Raises
+        InvalidPlacementEvent for impossible ones."""
+        engine = self._engines.get(report.worker_id)
+        if engine is None:
+            return
+        stated = engine.joined.rearrange_speed or RearrangeSpeed()
+        try:
+            for time in report.rearrangements:
+                engine.rearrangements.add(time, stated)
+        except ValueError as error:
+            raise InvalidPlacementEvent(
+                PlacementFault.DEMAND, f"engine {report.engine!r}: {error}"
+            ) from error
+
     def clusters(self, model: str, clusters: ClusterModel) -> None:
         """Store the tracker's clusters of a model, unless a newer version is known."""
         known = self._clusters.get(model)
@@ -375,11 +393,12 @@ class DemandWindows:
             history=engine.history,
             since=None if engine.since is None else engine.since.over(ranks),
             now=now,
+            step_seconds=_longest_step(engine),
             targets=len(joined.urls),
             dispatch=joined.dispatch,
             rearranges=joined.rearranges,
             gathers_all=joined.gathers_all,
-            rearrange_speed=joined.rearrange_speed or RearrangeSpeed(),
+            rearrange_speed=engine.rearrangements.correct(joined.rearrange_speed or RearrangeSpeed()),
         )
 
     def _windows(self, engine: _Engine, now: float) -> tuple[Demand, Demand | None]:
@@ -461,6 +480,12 @@ def _nodes(joined: EngineJoined, ranks: int) -> NDArray[np.intp]:
     names = joined.nodes if len(joined.nodes) == ranks else (joined.node,) * ranks
     numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.intp)
+
+
+def _longest_step(engine: _Engine) -> float | None:
+    """Return the duration of recent steps on the slowest target; None: not reported."""
+    found = [rank.load.step_seconds for rank in engine.ranks if rank.load is not None]
+    return max((seconds for seconds in found if seconds is not None), default=None)
 
 
 def _idle(load: KvMetrics) -> bool:

@@ -193,6 +193,8 @@ class EngineView:
     """the first complete window after the last plan; None: that window is still open"""
     now: float = 0.0
     """seconds on the clock of the history"""
+    step_seconds: float | None = None
+    """median duration of recent decode steps; None: unknown"""
     targets: int = 0
     """targets of requests; 0: every rank is one"""
     dispatch: str = SPLIT

@@ -51,7 +51,9 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     slot: int | None = None
     expert: int | None = None
     evicted: int | None = None
-    """spare replica that is replaced; None: the slot was empty"""
+    """expert that is replaced; None: the slot was empty. A spare replica, unless other steps of the handover
+    bring the expert elsewhere: an engine that moves its experts itself makes all steps at once
+    """
     other_slot: int | None = None
     other_expert: int | None = None
     copies: tuple[Copy, ...] = ()
@@ -248,7 +250,12 @@ def applied(placement: Placement, handover: Handover) -> Placement:
     try:
         split = None if handover.split is None else handover.split.over(placement.split)
         return Placement(
-            table, experts=placement.experts, ranks=placement.ranks, epoch=handover.epoch, split=split
+            table,
+            experts=placement.experts,
+            ranks=placement.ranks,
+            epoch=handover.epoch,
+            split=split,
+            duplicates=placement.duplicates,
         )
     except ValueError as error:
         raise Inapplicable(PlanCause.PLACEMENT, handover, None, str(error)) from error

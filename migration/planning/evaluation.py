@@ -13,6 +13,7 @@ from migration.model.placement_changes import PlacementChanges, made, within
 from migration.model.plan import Handover
 from migration.planning.handover_batching import ordered, transfers
 from migration.planning.problem import PlanningProblem
+from migration.planning.rearrangement import layer_seconds, one_map, payback_of
 from migration.planning.strategies import PlanCandidate, shared
 
 
@@ -36,7 +37,13 @@ class EvaluatedPlan:
 
     @property
     def copies(self) -> int:
-        return int(self.candidate.changes.copies.sum())
+        return sum(len(step.copies) for handover in self.handovers for step in handover.steps)
+
+    @property
+    def layers(self) -> int:
+        """Layers whose experts move."""
+        steps = (step for handover in self.handovers for step in handover.steps)
+        return len({step.layer for step in steps if step.kind != "reweight"})
 
 
 def evaluate(
@@ -54,6 +61,11 @@ def evaluate(
     by_layer = (
         np.zeros(placement.layers) if found.question.dead else candidate.before(found).seconds - after.seconds
     )
+    if candidate.table is not None:
+        gain = float(by_layer.sum())
+        map_change = one_map(found.view.placement, candidate.table, found.room, by_layer)
+        paid = payback_of(found, candidate.table, gain)
+        return EvaluatedPlan(candidate, placement, after, map_change, paid, gain)
     handovers = _handovers(found, candidate, by_layer)
     if len(handovers) > found.config.max_steps:
         return evaluate(found, _beginning(found, candidate, by_layer, len(handovers)))
@@ -91,6 +103,8 @@ def cost_floor(found: PlanningProblem, candidate: PlanCandidate) -> float:
 
     It counts the rank that receives most, over the fastest link, in one handover.
     """
+    if candidate.table is not None:
+        return float(layer_seconds(found.table, candidate.table, found).sum())
     changes, per, links = candidate.changes, found.placement.slots_per_rank, found.links
     slots = np.concatenate([changes.slot[changes.copies > 0], changes.other_slot[changes.copies > 1]])
     if not len(slots):

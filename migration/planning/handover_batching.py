@@ -204,10 +204,10 @@ class _StepWriter:
 
     def steps(self, taken: list[int]) -> tuple[PlanStep, ...]:
         """Return the steps of one handover."""
-        sources = _Sources([row[:] for row in self._rows], self._per, self._room, self._limits)
+        sources = CopySources([row[:] for row in self._rows], self._per, self._room, self._limits)
         return tuple(self._step(at, sources) for at in taken)
 
-    def _step(self, at: int, sources: "_Sources") -> PlanStep:
+    def _step(self, at: int, sources: "CopySources") -> PlanStep:
         kind, layer, slot, expert, other_slot, other_expert, gain = self._changes[at]
         row = self._rows[layer]
         found = row[slot]
@@ -243,8 +243,8 @@ class _StepWriter:
         return None if self._limits.live[rank] else rank
 
 
-class _Sources:
-    """Choice of the source of each copy in one handover: the nearest live holder, then the one with fewest
+class CopySources:
+    """Choose the source of each copy in one handover: the nearest live holder, then the one with fewest
     reads so far."""
 
     def __init__(self, rows: list[list[int]], per: int, room: StagingRoom, limits: Constraints) -> None:

@@ -27,6 +27,7 @@ from migration.planning.locality_report import dispatch_saved, no_homes, present
 from migration.planning.plan_report import measures, memory, named_homes, steps
 from migration.planning.problem import PlanningProblem, PlanningQuestion, prepare
 from migration.planning.rank_loss import recover
+from migration.planning.rearrangement import eplb_map, eplb_map_by_node, few_moves, whole_map
 from migration.planning.sentences import recovery_summary, sentence
 from migration.planning.slots_vs_kv_cache import curve
 from migration.planning.staging_capacity import Unorderable
@@ -121,6 +122,16 @@ STRATEGIES: dict[Policy, tuple[Maker, ...]] = {
     "eplb_hierarchical": (eplb_by_node,),
 }
 """Strategies of each policy, fewest bytes first."""
+REARRANGING: dict[Policy, tuple[Maker, ...]] = {
+    "roost": (few_moves, whole_map),
+    "replicate": (few_moves,),
+    "reweight": (),
+    "uniform": (few_moves, whole_map),
+    "full": (whole_map,),
+    "eplb": (eplb_map,),
+    "eplb_hierarchical": (eplb_map_by_node,),
+}
+"""The same for engines that move their experts themselves: every candidate is one map with even shares."""
 _ENDS: dict[Maker, tuple[str, Callable[[PlanningProblem], Placement]]] = {anew: ("all anew", anew_at_most)}
 """Strategies whose end is cheap to compute and whose changes are expensive: the name, and the end without any
 limits."""
@@ -137,7 +148,8 @@ def decide(view: EngineView, question: PlanningQuestion, config: MigrationConfig
         keep = present_homes if question.policy == "roost" else no_homes
         return _nothing(_record(view, question), keep(view, sentence(reason)), reason)
     found = prepare(view, question, config)
-    run = _PlanningRun(with_expected_demand(found) if question.policy == "roost" else found)
+    moved_by_homes = question.policy == "roost" and not view.rearranges
+    run = _PlanningRun(with_expected_demand(found) if moved_by_homes else found)
     return run.recovery() if question.dead else run.plan()
 
 
@@ -161,20 +173,16 @@ class _PlanningRun:
             self._note(FindingCode.ONE_WINDOW)
         if not found.terms.speed.expert_pair:
             self._note(FindingCode.NO_PAIR_TIME)
+        if found.view.rearranges and found.config.critical_experts:
+            self._note(FindingCode.CRITICAL_UNABLE, error="the engine moves its experts itself")
         # Availability before speed: second replicas of critical experts are planned whatever they gain.
         if (safe := self._safe()) is not None:
             return self._at_home(safe)
         # Stop before any search where steps are as even as their few tokens allow and nothing could become
         # more local.
-        if (
-            policy == "roost"
-            and self._at_ceiling()
-            and not self._may_move_nearer()
-            and not self._may_go_home()
-            and not self._may_fill()
-        ):
+        if policy == "roost" and self._at_ceiling() and not self._may_be_more_local():
             return self._refused(Finding.of(FindingCode.AT_CEILING))
-        best = self._best(STRATEGIES[policy])
+        best = self._best((REARRANGING if found.view.rearranges else STRATEGIES)[policy])
         if best is not None:
             return self._at_home(self._decided(best), best)
         if self._max_gain == -np.inf:
@@ -188,6 +196,9 @@ class _PlanningRun:
     def recovery(self) -> PlannerDecision:
         """Plan for the loss of ranks. The plan is made whether or not it pays."""
         found, dead = self._found, ~np.asarray(self._found.limits.live, bool)
+        if found.view.rearranges:
+            error = "an engine that moves its experts itself ends with any of its ranks; restart it"
+            return self._refused(Finding.of(FindingCode.IMPOSSIBLE, error=error))
         way = recover(
             found.placement,
             dead,
@@ -216,7 +227,8 @@ class _PlanningRun:
         or may not get one.
         """
         found = self._found
-        if found.limits.min_replicas is None or found.question.policy == "reweight":
+        unable = found.question.policy == "reweight" or found.view.rearranges
+        if found.limits.min_replicas is None or unable:
             return None
         least = np.where(found.chosen[:, None], found.limits.min_replicas, 1)
         if (found.placement.replicas_on_rank.sum(axis=1) >= np.minimum(least, found.ranks)).all():
@@ -267,8 +279,8 @@ class _PlanningRun:
         if found.question.policy != "roost":
             return 0.0
         more = max(tried.copies - (0 if best is None else best.copies), 0) / max(self._cells, 1)
-        spent, layers = found.before.figures.seconds, tried.candidate.changes.layer
-        touched = 0.0 if not more else len(np.unique(layers)) / len(found.chosen)
+        spent = found.before.figures.seconds
+        touched = 0.0 if not more else tried.layers / len(found.chosen)
         return self._worth(
             max(
                 _COPY_MARGIN * more * (spent.experts + spent.dispatch),
@@ -291,8 +303,9 @@ class _PlanningRun:
                 return None
             candidate = way(found)
             end = candidate.placement(found)
-            if (same := end.expert_of_slot.tobytes()) in self._tables and candidate.split is not None:
-                # Another strategy led to the same placement with freely chosen shares.
+            chosen_freely = candidate.split is not None or candidate.table is not None
+            if (same := end.expert_of_slot.tobytes()) in self._tables and chosen_freely:
+                # Another strategy led to the same placement with freely chosen shares, or to the same map.
                 return None
             self._tables.add(same)
             after = candidate.problem(found).price(end)
@@ -424,6 +437,12 @@ class _PlanningRun:
     def _note_once(self, finding: Finding) -> None:
         if finding not in self._findings:
             self._findings.append(finding)
+
+    def _may_be_more_local(self) -> bool:
+        """True if a plan could save the sending of tokens. Adds the reasons to the record, once."""
+        if self._found.view.rearranges:
+            return False
+        return self._may_move_nearer() or self._may_go_home() or self._may_fill()
 
     def _may_fill(self) -> bool:
         """True if there are empty slots in which replicas could keep tokens local."""

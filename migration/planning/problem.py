@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray, SlotTable
+from fleet.dispatch import as_dispatched
 from fleet.placement import FULL, Placement, Split, even_split
+from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig, Policy
 from migration.model.constraints import Constraints
 from migration.model.cost_model import CostTerms, LinkSpeeds, PricedPlacement, StepSeconds, balance, priced
@@ -21,6 +24,7 @@ from migration.planning.rank_loss import critical
 from migration.planning.slots_vs_kv_cache import KvCacheModel, memory_seconds
 from migration.planning.staging_capacity import StagingRoom
 from migration.solvers.full_placement import full_placement
+from migration.solvers.full_tables import completed
 from migration.solvers.rank_relabelling import relabelled
 from migration.solvers.specialisation_test import SpecialisationTest, gate
 from migration.solvers.split_copies import split_copies
@@ -30,6 +34,13 @@ _MAX_SCATTER = 4 * DESIGN_EFFECT
 value of texts (`DESIGN_EFFECT`); below this, the measured value is used."""
 _MAX_BUSY = 0.9
 """Largest part of the time that decoding takes in the estimate of a step's tokens: towards 1 it diverges."""
+
+
+ASSUMED_EXPERT_SHARE = 0.5
+"""Part of a step that an engine without stated times is assumed to spend on experts. An assumption: it scales
+gains against costs, and so decides only how small a gain still pays."""
+ASSUMED_STEP = 1.5e-2
+"""Seconds of a step of an engine that reports no steps: a decode step of a GPU server."""
 
 
 class PlanningQuestion(NamedTuple):
@@ -236,9 +247,27 @@ class PlanningProblem:
     def before(self) -> PricedPlacement:
         return self.price(self.placement)
 
+    @cached_property
+    def completed(self) -> SlotTable:
+        """int16 [layers, slots]: the present placement without empty slots, and with no expert twice on a
+        rank. ValueError where a rank has more slots than there are experts."""
+        return completed(self.table, self.load, self.ranks)
+
     def price(self, placement: Placement) -> PricedPlacement:
         """Price a placement of these layers under the demand that plans are evaluated on."""
-        return priced(placement, self.evaluation, self.terms, self._memory)
+        return self._priced(placement, self.evaluation)
+
+    def price_fit(self, placement: Placement) -> PricedPlacement:
+        """Price a placement of these layers under the demand that plans are fitted to."""
+        return self._priced(placement, self.fit)
+
+    def _priced(self, placement: Placement, demand: FloatArray) -> PricedPlacement:
+        view = self.view
+        # Where every rank receives every token, experts are selected for all rows of the step.
+        rows = self.terms.step_tokens / (1 if view.gathers_all else max(view.targets, 1))
+        return priced(
+            as_dispatched(placement, view.dispatch, max(1, round(rows))), demand, self.terms, self._memory
+        )
 
     @cached_property
     def _memory(self) -> float:
@@ -262,15 +291,39 @@ def prepare(view: EngineView, question: PlanningQuestion, config: MigrationConfi
     fit, evaluation = (
         np.asarray(demand.rates[:, first:], np.float64) for demand in (view.demand, view.evaluation)
     )
+    step_tokens = tokens_of_a_step(view)
     terms = CostTerms(
-        speed=view.speed,
+        speed=priced_speed(view, step_tokens),
         node=view.node,
         top_k=view.shape.top_k,
-        step_tokens=tokens_of_a_step(view),
+        step_tokens=step_tokens,
         shape=view.shape,
     )
     limits = _limits(view, question, config, placement, fit.sum(axis=0), evaluation.sum(axis=0))
     return PlanningProblem(view, question, config, first, placement, fit, evaluation, terms, limits)
+
+
+def priced_speed(view: EngineView, step_tokens: float) -> EngineSpeed:
+    """Return the speed that placements are priced with.
+
+    Sending costs nothing where every rank receives every token, or where several ranks are one target, so
+    that none is nearer. An engine that moves its experts itself and states no time per pair is assumed to
+    spend `ASSUMED_EXPERT_SHARE` of its steps on experts. Verdicts correct that (`plan_discount`).
+    """
+    speed, ranks = view.speed, len(view.node)
+    if view.gathers_all or view.targets not in (0, ranks):
+        speed = msgspec.structs.replace(speed, dispatch=0.0, dispatch_node=0.0)
+    if not view.rearranges or speed.expert_pair:
+        return speed
+    step = view.step_seconds or ASSUMED_STEP
+    pairs = view.shape.layers * step_tokens * view.shape.top_k / ranks
+    return msgspec.structs.replace(
+        speed,
+        step=step,
+        decode_sequence=0.0,
+        decode_block=0.0,
+        expert_pair=step * ASSUMED_EXPERT_SHARE / pairs,
+    )
 
 
 def _limits(
@@ -317,6 +370,7 @@ def from_layer(placement: Placement, first: int) -> Placement:
         ranks=placement.ranks,
         epoch=placement.epoch,
         split=split,
+        duplicates=placement.duplicates,
     )
 
 

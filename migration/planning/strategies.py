@@ -54,7 +54,8 @@ class PlanCandidate(NamedTuple):
     """Result of a strategy, not yet evaluated.
 
     changes: of the problem's layers, in order; their gain is in no unit yet. split: of the end placement;
-    None: even.
+    None: even. table: the end of a plan that is one handover, for engines that move their experts themselves;
+    there are no changes then.
     """
 
     name: str
@@ -62,6 +63,7 @@ class PlanCandidate(NamedTuple):
     split: Split | None
     predicted: PredictedEffect | None = None
     """None: homes of requests do not change."""
+    table: SlotTable | None = None
 
     def problem(self, found: PlanningProblem) -> PlanningProblem:
         """Return the problem with the demand that goes with this candidate."""
@@ -75,7 +77,7 @@ class PlanCandidate(NamedTuple):
         """Return the placement at the end."""
         start = found.placement
         return Placement(
-            made(start.expert_of_slot, self.changes),
+            made(start.expert_of_slot, self.changes) if self.table is None else self.table,
             experts=start.experts,
             ranks=start.ranks,
             epoch=start.epoch,
@@ -224,13 +226,13 @@ def _few(found: PlanningProblem) -> PlacementChanges:
 def _towards(found: PlanningProblem, goal: SlotTable) -> PlacementChanges:
     """Return the changes towards another table: of the chosen layers, within the budget, without experts in
     cooldown."""
-    table = np.where(_open_layers(found)[:, None], goal, found.table)
+    table = np.where(open_layers(found)[:, None], goal, found.table)
     gain = np.where((table != found.table).any(axis=1), 1.0, 0.0)
     changes = without_reversals(found, between(found.table, table, found.ranks, gain))
     return changes if found.limits.max_copies is None else within(changes, found.limits.max_copies)
 
 
-def _open_layers(found: PlanningProblem) -> NDArray[np.bool_]:
+def open_layers(found: PlanningProblem) -> NDArray[np.bool_]:
     """bool [layers]: chosen layers without any expert in cooldown."""
     frozen = found.limits.frozen
     return found.chosen if frozen is None else found.chosen & ~frozen.any(axis=1)

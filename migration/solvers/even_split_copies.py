@@ -15,6 +15,7 @@ take away again is never copied (`migration.solvers.table_diff.shortened` remove
 means.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +84,7 @@ def even_split_copies(
     goal: NDArray[Any],
     noise: LoadNoise | None = None,
     node: IndexArray | None = None,
+    full: bool = False,
 ) -> PlacementChanges:
     """Return the changes, layers interleaved, each layer's in order. gain: fall of the layer's most loaded
     rank, in mean rank loads.
@@ -92,7 +94,9 @@ def even_split_copies(
     by sampling are skipped, and the others are brought to the target part of the gain that remains of a full
     re-placement's on the next window. With the pairs of a step, layers whose imbalance is below the noise of
     single steps are skipped too. node: [ranks]; where there are several nodes, experts that must keep more
-    than one replica keep those where they are. ValueError names the shapes that do not fit together.
+    than one replica keep those where they are. full: no slot may become empty, so that there are swaps and
+    replications over spare replicas only; the table has no empty slot then. ValueError names the shapes that
+    do not fit together.
     """
     layers, slots = table.shape
     if ranks < 1 or slots % ranks:
@@ -103,7 +107,7 @@ def even_split_copies(
             f" [{layers}]"
         )
     # Relative loads make one set of thresholds valid for all layers.
-    state = _state(table, load, ranks, limits, node)
+    state = replace(_state(table, load, ranks, limits, node), full=full)
     live = ranks - int(state.away.sum())
     if live < 2:
         return NONE

@@ -63,6 +63,8 @@ class SearchState:
     """[layers, ranks]"""
     pays: FloatArray
     """[layers, ranks]: penalty."""
+    full: bool = False
+    """No slot may become empty."""
 
     @property
     def empty(self) -> int:
@@ -112,9 +114,8 @@ class SearchState:
         return replace(self, **arrays)
 
 
-PER_LAYER = tuple(
-    field.name for field in fields(SearchState) if field.name not in ("ranks", "per", "max_replicas", "away")
-)
+_OF_ALL = ("ranks", "per", "max_replicas", "away", "full")
+PER_LAYER = tuple(field.name for field in fields(SearchState) if field.name not in _OF_ALL)
 
 
 def penalty(over: NDArray[Any]) -> NDArray[Any]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fleet.arrays import BoolArray, Float32Array, FloatArray, IndexArray
+from migration.model.placement_changes import ChangeKind
 from migration.solvers.search_state import SearchState, penalty
 
 INVITING = 0.02
@@ -73,6 +74,8 @@ def best(state: SearchState, going: BoolArray, pace: RoundSize, pairs: int, turn
         _drop(state, rows, hot, many),
     )  # by Kind
     worth, hot_slot, cold_slot = (np.array(parts) for parts in zip(*options, strict=True))
+    if state.full:
+        worth[[ChangeKind.MOVE, ChangeKind.DROP]] = -BARRED
     # A replica above the cap cannot be moved away whole: where replicating it helps, nothing else is
     # considered.
     worth[0] += _bar(hot.has_giant & (worth[0] > 0.0))
