@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: up docs plugin test test-slow test-vllm record-vllm soak lint bench evidence venv clean
+.PHONY: up docs plugin test test-slow test-vllm test-vllm-slow record-vllm soak lint bench evidence venv clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -32,8 +32,11 @@ test: venv ## the fast tests, two at a time, under six minutes on two cores
 test-slow: venv ## soaks and long fault loops
 	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
-test-vllm: venv ## the door before a real vLLM, in an environment of its own (.venv-vllm); by hand, not in CI
+test-vllm: venv ## the door and the plugin with a real vLLM, in an environment of its own (.venv-vllm); by hand, not in CI
 	@$(BIN)/python -m tests.compat.live
+
+test-vllm-slow: venv ## maps on that vLLM while messages are lost, late, doubled or wrong
+	@$(BIN)/python -m tests.compat.live --slow
 
 record-vllm: venv ## record anew what that vLLM answers, for the tests that replay it
 	@$(BIN)/python -m tests.compat.live --record

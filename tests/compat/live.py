@@ -1,8 +1,9 @@
 """The door before a real vLLM: every request of `requests.ALL` and two clients, directly and through `roost
 router`.
 
-    make test-vllm                  # differences are printed; the status is 1 when there are any
-    make record-vllm                # writes vllm-VERSION.json anew instead
+make test-vllm                  # differences are printed; then the fast tests of tests/vllm; status 1 if any
+make test-vllm-slow             # the slow tests of tests/vllm only: messages lost, late and doubled make
+record-vllm                # writes vllm-VERSION.json anew instead
 
 vLLM runs on the CPU in an environment of its own (.venv-vllm: some 1.5 GB, made once), because what it pins
 does not agree with what Roost pins. LiteLLM is installed there, too, for the same reason.
@@ -182,6 +183,15 @@ async def main(*, recording: bool) -> int:
     return 1 if found else 0
 
 
+def plugin_tests(*options: str) -> int:
+    """Run the tests of Roost's plugin on two ranks of that vLLM. Returns pytest's exit status."""
+    words = [sys.executable, "-m", "pytest", "tests/vllm", "--log-cli-level=INFO", *options]
+    return subprocess.run(words, cwd=ROOT, env={**os.environ, "ROOST_VLLM_PYTHON": str(PYTHON)}).returncode
+
+
 if __name__ == "__main__":
     install()
-    sys.exit(asyncio.run(main(recording="--record" in sys.argv)))
+    if "--slow" in sys.argv:
+        sys.exit(plugin_tests("-m", "slow"))
+    status = asyncio.run(main(recording="--record" in sys.argv))
+    sys.exit(status if "--record" in sys.argv else status or plugin_tests())

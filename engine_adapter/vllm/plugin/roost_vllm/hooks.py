@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from roost_vllm.digests import ExpertHasher
+from roost_vllm.identity import Identity
 from roost_vllm.maps import Table
 from roost_vllm.names import TESTED, engine_version, missing_names
-from roost_vllm.rank import Engine, ExpertRank, Identity
+from roost_vllm.rank import ExpertRank
 from roost_vllm.settings import Settings
+from roost_vllm.slot_digests import SlotDigests
 from roost_vllm.taps import follow_captures, follow_copies
 
 logger = logging.getLogger("vllm.roost")
@@ -61,6 +63,9 @@ def _after_add_model(owner: Any, settings: Settings, missing: tuple[str, ...]) -
     @functools.wraps(original)
     def add_model(self: Any, model: Any, model_config: Any, *rest: Any, **named: Any) -> Any:
         result = original(self, model, model_config, *rest, **named)
+        if self.parallel_config.enable_elastic_ep:
+            logger.error("roost: elastic EP changes the expert ranks: no placements and no reports")
+            return result
         if len(self.model_states) > 1:
             rank = rank_of(self)
             if rank is not None:
@@ -183,12 +188,11 @@ class _Policy:
         )
 
 
-class _VllmEngine(Engine):
+class _Eplb:
     """Access to one `EplbState` and its only model."""
 
-    def __init__(self, state: Any, model: Any) -> None:
+    def __init__(self, state: Any) -> None:
         self._state = state
-        self._model = model
         self._model_state = next(iter(state.model_states.values()))
 
     def read_map(self) -> Table:
@@ -202,10 +206,6 @@ class _VllmEngine(Engine):
 
     def is_moving(self) -> bool:
         return self._state.is_async and self._model_state.rebalanced
-
-    @property
-    def weights(self) -> Sequence[Sequence[torch.Tensor]]:
-        return self._model.expert_weights
 
 
 def _exchange(group: Any, numbers: Sequence[int]) -> list[list[int]]:
@@ -228,13 +228,14 @@ def _expert_rank(
     exchange = functools.partial(_exchange, coordinator.cpu_group)
     refusal = _refusal(parallel, model_config, settings)
     hasher = ExpertHasher(state.device)
-    engine = _VllmEngine(state, model)
+    engine = _Eplb(state)
     slots = model.num_physical_experts // coordinator.world_size
     own = _own_digests(hasher, model.expert_weights, slots, state.device)
     rows = exchange([secrets.randbits(62), *own.reshape(-1).tolist()])
     digests = np.concatenate([np.array(row[1:]).reshape(own.shape) for row in rows], axis=1)
     identity = _identity(parallel, model, model_config, coordinator, missing, f"{rows[0][0]:016x}")
-    return ExpertRank(identity, engine, exchange, hasher, state.device, digests, settings, refusal)
+    checked = SlotDigests(identity, engine.read_map(), digests, hasher, model.expert_weights, state.device)
+    return ExpertRank(identity, engine, exchange, checked, state.device, settings, refusal)
 
 
 def _own_digests(
@@ -252,8 +253,6 @@ def _refusal(parallel: Any, model_config: Any, settings: Settings) -> str:
     """Return why this vLLM gets no placements; empty: it gets them."""
     if model_config.runner_type == "pooling":
         return "a pooling model: its workers count steps differently"
-    if parallel.enable_elastic_ep:
-        return "elastic EP: the number of expert ranks may change"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism: each stage has layers and an EPLB group of its own"
     if parallel.eplb_config.use_async and not settings.asynchronous:

@@ -32,8 +32,10 @@ from roost_vllm.wire import (
 
 logger = logging.getLogger("vllm.roost")
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _IO_SECONDS = 10.0
+_WELCOME_SECONDS = 60.0
+"""An agent asks the bus for the last epoch before it welcomes a worker."""
 _OUTBOX = 10_000
 """Messages that wait at most. The oldest go first: reports may be lost, states are told again."""
 
@@ -49,8 +51,8 @@ class Worker(Protocol):
         """Take the agent's wishes, and return what it must know first."""
         ...
 
-    def receive(self, message: FromAgent) -> FromWorker | None:
-        """Return the answer to a message; None: there is none."""
+    def receive(self, message: FromAgent) -> FromWorker:
+        """Return the answer to a message."""
         ...
 
 
@@ -69,9 +71,8 @@ class Link(threading.Thread):
         self._worker = worker
         self._clock = clock
         self._outbox: deque[FromWorker] = deque(maxlen=_OUTBOX)
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
+        self._waker: socket.socket | None = None
+        """wakes the thread while it waits"""
         self._alone_since: float | None = clock()
         self._stopped = False
         self.processor_seconds = 0.0
@@ -94,29 +95,39 @@ class Link(threading.Thread):
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is awake already
-            self._wake_write.send(b"x")
+        waker = self._waker
+        if waker is not None:
+            with contextlib.suppress(OSError):  # it is awake already, or has ended
+                waker.send(b"x")
 
     def run(self) -> None:
         """Connect, serve, and connect again, until stopped."""
         pause, told = _FIRST_PAUSE, ""
-        while not self._stopped:
-            try:
-                self._one_connection()
-                pause, told = _FIRST_PAUSE, ""
-            except (OSError, WireError, Refused) as error:
+        woken, self._waker = socket.socketpair()
+        with woken, self._waker:
+            woken.setblocking(False)
+            self._waker.setblocking(False)
+            while not self._stopped:
+                reason = self._try_one_connection(woken)
                 if self._alone_since is None:
-                    pause = _FIRST_PAUSE
-                if str(error) != told:
-                    told = str(error)
-                    logger.warning("roost: no agent at %s:%d: %s", *self._settings[:2], error)
-            finally:
-                self._alone_since = self._clock() if self._alone_since is None else self._alone_since
-                self.processor_seconds = time.thread_time()
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+                    self._alone_since, pause, told = self._clock(), _FIRST_PAUSE, ""
+                if reason != told:
+                    told = reason
+                    logger.warning("roost: no agent at %s:%d: %s", *self._settings[:2], reason)
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _one_connection(self) -> None:
+    def _try_one_connection(self, woken: socket.socket) -> str:
+        """Connect and serve; return why that ended."""
+        try:
+            self._one_connection(woken)
+        except (OSError, WireError, Refused) as error:
+            return str(error)
+        finally:
+            self.processor_seconds = time.thread_time()
+        return "stopped"
+
+    def _one_connection(self, woken: socket.socket) -> None:
         address = (self._settings.host, self._settings.port)
         with socket.create_connection(address, timeout=_IO_SECONDS) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -131,7 +142,7 @@ class Link(threading.Thread):
                 connection.sendall(frame(message))
             for body in early:
                 self._answer(connection, body)
-            self._serve(connection, frames)
+            self._serve(connection, frames, woken)
 
     def _shake_hands(self, connection: socket.socket, frames: Frames) -> tuple[AgentWelcome, list[bytes]]:
         bodies: list[bytes] = []
@@ -144,11 +155,13 @@ class Link(threading.Thread):
         nonce = secrets.token_bytes(32)
         mine = proof(self._settings.secret, "worker", hello.nonce)
         connection.sendall(frame(self._worker.hello(proof=mine, nonce=nonce)))
+        connection.settimeout(_WELCOME_SECONDS)
         welcome = self._next(connection, frames, bodies)
         if not isinstance(welcome, AgentWelcome):
             raise Refused(_why(connection, welcome, "welcome"))
         if not hmac.compare_digest(welcome.proof, proof(self._settings.secret, "agent", nonce)):
             raise Refused(_told(connection, "the agent does not know the secret of ROOST_SECRET_FILE"))
+        connection.settimeout(_IO_SECONDS)
         return welcome, bodies
 
     def _next(self, connection: socket.socket, frames: Frames, bodies: list[bytes]) -> FromAgent:
@@ -156,11 +169,11 @@ class Link(threading.Thread):
             bodies += frames.feed(_received(connection))
         return decode(bodies.pop(0))
 
-    def _serve(self, connection: socket.socket, frames: Frames) -> None:
+    def _serve(self, connection: socket.socket, frames: Frames, woken: socket.socket) -> None:
         while not self._stopped:
-            readable, _, _ = select.select([connection, self._wake_read], [], [], 0.5)
-            if self._wake_read in readable:
-                self._wake_read.recv(4096)
+            readable, _, _ = select.select([connection, woken], [], [], 0.5)
+            if woken in readable:
+                woken.recv(4096)
             if connection in readable:
                 for body in frames.feed(_received(connection)):
                     self._answer(connection, body)
@@ -176,9 +189,7 @@ class Link(threading.Thread):
             return
         if isinstance(message, LinkError):
             raise Refused(f"the agent says: {message.reason}")
-        answer = self._worker.receive(message)
-        if answer is not None:
-            connection.sendall(frame(answer))
+        connection.sendall(frame(self._worker.receive(message)))
 
 
 def _received(connection: socket.socket) -> bytes:

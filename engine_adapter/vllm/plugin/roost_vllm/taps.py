@@ -26,13 +26,12 @@ _PATCHED = "_roost_patched"
 class RequestTap:
     """Requests of this rank's target: which of them run in a step, and the experts of their tokens."""
 
-    def __init__(self, layers: int, top_k: int) -> None:
+    def __init__(self, layers: int) -> None:
         self.is_counted = True
         """the step holds other requests than the agent's own"""
         self._requests = RoutedRequests()
         self._spans: list[Span] | None = None
         self._rows: list[torch.Tensor | None] = [None] * layers
-        self._top_k = top_k
         self._copied: deque[tuple[list[Span], np.ndarray]] = deque(maxlen=1000)
 
     def begin(self, scheduled: Any) -> list[RoutedRequest]:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from roost_vllm.counters import Counters
 from roost_vllm.digests import ExpertHasher, SlotCheck, digest_text
 from roost_vllm.maps import arrivals, demand_by_expert
-from roost_vllm.rank import first_digests
 from roost_vllm.routed import RoutedRequests, Span, external_id
+from roost_vllm.slot_digests import first_digests
 
 CPU = torch.device("cpu")
 TABLE = np.array([[0, 1, 2, 0], [2, 1, 0, 1]], np.int16)

@@ -1,0 +1,296 @@
+"""Expert ranks together: what they carry out, count and check, with an EPLB of arrays in place of vLLM's."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from roost_vllm.digests import ExpertHasher
+from roost_vllm.identity import Identity
+from roost_vllm.rank import ExpertRank
+from roost_vllm.settings import Settings
+from roost_vllm.slot_digests import SlotDigests
+from roost_vllm.wire import (
+    AgentWelcome,
+    DescribeWorker,
+    DropMap,
+    ExpertDigests,
+    FromWorker,
+    MapMoved,
+    MapStatus,
+    PermitVote,
+    SlotMismatch,
+    StageMap,
+    WorkerDemand,
+    map_digest,
+)
+
+CPU = torch.device("cpu")
+LAYERS, EXPERTS, RANKS, SLOTS = 2, 4, 2, 3
+INITIAL = np.array([[0, 1, 2, 3, 0, 1]] * LAYERS, np.int16)
+OTHER = np.array([[3, 2, 1, 0, 2, 2]] * LAYERS, np.int16)
+WEIGHTS = torch.randn(LAYERS, EXPERTS, 10)
+Action = Callable[["Rank"], object]
+
+
+def identity(rank: int) -> Identity:
+    return Identity(
+        missing=(), engine="0.32.0", instance="one", rank=rank, ranks=RANKS, target=0, targets=1, model="m",
+        layers=LAYERS, experts=EXPERTS, slots=SLOTS, top_k=1, expert_bytes=40, all2all="naive",
+        dtype="float32", quantisation="", asynchronous=False, sees_all=True, tells_demand=rank == 0,
+    )  # fmt: skip
+
+
+@dataclass
+class Eplb:
+    """EPLB of one rank: its slots, and the map in force."""
+
+    rank: int
+    table: np.ndarray = field(default_factory=INITIAL.copy)
+    forgets: int | None = None
+    """slot that a rearrangement does not fill"""
+    ask: Callable[[], torch.Tensor | None] = lambda: None
+    steps: list[int] = field(default_factory=list)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.weights = [[self.own(self.table)[layer]] for layer in range(LAYERS)]
+
+    def own(self, table: np.ndarray) -> list[torch.Tensor]:
+        first = self.rank * SLOTS
+        return [
+            WEIGHTS[layer][table[layer, first : first + SLOTS].astype(np.int64)] for layer in range(LAYERS)
+        ]
+
+    def read_map(self) -> np.ndarray:
+        return self.table.copy()
+
+    def load(self) -> torch.Tensor:
+        return torch.ones(LAYERS, RANKS * SLOTS, dtype=torch.int32)
+
+    def rearrange(self) -> None:
+        agreed = self.ask()
+        assert agreed is not None
+        self.table = agreed.numpy().astype(np.int16)
+        for layer, new in enumerate(self.own(self.table)):
+            kept = [slot for slot in range(SLOTS) if slot != self.forgets]
+            self.weights[layer][0][kept] = new[kept]
+        self.steps.append(self.step)
+
+    def is_moving(self) -> bool:
+        return False
+
+
+class Rank:
+    """One rank with what it told its agent."""
+
+    def __init__(self, number: int, exchange: Callable[[Sequence[int]], list[list[int]]], settings: Settings):
+        self.eplb = Eplb(number)
+        own = [[int(hasher.digest([tensor])) for tensor in layer[0]] for layer in self.eplb.weights]
+        digests = np.array(exchange(np.array(own).ravel().tolist())).reshape(RANKS, LAYERS, SLOTS)
+        table = np.concatenate(digests, axis=1)
+        checked = SlotDigests(identity(number), INITIAL, table, hasher, self.eplb.weights, CPU)
+        self.rank = ExpertRank(identity(number), self.eplb, exchange, checked, CPU, settings)
+        self.eplb.ask = self.rank.take_agreed
+        self.told: list[FromWorker] = []
+        self.rank.link.send = self.told.append  # type: ignore[method-assign]
+        welcome = AgentWelcome(proof=b"", epoch=1, report_seconds=0.05, vote_steps=4)
+        self.told += self.rank.welcomed(welcome)
+
+    def step(self, number: int) -> None:
+        self.eplb.step = number
+        self.rank.begin_step()
+        self.rank.end_step(is_dummy=False)
+        self.rank.after_step()
+
+    @property
+    def status(self) -> MapStatus:
+        status = self.rank.receive(DescribeWorker())
+        assert isinstance(status, MapStatus)
+        return status
+
+    def heard(self, kind: type) -> list:
+        return [message for message in self.told if isinstance(message, kind)]
+
+
+hasher = ExpertHasher(CPU)
+
+
+class Ranks:
+    """Ranks that step together, each in a thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._barrier = threading.Barrier(RANKS, timeout=20)
+        self._rows: list[list[int]] = [[] for _ in range(RANKS)]
+        self.ranks: list[Rank] = [None] * RANKS  # type: ignore[list-item]
+        self.exchanges = 0
+        self._together(lambda number: self._make(number, settings))
+
+    def _make(self, number: int, settings: Settings) -> None:
+        self.ranks[number] = Rank(number, lambda row: self._exchange(number, row), settings)
+
+    def _exchange(self, number: int, row: Sequence[int]) -> list[list[int]]:
+        self._rows[number] = list(row)
+        self._barrier.wait()
+        rows = [list(one) for one in self._rows]
+        self._barrier.wait()
+        self.exchanges += number == 0
+        return rows
+
+    def _together(self, work: Callable[[int], object]) -> None:
+        failures: list[BaseException] = []
+
+        def guarded(number: int) -> None:
+            try:
+                work(number)
+            except BaseException as error:  # noqa: BLE001 - told to the test
+                failures.append(error)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=guarded, args=(number,)) for number in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert failures == []
+
+    def steps(self, count: int) -> None:
+        self._together(lambda number: [self.ranks[number].step(step) for step in range(count)])
+
+    def to(self, numbers: Sequence[int], message: StageMap | PermitVote | DropMap) -> None:
+        for number in numbers:
+            self.ranks[number].rank.receive(message)
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return Settings("127.0.0.1", 1, b"secret")
+
+
+@pytest.fixture
+def ranks(settings: Settings) -> Ranks:
+    return Ranks(settings)
+
+
+def staging(handover: int = 1, table: np.ndarray = OTHER) -> StageMap:
+    return StageMap(
+        handover=handover,
+        epoch=handover + 1,
+        replaces=map_digest(INITIAL, EXPERTS),
+        map=table.astype("<i2").tobytes(),
+    )
+
+
+def test_a_map_that_all_were_permitted_to_vote_for_comes_into_force_in_one_step(ranks: Ranks) -> None:
+    ranks.to([0, 1], staging())
+    ranks.steps(3)
+    assert [rank.status.state for rank in ranks.ranks] == ["staged", "staged"]
+    ranks.to([0, 1], PermitVote(handover=1))
+    ranks.steps(3)
+    assert [rank.eplb.steps for rank in ranks.ranks] == [[0], [0]]
+    for rank in ranks.ranks:
+        assert (rank.status.flipped, rank.status.epoch) == (1, 2)
+        assert rank.status.served == map_digest(OTHER, EXPERTS)
+        (moved,) = rank.heard(MapMoved)
+        assert (moved.handover, moved.received) == (1, 2)
+        assert rank.heard(SlotMismatch) == []
+        assert rank.heard(ExpertDigests)[-1].served == map_digest(OTHER, EXPERTS)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_no_rank_moves_while_one_lacks_the_map_or_the_permission(ranks: Ranks, lost: int) -> None:
+    ranks.to([1 - lost], staging())
+    ranks.to([0, 1], PermitVote(handover=1))
+    ranks.steps(5)
+    ranks.to([lost], staging())
+    ranks.steps(5)
+    assert [rank.eplb.steps for rank in ranks.ranks] == [[], []]
+    ranks.to([lost], PermitVote(handover=1))
+    ranks.steps(5)
+    assert [len(rank.eplb.steps) for rank in ranks.ranks] == [1, 1]
+
+
+def test_a_map_that_one_rank_dropped_is_never_carried_out(ranks: Ranks) -> None:
+    ranks.to([0, 1], staging())
+    ranks.to([0, 1], PermitVote(handover=1))
+    ranks.to([1], DropMap(handover=1, reason="no"))
+    ranks.steps(5)
+    assert [rank.eplb.steps for rank in ranks.ranks] == [[], []]
+    assert [rank.status.state for rank in ranks.ranks] == ["voting", "refused"]
+
+
+def test_after_the_first_steps_votes_are_as_rare_as_the_agent_wishes(ranks: Ranks) -> None:
+    ranks.steps(64)
+    before = ranks.exchanges
+    ranks.steps(40)
+    assert ranks.exchanges - before == 10
+
+
+def test_a_slot_that_does_not_hold_its_expert_is_told_and_ends_all_maps(ranks: Ranks) -> None:
+    ranks.ranks[1].eplb.forgets = 2
+    ranks.to([0, 1], staging())
+    ranks.to([0, 1], PermitVote(handover=1))
+    ranks.steps(5)
+    mismatches = ranks.ranks[1].heard(SlotMismatch)
+    assert [(one.layer, one.slot, one.expert) for one in mismatches] == [(0, 5, 2), (1, 5, 2)]
+    assert ranks.ranks[0].heard(SlotMismatch) == []
+    status = ranks.ranks[1].rank.receive(staging(2))
+    assert isinstance(status, MapStatus)
+    assert "does not hold expert 2" in status.reason
+
+
+def test_counters_are_told_with_the_map_that_they_were_counted_under(ranks: Ranks) -> None:
+    ranks.steps(4)
+    ranks.to([0, 1], staging())
+    ranks.to([0, 1], PermitVote(handover=1))
+    ranks.steps(6)
+    time.sleep(0.06)
+    ranks.steps(1)
+    told = ranks.ranks[0].heard(WorkerDemand)
+    served = {map_digest(table, EXPERTS): table for table in (INITIAL, OTHER)}
+    steps = dict.fromkeys(served, 0)
+    for message in told:
+        copies = np.bincount(served[message.served][0], minlength=EXPERTS)
+        demand = np.frombuffer(message.demand, "<i8").reshape(LAYERS, EXPERTS)
+        assert demand.tolist() == [(copies * message.steps).tolist()] * LAYERS
+        steps[message.served] += message.steps
+    assert list(steps.values()) == [5, 6], "the step before the move was counted under the old map"
+    assert all(message.demand == b"" for message in ranks.ranks[1].heard(WorkerDemand))
+
+
+def test_a_step_with_requests_of_the_agent_only_is_not_counted(ranks: Ranks) -> None:
+    nudge = SimpleNamespace(
+        finished_req_ids=set(), scheduled_new_reqs=[], num_scheduled_tokens={"cmpl-roost-nudge-1-0-00": 1}
+    )
+    for rank in ranks.ranks:
+        rank.rank.schedule(None, nudge)
+    ranks.steps(1)
+    idle = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[], num_scheduled_tokens={})
+    for rank in ranks.ranks:
+        rank.rank.schedule(None, idle)
+    assert ranks.ranks[0].heard(WorkerDemand) == []
+
+
+def test_vllms_own_policy_takes_over_only_when_all_ranks_are_without_an_agent() -> None:
+    alone = Settings("127.0.0.1", 1, b"secret", fallback=True, patience=0.0)
+    ranks = Ranks(alone)
+    ranks.to([0, 1], staging())
+    ranks.ranks[0].rank.link.alone_seconds = lambda: 0.0  # type: ignore[method-assign]
+    ranks.steps(3)
+    assert [rank.rank.is_fallback() for rank in ranks.ranks] == [False, False]
+    assert ranks.ranks[1].status.state == "staged"
+    del ranks.ranks[0].rank.link.alone_seconds
+    ranks.steps(3)
+    assert [rank.rank.is_fallback() for rank in ranks.ranks] == [True, True]
+    assert [rank.status.state for rank in ranks.ranks] == ["idle", "idle"]
+
+
+def test_the_map_stays_without_an_agent_unless_told_otherwise(ranks: Ranks) -> None:
+    for rank in ranks.ranks:
+        rank.rank.link.alone_seconds = lambda: 1e9  # type: ignore[method-assign]
+    ranks.steps(3)
+    assert [rank.rank.is_fallback() for rank in ranks.ranks] == [False, False]

@@ -1,0 +1,90 @@
+"""Greedy streams of token ids, and what they must be."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+import numpy as np
+
+from tests.vllm.server import SERVED, Vllm
+
+TOKENS = 40
+Prompt = tuple[int, ...]
+
+
+def prompts(count: int, seed: int = 0) -> list[Prompt]:
+    """Return prompts of 20 to 90 tokens of printable bytes."""
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(32, 127, rng.integers(20, 90)).tolist()) for _ in range(count)]
+
+
+async def stream(client: httpx.AsyncClient, server: Vllm, prompt: Prompt, target: int = 0) -> list[int]:
+    """Return the ids of a greedy stream. httpx.HTTPError, or RuntimeError for an error amid it."""
+    body = {"model": SERVED, "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, "stream": True}
+    body |= {"return_token_ids": True, "ignore_eos": True}
+    headers = {"X-data-parallel-rank": str(target)} if server.targets > 1 else {}
+    ids: list[int] = []
+    async with client.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(str(event["error"]))
+                ids += [one for choice in event["choices"] for one in choice.get("token_ids") or ()]
+    return ids
+
+
+@dataclass
+class Traffic:
+    """Streams that go on, compared with those of the same prompts before."""
+
+    expected: dict[Prompt, list[int]]
+    finished: int = 0
+    tokens: int = 0
+    differ: list[Prompt] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    async def one_after_another(self, client: httpx.AsyncClient, server: Vllm, seed: int) -> None:
+        """Stream prompts in random order for ever."""
+        rng = np.random.default_rng(seed)
+        known = list(self.expected)
+        while True:
+            prompt = known[rng.integers(len(known))]
+            try:
+                ids = await stream(client, server, prompt, seed % server.targets)
+            except (httpx.HTTPError, RuntimeError) as error:
+                self.failed.append(repr(error))
+                await asyncio.sleep(0.2)
+                continue
+            self.finished += 1
+            self.tokens += len(ids)
+            if ids != self.expected[prompt]:
+                self.differ.append(prompt)
+
+
+async def unbroken(server: Vllm, asked: Sequence[Prompt]) -> dict[Prompt, list[int]]:
+    """Return the ids of prompts streamed one after another while nothing else happens."""
+    async with httpx.AsyncClient(timeout=120) as client:
+        return {prompt: await stream(client, server, prompt) for prompt in asked}
+
+
+@contextlib.asynccontextmanager
+async def streaming(
+    server: Vllm, expected: dict[Prompt, list[int]], streams: int = 4
+) -> AsyncIterator[Traffic]:
+    """Keep that many streams going with the context."""
+    traffic = Traffic(expected)
+    async with httpx.AsyncClient(timeout=120) as client:
+        tasks = [
+            asyncio.create_task(traffic.one_after_another(client, server, seed)) for seed in range(streams)
+        ]
+        try:
+            yield traffic
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
