@@ -52,6 +52,9 @@ SwapOption = Annotated[
         help="Expert of the same layer to send in the opposite direction.",
     ),
 ]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be moved, and what gives way. Nothing is moved.")
+]
 PlanOption = Annotated[
     Path | None,
     typer.Option("--plan", metavar="FILE", help="Carry out a plan written by `roost plan --out FILE`."),
@@ -79,6 +82,7 @@ def migrate(
     move: MoveOption = False,
     swap: SwapOption = None,
     plan: PlanOption = None,
+    dry_run: DryRunOption = False,
     no_wait: NoWaitOption = False,
     nats: NatsOption = None,
     as_json: JsonOption = False,
@@ -87,8 +91,8 @@ def migrate(
     """Copy an expert to another rank, or carry out a plan, while the engine serves. Generated tokens do not
     change.
 
-    If the rank has no free slot, the planner evicts a redundant replica or chooses an expert to swap. Ctrl-C
-    ends this command; the migration continues.
+    If the rank has no free slot, the planner evicts a redundant replica or chooses an expert to swap; what
+    gives way is shown before anything moves. Ctrl-C ends this command; the migration continues.
 
     Exit status 1: the migration was refused or aborted, and the engine keeps its placement.
     """
@@ -97,7 +101,7 @@ def migrate(
     form, bus = OutputForm(wait=not no_wait, as_json=as_json), bus_from(config, nats)
     if plan is not None:
         refuse(
-            {"--expert": expert, "--from": source, "--move": move, "--swap": swap},
+            {"--expert": expert, "--from": source, "--move": move, "--swap": swap, "--dry-run": dry_run},
             "moves one expert; --plan FILE already contains its moves",
         )
         show_plan_file(bus, plan, to, form)
@@ -111,7 +115,17 @@ def migrate(
     if move and swap is not None:
         fail("--swap already moves both experts; use one of --move and --swap", USAGE)
     engine, rank = _place(to)
-    show_migration(bus, _expert(expert), engine, rank, form, source=source, move=move, swap=swap)
+    show_migration(
+        bus,
+        _expert(expert),
+        engine,
+        rank,
+        form,
+        source=source,
+        move=move,
+        swap=swap,
+        dry_run=dry_run,
+    )
 
 
 def rollback(

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import msgspec
+
 from bus import Bus, BusTimeout, Declined, Message, Received, Subscription
 from bus.protocol.subjects import Subjects
 from deploy.client.fleet_status import members
@@ -117,7 +119,7 @@ class PlanProgress(RunProgress):
 
     @property
     def pending(self) -> str:
-        """What decided ranks of an engine that rearranges wait for (`HandoverDescribed.pending`)."""
+        """State what decided ranks of an engine that rearranges wait for (`HandoverDescribed.pending`)."""
         return ", ".join(sorted({status.pending for status in self.ranks.values()} - {""}))
 
     @property
@@ -157,6 +159,12 @@ async def carried_out(
             ):
                 await _follow(bus, subjects, progress, known, say)
     return progress
+
+
+async def preview(bus: Bus, subjects: Subjects, order: MigrateExpert, say: Say) -> MigrationAccepted:
+    """Return what the planner would do for a request, of which nothing is done. Raises NotAccepted when it
+    refuses or does not answer."""
+    return await _accepted(bus, subjects, msgspec.structs.replace(order, dry_run=True), say)
 
 
 async def _accepted(bus: Bus, subjects: Subjects, order: Order, say: Say) -> MigrationAccepted:

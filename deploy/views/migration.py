@@ -13,12 +13,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from bus import Bus
 from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
-from deploy.client.migrations import NoSuchEngine, NotAccepted, Order, PlanProgress, carried_out, engine_named
+from deploy.client.migrations import (
+    NoSuchEngine,
+    NotAccepted,
+    Order,
+    PlanProgress,
+    carried_out,
+    engine_named,
+    preview,
+)
 from deploy.process import FAILURE, print_error
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.output import USAGE, console, fail, in_json, note, show
 from fleet.experts import ExpertId
-from fleet.requests.plans import ApplyPlan, MigrateExpert, RollBack
+from fleet.requests.plans import ApplyPlan, MigrateExpert, MigrationAccepted, RollBack
 from fleet.text import byte_size, counted
 from migration.model.plan import Plan
 
@@ -50,13 +58,15 @@ def show_migration(
     source: int | None,
     move: bool,
     swap: int | None,
+    dry_run: bool = False,
 ) -> None:
-    """Move one expert to a rank and report the progress. Like the other functions here, ends the command with
-    status 1 if the migration is refused or aborted."""
+    """Move one expert to a rank and report the progress. What gives way is shown before anything moves;
+    dry_run: and nothing moves. Like the other functions here, ends the command with status 1 if the migration
+    is refused or aborted."""
 
     async def ask(bus: Bus, subjects: Subjects) -> MigrateExpert:
         found = await engine_named(bus, subjects, engine)
-        return MigrateExpert(
+        order = MigrateExpert(
             engine=found.engine,
             layer=expert.layer,
             expert=expert.expert,
@@ -65,8 +75,23 @@ def show_migration(
             move=move,
             swap=swap,
         )
+        _show_preview(await preview(bus, subjects, order, note), form, dry_run=dry_run)
+        return order
 
-    _show(bus_config, ask, form)
+    _show(bus_config, ask, form._replace(steps=False))
+
+
+def _show_preview(accepted: MigrationAccepted, form: OutputForm, *, dry_run: bool) -> None:
+    """Show what a request would move. dry_run: end the command with it."""
+    if form.as_json and dry_run:
+        names = ("engine", "plan", "what", "handovers", "copies", "bytes")
+        show(in_json({name: getattr(accepted, name) for name in names}))
+    elif not form.as_json:
+        for step in accepted.what:
+            console().print(f"- {step}", markup=False)
+    if dry_run:
+        note("dry run: nothing was moved")
+        raise typer.Exit
 
 
 def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, form: OutputForm) -> None:

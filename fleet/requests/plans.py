@@ -48,6 +48,8 @@ class MigrateExpert(Event, frozen=True, kw_only=True):
     """expert of the layer to move in the opposite direction; None: chosen automatically if there is no free
     slot
     """
+    dry_run: bool = False
+    """answer with what would be done, and do nothing"""
 
 
 class ApplyPlan(Event, frozen=True, kw_only=True):

@@ -29,9 +29,9 @@ MAX_EXPERT_BYTES = 1 << 40
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def checked(placement: Placement, plan: Plan) -> Plan:
+def checked(placement: Placement, plan: Plan, *, rearranges: bool = False) -> Plan:
     """Return the plan if it can be carried out on the served placement. ValueError (also Inapplicable) gives
-    the reason."""
+    the reason. rearranges: the engine moves its experts itself."""
     if plan.refused or not plan.handovers:
         raise ValueError(f"plan {plan.id} does nothing: {plan.refused or 'it has no handovers'}")
     if plan.base_epoch != placement.epoch:
@@ -44,12 +44,33 @@ def checked(placement: Placement, plan: Plan) -> Plan:
             f"plan {plan.id} reads expert {unheld.expert} from storage, which no engine can do while it"
             " serves; restart the engine instead"
         )
-    replay(placement, plan)
+    end = replay(placement, plan)[-1]
+    if rearranges:
+        _check_map(plan, end)
     return plan
 
 
-def read(content: bytes, placement: Placement) -> Plan:
-    """Parse a plan from JSON. ValueError when it is malformed, or not valid on the placement."""
+def _check_map(plan: Plan, end: Placement) -> None:
+    """Raise ValueError unless a plan is one handover to a full map with even shares. That no expert comes to
+    a rank twice, `replay` has checked."""
+    layers = sorted({step.layer for step in plan.steps})
+    if len(plan.handovers) != 1:
+        problem = f"it has {len(plan.handovers)} handovers"
+    elif not end.even:
+        problem = "its shares are not even"
+    elif (end.expert_of_slot[layers] == EMPTY).any():
+        problem = "it leaves a slot empty"
+    else:
+        return
+    raise ValueError(
+        f"plan {plan.id}: {problem}; an engine that moves its experts itself takes one full map: plan anew"
+        " for this engine"
+    )
+
+
+def read(content: bytes, placement: Placement, *, rearranges: bool = False) -> Plan:
+    """Parse a plan from JSON. ValueError when it is malformed, or not valid on the placement. rearranges: as
+    in `checked`."""
     if len(content) > MAX_PLAN_BYTES:
         raise ValueError(
             f"a plan of {len(content)} bytes exceeds the limit of {MAX_PLAN_BYTES}; apply it in parts"
@@ -68,7 +89,7 @@ def read(content: bytes, placement: Placement) -> Plan:
         raise ValueError(
             f"plan {plan.id}: expert {odd.expert} has {odd.bytes} bytes; they must be 0 to {MAX_EXPERT_BYTES}"
         )
-    return checked(placement, plan)
+    return checked(placement, plan, rearranges=rearranges)
 
 
 # One expert
@@ -84,21 +105,23 @@ def one_expert(
     expert, the two ranks exchange: the least demanded expert goes the other way, and of equal ones the lowest
     number. ValueError gives the reason why it is impossible.
     """
-    change = _Change(placement, request, room, _load(placement, request, demand))
+    change = _Change(placement, request, room, layer_load(placement, request, demand))
     changes = change.made()
     handovers = ordered(
         placement,
         changes,
         room,
         split=_kept_split(placement, made(placement.expert_of_slot, changes)),
-        why=[_reason(request)],
+        why=[reason_of(request)],
     )
     if request.source is not None:
         handovers = tuple(_read_from(handover, request, change.there, room) for handover in handovers)
-    return checked(placement, planned(placement, handovers, reason=f"requested: {_reason(request)}"))
+    return checked(placement, planned(placement, handovers, reason=f"requested: {reason_of(request)}"))
 
 
-def _load(placement: Placement, request: MigrateExpert, demand: NDArray[Any] | None) -> NDArray[np.float64]:
+def layer_load(
+    placement: Placement, request: MigrateExpert, demand: NDArray[Any] | None
+) -> NDArray[np.float64]:
     """[experts]: demand of the layer, summed over ranks."""
     fits = (
         demand is not None
@@ -112,7 +135,7 @@ def _load(placement: Placement, request: MigrateExpert, demand: NDArray[Any] | N
     )
 
 
-def _reason(request: MigrateExpert) -> str:
+def reason_of(request: MigrateExpert) -> str:
     return f"expert {ExpertId(request.layer, request.expert)} to rank {request.rank}"
 
 
@@ -122,7 +145,7 @@ class _Change:
     def __init__(
         self, placement: Placement, request: MigrateExpert, room: StagingRoom, load: NDArray[np.float64]
     ) -> None:
-        _check_named(placement, request)
+        check_named(placement, request)
         self._request = request
         self._per = placement.slots_per_rank
         self._load = load
@@ -212,7 +235,7 @@ class _Change:
         return self._row.index(expert, rank * self._per)
 
 
-def _check_named(placement: Placement, request: MigrateExpert) -> None:
+def check_named(placement: Placement, request: MigrateExpert) -> None:
     """Raise ValueError for numbers out of range."""
     named = [
         ("layer", request.layer, placement.layers),

@@ -15,7 +15,9 @@ from migration.engine_state.demand_windows import DemandWindows
 from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
 from migration.execution.executor import PlanExecutor
 from migration.execution.handover_driver import Unfit
+from migration.handover.handover_messages import accepted
 from migration.model.plan import Plan
+from migration.planning.operator_maps import one_expert_of_a_map, restoring_map
 from migration.planning.operator_plans import one_expert, plan_to_undo, read, restoring_plan
 from migration.planning.staging_capacity import StagingRoom
 
@@ -56,6 +58,8 @@ class OperatorCommands:
             self._executor.refuse_second(entry.engine)
             statuses = await self._executor.survey(entry, ASK_SECONDS)
             plan, origin = await self._plan(entry, message, statuses)
+            if isinstance(message, MigrateExpert) and message.dry_run:
+                return accepted(entry, plan)
             return await self._executor.accept(entry, plan, origin)
         except (ValueError, Unfit, BusError) as error:
             return RequestRefused(reason=str(error))
@@ -85,14 +89,14 @@ class OperatorCommands:
         match request:
             case MigrateExpert():
                 demand = self._demand.reported_rates(entry.worker_id)
-                return (
-                    await asyncio.to_thread(
-                        one_expert, entry.placement, request, self._room(entry, statuses), demand
-                    ),
-                    "operator",
-                )
+                make = one_expert_of_a_map if entry.rearranges else one_expert
+                room = self._room(entry, statuses)
+                return await asyncio.to_thread(make, entry.placement, request, room, demand), "operator"
             case ApplyPlan():
-                return await asyncio.to_thread(read, request.plan, entry.placement), "operator"
+                plan = await asyncio.to_thread(
+                    read, request.plan, entry.placement, rearranges=entry.rearranges
+                )
+                return plan, "operator"
         planned = plan_to_undo(self._executor.log.plans.engines[entry.engine], request.plan)
         return await self.undoing(entry, planned, await self.before(planned), statuses), "rollback"
 
@@ -105,9 +109,8 @@ class OperatorCommands:
     ) -> Plan:
         """Make the plan that restores the placement before another plan. Raises ValueError if there is
         none."""
-        return await asyncio.to_thread(
-            restoring_plan, entry.placement, goal, planned.plan, self._room(entry, statuses)
-        )
+        make = restoring_map if entry.rearranges else restoring_plan
+        return await asyncio.to_thread(make, entry.placement, goal, planned.plan, self._room(entry, statuses))
 
     def _room(self, entry: EngineEntry, statuses: Sequence[HandoverDescribed]) -> StagingRoom:
         """Return the staging capacity of an engine.
@@ -120,6 +123,8 @@ class OperatorCommands:
                 f"engine {entry.engine!r} is not tracked: its demand exceeds planner.max_cells; raise it"
             )
         shape, node = machines
+        if entry.rearranges:
+            return StagingRoom(node=node, expert_bytes=shape.expert_bytes)
         least = min(statuses, key=lambda status: status.free)
         if least.free < 1:
             held = f"{least.quarantined} are in quarantine, {least.draining} drain"

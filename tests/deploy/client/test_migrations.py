@@ -417,14 +417,24 @@ def test_migrate_asks_for_an_expert_and_tells_what_came_of_it(nats_url: str, spa
         )
         assert done.exit_code == 0, done.output
         assert (
-            "plan cafe of engine-0: 3 copies (3 kB) in 2 handovers\n- expert 1/3 from rank 0 to rank 1"
+            "- expert 1/3 from rank 0 to rank 1\nplan cafe of engine-0: 3 copies (3 kB) in 2 handovers"
             in done.stdout
-        )
+        ), "what moves is shown before it is asked for"
         assert "done: engine-0 serves epoch 2; 2 copies, 2 kB by shared, 0.50 s" in done.stdout
-        assert received == [MigrateExpert(engine="engine-0", layer=1, expert=3, rank=1, source=0, move=True)]
+        order = MigrateExpert(engine="engine-0", layer=1, expert=3, rank=1, source=0, move=True)
+        assert received == [msgspec.structs.replace(order, dry_run=True), order]
         found = json.loads(roost("rollback", "--to-before", "beef", "--json", "--nats", nats_url).stdout)
         assert (found["outcome"], found["epoch"]) == ("done", 2)
-        assert received[1:] == [RollBack(engine="engine-0", plan="beef")]
+        assert received[2:] == [RollBack(engine="engine-0", plan="beef")]
+
+
+def test_a_dry_run_shows_what_would_move_and_asks_for_nothing(nats_url: str, space: str) -> None:
+    received: list[Message] = []
+    with planner(nats_url, space, received):
+        done = roost("migrate", "--expert", "1/3", "--to", "e0/1", "--dry-run", "--nats", nats_url)
+    assert done.exit_code == 0, done.output
+    assert "- expert 1/3 from rank 0 to rank 1" in done.stdout
+    assert received == [MigrateExpert(engine="engine-0", layer=1, expert=3, rank=1, dry_run=True)]
 
 
 def test_migrate_ends_in_status_1_when_it_is_given_up(nats_url: str, space: str) -> None:
