@@ -29,6 +29,8 @@ END_SECONDS = 20.0
 PYTHON = "ROOST_VLLM_PYTHON"
 """environment variable: Python of vLLM's environment"""
 MODEL = "demo"
+BLOCK = 32
+"""tokens in a KV block: the least of this build"""
 EPLB: dict[str, Any] = {
     "num_redundant_experts": 8,
     "window_size": 1000,
@@ -67,7 +69,8 @@ class Server:
 
     python: Path
     plugins: Sequence[Plugin]
-    step_interval: int
+    step_interval: int | None
+    """of EPLB; None: one rank, without expert parallelism"""
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     checkpoint: Path = DEMO_CHECKPOINT
@@ -79,17 +82,18 @@ class Server:
             "--served-model-name": MODEL,
             "--host": "127.0.0.1",
             "--port": str(port),
-            "--data-parallel-size": "2",
             "--dtype": "float32",
-            "--block-size": "32",
+            "--block-size": str(BLOCK),
             "--max-model-len": "1024",
             "--max-num-seqs": "16",
-            "--eplb-config": json.dumps({**EPLB, "step_interval": self.step_interval}),
         }
+        if self.step_interval is not None:
+            flags["--data-parallel-size"] = "2"
+            flags["--eplb-config"] = json.dumps({**EPLB, "step_interval": self.step_interval})
+        experts = [] if self.step_interval is None else ["--enable-expert-parallel", "--enable-eplb"]
         module = "vllm.entrypoints.openai.api_server"  # `vllm serve` looks for a distribution named vllm
-        switches = ["--enable-expert-parallel", "--enable-eplb", "--enforce-eager"]
         pairs = [word for pair in flags.items() for word in pair]
-        return [str(self.python), "-m", module, *pairs, *switches, *self.flags]
+        return [str(self.python), "-m", module, *pairs, "--enforce-eager", *experts, *self.flags]
 
 
 def python_of_vllm(option: Path | None) -> Path:
