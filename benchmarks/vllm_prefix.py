@@ -167,9 +167,8 @@ async def measure(python: Path, count: int, report: Report) -> None:
             servers = []
             for number in range(SERVERS):
                 server = Server(python, (), None, kv_events(1))
-                servers.append(
-                    await stack.enter_async_context(serving(server, folder / f"server-{number}.log"))
-                )
+                vllm = await stack.enter_async_context(serving(server, folder / f"server-{number}.log"))
+                servers.append(vllm.url)
             behind = [
                 Behind(f"vllm-{at}", url, {"plugin_seconds": 0.0, "listen": f"127.0.0.1:{7300 + at}"})
                 for at, url in enumerate(servers)

@@ -83,8 +83,8 @@ class EplbArm(NamedTuple):
 
     async def run(self, python: Path, several: Sequence[Request], much: Plenty, folder: Path) -> Run:
         server = Server(python, (STAND_INS, RECORDER), self.interval, environment={FOLDER: str(folder)})
-        async with serving(server, folder / "vllm.log") as url:
-            return await sent(url, several, much)
+        async with serving(server, folder / "vllm.log") as vllm:
+            return await sent(vllm.url, several, much)
 
 
 class RoostArm(NamedTuple):
@@ -119,9 +119,9 @@ async def commanded(python: Path, settings: Settings, folder: Path) -> AsyncIter
     secret.chmod(0o600)
     own = {FOLDER: str(folder), "ROOST_AGENT": agent, "ROOST_SECRET_FILE": str(secret)}
     server = Server(python, (STAND_INS, RECORDER, ROOST), NEVER, kv_events(2), own)
-    async with serving(server, folder / "vllm.log") as url:
+    async with serving(server, folder / "vllm.log") as vllm:
         about = {"listen": agent, "secret_file": str(secret)}
-        async with fronted([Behind(ENGINE, url, about)], settings, folder) as fleet:
+        async with fronted([Behind(ENGINE, vllm.url, about)], settings, folder) as fleet:
             await _placed(fleet)
             yield fleet
 
