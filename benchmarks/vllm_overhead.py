@@ -24,7 +24,6 @@ from typing import NamedTuple
 import psutil
 import typer
 from scipy.stats import t as student
-from tests.vllm.worker_agent import WorkerAgent
 
 from benchmarks.rig.live.document_traffic import Request, texts
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
@@ -40,6 +39,7 @@ from benchmarks.rig.vllm.server import (
     python_of_vllm,
     serving,
 )
+from tests.vllm.worker_agent import WorkerAgent
 
 LEAST, WIDTH = 0.97, 0.02
 MUCH = Plenty(16, 8, 64, 96)
