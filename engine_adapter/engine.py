@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fleet.dispatch import SPLIT
 from fleet.experts import ModelShape
+from fleet.facts.activity import RearrangementTime
 from fleet.facts.dynamo_kv import KvBlock, KvChange
 from fleet.facts.engines import Capabilities, ServedModel
 from fleet.layout import Layout
@@ -106,6 +107,8 @@ class DispatchCounts:
     communication_seconds: float | None = None
     """Part of `step_seconds` spent on sending to other ranks and waiting for them. None: the engine does not
     measure it."""
+    rearrangements: tuple[RearrangementTime, ...] = ()
+    """Map changes since the last report, of an engine that moves its experts itself."""
 
     def with_more(self, more: "DispatchCounts") -> "DispatchCounts":
         """Add the counts of further steps of the same epoch. ValueError when the epochs differ."""
@@ -124,6 +127,7 @@ class DispatchCounts:
             served=self.served + more.served,
             balance=self.balance + more.balance,
             communication_seconds=_sum(self.communication_seconds, more.communication_seconds),
+            rearrangements=self.rearrangements + more.rearrangements,
         )
 
 

@@ -55,6 +55,7 @@ def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
         subjects.kv_events,  # Dynamo's: shared by all engines
         subjects.kv_metrics,
         subjects.membership(engine),
+        subjects.drains(engine, None),  # wrong weights: an agent drains its engine
         subjects.heartbeats(engine),
         subjects.experts(engine),
         subjects.dispatched(engine),

@@ -17,7 +17,10 @@ from deploy.local.fleet import serve_and_reload
 from deploy.local.router_sockets import RouterSockets
 from deploy.parts.launch import run_part, set_up_logging_of
 from deploy.reload import Read, planner_settings, router_settings
+from deploy.run_directory import home
 from deploy.sections import UpConfig, WorkerConfig
+from deploy.security.exposure import missing_at_agent
+from deploy.security.plugin_secret import NoPluginSecret, plugin_secret
 from deploy.terminal.command_settings import (
     Flags,
     access_log_flag,
@@ -126,7 +129,7 @@ ListenOption = Annotated[
     typer.Option(
         "--listen",
         metavar="HOST:PORT",
-        help="vllm: address at which the plugin in vLLM's workers connects.  \\[default: 127.0.0.1:7077]",
+        help="vllm: address at which the plugin in vLLM's workers connects.  \\[default: 127.0.0.1:7200]",
     ),
 ]
 NameOption = Annotated[
@@ -322,8 +325,21 @@ def _vllm(settings: Configuration) -> NoReturn:
         fail("--engine vllm needs --url, e.g. --url http://127.0.0.1:8000", USAGE)
     if find_spec("zmq") is None:
         fail("the agent of a vLLM needs pyzmq for its KV events: pip install 'roost[vllm]'", USAGE)
+    lacks = missing_at_agent(config)
+    if lacks is not None and not config.insecure:
+        fail(f"{lacks}; --insecure does so all the same", USAGE)
     key = key_from(None if config.api_key_file is None else Path(config.api_key_file))
-    _end_with("vllm", settings, name, config, key, settings.part(BusConfig), settings.part(AgentConfig))
+    file = Path(config.secret_file or home(os.environ) / "vllm" / f"{name}.secret").absolute()
+    try:
+        secret = plugin_secret(file)
+    except NoPluginSecret as error:
+        fail(str(error), USAGE)
+    console().print(
+        f"The plugin in vLLM's workers connects with ROOST_AGENT={config.listen}", highlight=False
+    )
+    console().print(f"ROOST_SECRET_FILE={file}", highlight=False, soft_wrap=True)
+    agent = settings.part(AgentConfig)
+    _end_with("vllm", settings, name, config, key, secret, settings.part(BusConfig), agent)
 
 
 def _static_backend(

@@ -11,7 +11,7 @@ from bus import Bus, BusError, Received
 from bus.protocol.subjects import Subjects
 from deploy.client.last_plan_entry import before_verdicts
 from engine_adapter.engine import EngineFailed
-from engine_adapter.initial_placement import last_decided, last_is_left, leave_last
+from engine_adapter.initial_placement import epoch_above, last_decided, last_is_left, leave_last
 from fleet.facts.migrations import MigrationStaged
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState
@@ -75,6 +75,29 @@ async def last_record(bus: Bus, subjects: Subjects, engine: str) -> PlacementRec
     if record is not None:
         log.info("%s resumes at epoch %d of its previous incarnation", engine, record.epoch)
     return record
+
+
+async def next_epoch(bus: Bus, subjects: Subjects, engine: str) -> int:
+    """Return the epoch under which an engine that moves its experts itself joins after a start: above all on
+    record. BusError if the bus cannot tell.
+
+    The key is read before the log: what is committed in between is then in one of the two."""
+    async with asyncio.timeout(READ_SECONDS):
+        claim = await bus.read_claim(subjects.handover_key(engine))
+        placement = await _latest(bus, subjects.placements(engine))
+        member = await _latest(bus, subjects.membership(engine))
+    recorded = [
+        record.epoch
+        for received in (placement, member)
+        if received is not None and (record := getattr(received.message, "placement", None)) is not None
+    ]
+    open_ = None
+    if claim is not None:
+        try:
+            open_ = msgspec.json.decode(claim.value, type=OpenHandover).epoch
+        except msgspec.DecodeError as error:
+            raise BusError(f"the stored handover of engine {engine} cannot be read: {error}") from error
+    return epoch_above(max(recorded, default=None), open_)
 
 
 async def _latest(bus: Bus, subject: str) -> Received | None:

@@ -5,28 +5,33 @@ import asyncio
 import hashlib
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from bus import Bus, BusError
 from bus.claims import NameTaken
 from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
 from deploy.parts.part_tasks import PartTasks
-from deploy.process import alongside, first_failure, first_of
+from deploy.parts.resume import next_epoch
+from deploy.process import alongside, first_failure, first_of, until_ready
 from engine_adapter.agent.engine_agent import Agent
 from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EngineFailed
 from engine_adapter.vllm.config import VllmConfig
-from engine_adapter.vllm.deployment import VllmDeployment
+from engine_adapter.vllm.deployment import ServerGone, VllmDeployment
 from engine_adapter.vllm.discovery import discover
 from engine_adapter.vllm.server import VllmServer
-from fleet.facts.engines import EngineJoined, EngineLeft
+from engine_adapter.vllm.worker_maps import WorkerMaps
+from engine_adapter.vllm.worker_server import WorkerServer
+from fleet.facts.engines import EngineJoined, EngineLeft, RankDrained
 from fleet.text import counted
 
-EXPECTED = (BusError, NameTaken)
+EXPECTED = (BusError, EngineFailed, NameTaken)
 _MAX_LEAVES = 10_000
 """Leaves of one start of vLLM that are told apart."""
 log = logging.getLogger(__name__)
@@ -42,16 +47,22 @@ class _Represented:
     config: VllmConfig
     agent_config: AgentConfig
     servers: tuple[VllmServer, ...]
+    workers: WorkerServer
 
 
 async def serve(
-    name: str, config: VllmConfig, api_key: str | None, bus_config: BusConfig, agent_config: AgentConfig
+    name: str,
+    config: VllmConfig,
+    api_key: str | None,
+    secret: bytes,
+    bus_config: BusConfig,
+    agent_config: AgentConfig,
 ) -> None:
     """Represent the deployment until cancelled. Raises NameTaken if another engine has the name; BusError if
-    NATS cannot be reached at start."""
+    NATS cannot be reached at start; EngineFailed if the workers' address cannot be listened on."""
     async with PartTasks() as tasks:
         bus, subjects = await tasks.connect(bus_config, name)
-        await represent(bus, subjects, name, config, api_key, agent_config)
+        await represent(bus, subjects, name, config, api_key, secret, agent_config)
 
 
 async def represent(
@@ -60,25 +71,61 @@ async def represent(
     name: str,
     config: VllmConfig,
     api_key: str | None,
+    secret: bytes,
     agent_config: AgentConfig,
 ) -> None:
     """Run an incarnation of the engine for every period in which vLLM is up, until cancelled. Raises
-    NameTaken as `serve` does."""
+    NameTaken and EngineFailed as `serve` does."""
     servers = tuple(VllmServer(base, api_key, config.answer_seconds) for base in config.bases)
-    about = _Represented(bus, subjects, name, config, agent_config, servers)
-    replaces: int | None = None
-    while True:
-        try:
-            deployment = VllmDeployment(await discover(config, servers), config)
-            who = await _identity(about, deployment, replaces)
-            replaces = who.worker_id
-            await _while_up(about, deployment, who)
-        except (EngineFailed, ExceptionGroup) as error:
-            failure = first_of(error, (EngineFailed,))
-            if failure is None:
-                raise
-            log.warning("%s is not there, looking again every %g s: %s", name, config.load_seconds, failure)
-        await asyncio.sleep(config.load_seconds)
+    workers = WorkerServer(config, secret, partial(_next_epoch, bus, subjects, name))
+    async with alongside(workers.serve(), "workers of vLLM") as serving:
+        await until_ready(workers.listening, serving)
+        log.info("the plugin connects with ROOST_AGENT=%s:%d", *workers.address)
+        about = _Represented(bus, subjects, name, config, agent_config, servers, workers)
+        replaces: int | None = None
+        while True:
+            try:
+                replaces = await _incarnation(about, replaces)
+            except (EngineFailed, ExceptionGroup) as error:
+                failure = first_of(error, (EngineFailed,))
+                if failure is None:
+                    raise
+                log.warning(
+                    "%s is not there, looking again every %g s: %s", name, config.load_seconds, failure
+                )
+            if serving.done():
+                serving.result()
+            await asyncio.sleep(config.load_seconds)
+
+
+async def _next_epoch(bus: Bus, subjects: Subjects, name: str) -> int:
+    """Return the epoch of a map that has none yet. EngineFailed if the bus cannot tell."""
+    try:
+        return await next_epoch(bus, subjects, name)
+    except (BusError, TimeoutError) as error:
+        reason = str(error) or "the bus did not answer"
+        raise EngineFailed(f"the last epoch of {name} cannot be read: {reason}") from error
+
+
+async def _incarnation(about: _Represented, replaces: int | None) -> int:
+    """Represent one start of vLLM until it is gone, and return the worker_id that it had. EngineFailed,
+    perhaps in a group, when it is not there."""
+    found = await discover(about.config, about.servers)
+    maps = await about.workers.complete(about.config.plugin_seconds)
+    if maps is None:
+        log.warning("%s joins without its experts: no plugin of its workers has connected", about.name)
+    deployment = VllmDeployment(found, about.config, maps)
+    who = await _identity(about, deployment, replaces)
+    try:
+        await _while_up(about, deployment, who, maps)
+    except (EngineFailed, ExceptionGroup) as error:
+        failure = first_of(error, (EngineFailed,))
+        if failure is None:
+            raise
+        log.warning("%s leaves: %s", about.name, failure)
+    if maps is not None and maps.replaced:
+        about.workers.forget(maps)
+    return who.worker_id
 
 
 async def _identity(about: _Represented, deployment: VllmDeployment, replaces: int | None) -> AgentIdentity:
@@ -116,18 +163,36 @@ def _worker_id(name: str, instance: str, leaves: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-async def _while_up(about: _Represented, deployment: VllmDeployment, who: AgentIdentity) -> None:
+async def _while_up(
+    about: _Represented, deployment: VllmDeployment, who: AgentIdentity, maps: WorkerMaps | None
+) -> None:
     """Represent one start of vLLM until it is gone (EngineFailed, perhaps in a group)."""
+    moving = deployment.maps
     agents = [
-        Agent(about.bus, about.subjects, target, who, about.agent_config) for target in deployment.targets
+        Agent(
+            about.bus,
+            about.subjects,
+            target,
+            who,
+            about.agent_config,
+            rearranger=moving if rank == 0 else None,
+        )
+        for rank, target in enumerate(deployment.targets)
     ]
+    if moving is not None:
+        # A vLLM whose agent ends may still carry out a decided handover: only its own end is a leave.
+        agents[0].leaving(None)
     async with AsyncExitStack() as stack:
+
+        async def start(work: Coroutine[Any, Any, None], task_name: str) -> asyncio.Task[None]:
+            return await stack.enter_async_context(alongside(work, task_name))
+
         tasks = [
-            await stack.enter_async_context(alongside(agent.run(), f"agent of {who.engine}/{rank}"))
-            for rank, agent in enumerate(agents)
+            await start(agent.run(), f"agent of {who.engine}/{rank}") for rank, agent in enumerate(agents)
         ]
-        watch = _follow(deployment, agents, who.engine)
-        tasks.append(await stack.enter_async_context(alongside(watch, f"follow {who.engine}")))
+        tasks.append(await start(_follow(about, deployment, agents, maps), f"follow {who.engine}"))
+        if moving is not None:
+            tasks.append(await start(_drain_at_fault(about, moving, who), f"digests of {who.engine}"))
         log.info(
             "%s serves %s with %s at %s",
             who.engine,
@@ -138,22 +203,60 @@ async def _while_up(about: _Represented, deployment: VllmDeployment, who: AgentI
         await first_failure(tasks)
 
 
-async def _follow(deployment: VllmDeployment, agents: Sequence[Agent], name: str) -> None:
-    """Follow vLLM; when it is gone, the agents leave with the reason."""
+async def _follow(
+    about: _Represented, deployment: VllmDeployment, agents: Sequence[Agent], maps: WorkerMaps | None
+) -> None:
+    """Follow vLLM; when it is gone, or another start of it has come, the agents leave with the reason."""
     try:
-        await deployment.run()
-    except (EngineFailed, ExceptionGroup) as error:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(deployment.run(), name=f"follow {about.name}")
+            tasks.create_task(_another(about, maps), name=f"further workers of {about.name}")
+    except ExceptionGroup as error:
         failure = first_of(error, (EngineFailed,))
         if failure is None:
             raise
         for agent in agents:
             agent.leaving(str(failure))
-        survivors = await deployment.survivors()
-        if survivors:
-            log.warning(
-                "the HTTP server of %s is gone, but parts of this vLLM still run: %s. Another vLLM would fail"
-                ' with "Address already in use": end the old processes (EngineCore) first',
-                name,
-                "; ".join(survivors),
-            )
+        if isinstance(failure, ServerGone):
+            await _name_survivors(about.name, deployment)
         raise
+
+
+async def _another(about: _Represented, maps: WorkerMaps | None) -> None:
+    """Wait until the workers of another start of vLLM are connected (EngineFailed)."""
+    await about.workers.another(None if maps is None else maps.instance)
+    raise EngineFailed(
+        "the plugin of its workers has connected"
+        if maps is None
+        else "another start of vLLM has taken its place"
+    )
+
+
+async def _name_survivors(name: str, deployment: VllmDeployment) -> None:
+    survivors = await deployment.survivors()
+    if survivors:
+        log.warning(
+            "the HTTP server of %s is gone, but parts of this vLLM still run: %s. Another vLLM would fail"
+            ' with "Address already in use": end the old processes (EngineCore) first',
+            name,
+            "; ".join(survivors),
+        )
+
+
+async def _drain_at_fault(about: _Represented, maps: WorkerMaps, who: AgentIdentity) -> None:
+    """Drain the engine once the weights of an expert are found to be wrong: no request gets another answer
+    than the model's. It is never answered by a move."""
+    while not maps.fault:
+        await maps.changed()
+    drained = RankDrained(
+        engine=who.engine, worker_id=who.worker_id, rank=None, draining=True, reason=maps.fault
+    )
+    while True:
+        try:
+            await about.bus.record(about.subjects.drains(who.engine, None), drained)
+            break
+        except BusError as error:
+            log.warning("%s cannot be drained yet, trying again: %s", who.engine, error)
+            await asyncio.sleep(about.agent_config.heartbeat_seconds)
+    log.error("%s is drained: %s", who.engine, maps.fault)
+    await asyncio.Event().wait()

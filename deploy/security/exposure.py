@@ -5,6 +5,7 @@ import ipaddress
 import socket
 
 from deploy.sections import WorkerConfig
+from engine_adapter.vllm.config import VllmConfig
 from router.config import RouterConfig
 
 _TLS = "TLS ([{section}] tls_cert and tls_key, or --tls-terminated where {terminated})"
@@ -37,6 +38,12 @@ def missing_at_ranks(config: WorkerConfig, *, secret_is_made: bool = False) -> s
             _TLS.format(section="worker", terminated="a service mesh encrypts what routers and ranks say")
         )
     return _complaint("the engine's ranks", config.host, lacks)
+
+
+def missing_at_agent(config: VllmConfig) -> str | None:
+    """Return what the address for vLLM's workers lacks, with the remedy; None: nothing."""
+    lacks = ["encryption (connect the workers through a service mesh or a tunnel to a loopback address)"]
+    return _complaint("the agent of vLLM's workers", config.address[0], lacks)
 
 
 def _complaint(door: str, host: str, lacks: list[str]) -> str | None:

@@ -52,5 +52,6 @@ class DispatchReports:
                 served=tuple(sent.served.tolist()),
                 balance=tuple(sent.balance.tolist()),
                 communication_seconds=sent.communication_seconds,
+                rearrangements=sent.rearrangements,
             )
         )

@@ -22,6 +22,9 @@ class VllmConfig:
     """Folder with the model's tokenizer.json. None: the folder that the server names as the model's root, if
     it is on this machine. Without a tokenizer, prompts are routed by guesses, not by the exact blocks of
     vLLM's caches."""
+    chat_template: FilePath | None = None
+    """File with the chat template, if vLLM was started with --chat-template. None: that of the tokenizer's
+    folder."""
     kv_endpoint: str | None = None
     """ZMQ endpoint of the KV events of rank 0, for versions of vLLM without /kv_event_sources. The ports of
     further ranks follow it. None: as the server says."""
@@ -35,7 +38,7 @@ class VllmConfig:
     """Time limit of one request to the server."""
     misses: PositiveInt = 3
     """Consecutive failed readings after which the server counts as gone."""
-    listen: str = "127.0.0.1:7077"
+    listen: str = "127.0.0.1:7200"
     """Address at which the plugin in vLLM's worker processes connects to the agent."""
     secret_file: FilePath | None = None
     """File with the secret that agent and plugin share. It is created if it is missing. None: a file of this
@@ -74,5 +77,5 @@ class VllmConfig:
         """Host and port of `listen`. ValueError when it is no address."""
         host, _, port = self.listen.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65_535:
-            raise ValueError(f"vllm: listen = {self.listen!r} must be HOST:PORT, e.g. 127.0.0.1:7077")
+            raise ValueError(f"vllm: listen = {self.listen!r} must be HOST:PORT, e.g. 127.0.0.1:7200")
         return host.removeprefix("[").removesuffix("]"), int(port)

@@ -69,7 +69,10 @@ async def discover(config: VllmConfig, servers: Sequence[VllmServer]) -> Deploym
         started=first.started,
         model=chosen.id,
         models=tuple(
-            ServedModel(name=card.id, max_context=card.max_model_len or context) for card in cards[0]
+            ServedModel(
+                name=card.id, max_context=card.max_model_len or context, adapter=card.parent is not None
+            )
+            for card in cards[0]
         ),
         max_context=context,
         block_size=_block_size(servers, metrics),
@@ -172,7 +175,11 @@ def _tokenizer(config: VllmConfig, root: str | None) -> bytes | None:
             raise EngineFailed(f"--tokenizer {config.tokenizer}: there is no tokenizer.json in this folder")
         return None
     files = {name: Path(folder) / name for name in _ARCHIVED}
+    if config.chat_template is not None:
+        if not Path(config.chat_template).is_file():
+            raise EngineFailed(f"chat_template = {config.chat_template!r} is no file")
+        files["chat_template.jinja"] = Path(config.chat_template)
     try:
         return archived({name: path.read_bytes() for name, path in files.items() if path.exists()})
     except OSError as error:
-        raise EngineFailed(f"the tokenizer in {folder} cannot be read: {error.strerror}") from error
+        raise EngineFailed(f"the tokenizer in {folder} cannot be read: {error}") from error

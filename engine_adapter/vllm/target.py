@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from engine_adapter.engine import (
     RankLoad,
 )
 from engine_adapter.vllm.kv_blocks import Change
+from fleet.facts.activity import RearrangementTime
 from fleet.placement import Placement
 
 IDLE = RankLoad(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
@@ -36,6 +38,7 @@ class VllmTarget:
         self._ended_bytes = 0
         self._ended_lost = 0
         self._sent: list[DispatchCounts] = []
+        self._rearrangements: tuple[RearrangementTime, ...] = ()
 
     @property
     def placement(self) -> Placement | None:
@@ -103,10 +106,16 @@ class VllmTarget:
 
     def dispatched(self, counts: DispatchCounts) -> None:
         """Report where tokens were sent."""
+        counts = replace(counts, rearrangements=counts.rearrangements + self._rearrangements)
+        self._rearrangements = ()
         if self._sent and self._sent[-1].epoch == counts.epoch:
             self._sent[-1] = self._sent[-1].with_more(counts)
         else:
             self._sent.append(counts)
+
+    def rearranged(self, time: RearrangementTime) -> None:
+        """Report a change of the map. It is told with the next dispatched tokens."""
+        self._rearrangements += (time,)
 
     def ended(self, request: EndedRequest) -> None:
         """Report an ended request."""

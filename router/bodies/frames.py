@@ -95,8 +95,7 @@ class Ids(msgspec.Struct, frozen=True, tag=True):
     lengths: tuple[int, ...]
     """number of token ids of each prompt"""
     asks: bool = False
-    """this and the next: `tasks.EncodedPrompt`"""
-    fields: bytes = b""
+    """`tasks.ForeignPrompt.asks`"""
 
 
 class TaskRefused(msgspec.Struct, frozen=True, tag=True):

@@ -10,7 +10,6 @@ import msgspec
 
 from fleet.completions import ApiError, context_exceeded
 from router.foreign_api import lenient_fields
-from router.foreign_api.continuable_fields import obstacle, read_fields
 from router.foreign_api.prompt_fields import ChatPrompt, PromptFields, read_prompt
 from router.openai_api.request_schema import (
     ChatRequest,
@@ -183,20 +182,18 @@ def refuse_longer(tokens: int, room: PromptBounds, param: str, *, at_least: bool
     raise error
 
 
-class EncodedPrompt(msgspec.Struct, frozen=True):
+class ForeignPrompt(msgspec.Struct, frozen=True):
     """Prompt of a request to a server that gets text, as that server makes its ids. asks: see
-    `PromptFields`. fields: those that a continuation of the answer needs, as JSON, if they were read in
-    another process and the answer can be continued; b"": they are yet to be read.
+    `PromptFields`.
     """
 
     ids: list[int]
     asks: bool
-    fields: bytes = b""
 
 
 def foreign_prompt(
     body: bytes, tokenizer: ModelTokenizer, context: int, *, chat: bool
-) -> EncodedPrompt | None:
+) -> ForeignPrompt | None:
     """Make the ids of a body's prompt; None if they cannot be known here, or the prompt does not fit. Never
     raises.
     """
@@ -225,26 +222,15 @@ def foreign_text(fields: PromptFields, tokenizer: ModelTokenizer, context: int) 
     return found
 
 
-def foreign_ids(fields: PromptFields, text: str | list[int], tokenizer: ModelTokenizer) -> EncodedPrompt:
+def foreign_ids(fields: PromptFields, text: str | list[int], tokenizer: ModelTokenizer) -> ForeignPrompt:
     """Make the ids of the text of `foreign_text`."""
     prompt = fields.prompt
     if isinstance(text, list):
-        return EncodedPrompt(text, fields.asks)
+        return ForeignPrompt(text, fields.asks)
     if isinstance(prompt, ChatPrompt):
-        return EncodedPrompt(tokenizer.encode_rendered(text), fields.asks)
+        return ForeignPrompt(tokenizer.encode_rendered(text), fields.asks)
     ids = tokenizer.encode_prompt(text) if prompt.special else tokenizer.encode_bare(text)
-    return EncodedPrompt(ids, fields.asks)
-
-
-def continuable_fields(body: bytes, *, chat: bool) -> bytes:
-    """Return the fields with which the answer to a body can be continued, as JSON; b"" if it cannot be. Never
-    raises.
-    """
-    fields = read_fields(body)
-    try:
-        return b"" if obstacle(fields, chat=chat) else msgspec.json.encode(fields)
-    except (OverflowError, msgspec.MsgspecError):  # an integer beyond 64 bits
-        return b""
+    return ForeignPrompt(ids, fields.asks)
 
 
 def as_json(request: Request) -> bytes:

@@ -1,13 +1,14 @@
 """A vLLM deployment as an engine that comes and goes with it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bus import Message
 from bus.claims import NameTaken
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
@@ -16,8 +17,22 @@ from deploy.process import alongside, first_of
 from engine_adapter.config import AgentConfig
 from engine_adapter.vllm.config import VllmConfig
 from fleet.facts.dynamo_kv import KvMetrics
-from fleet.facts.engines import EngineJoined, EngineLeft
+from fleet.facts.engines import EngineJoined, EngineLeft, RankDrained
+from fleet.facts.placements import PlacementCommitted
+from fleet.layout import EP
+from fleet.placement import Placement
 from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
+from fleet.requests.handovers import CommitHandover, DescribeHandover, HandoverDescribed, ProposeHandover
+from tests.conftest import free_port
+from tests.engine_adapter.vllm.plugin_workers import (
+    SECRET,
+    PluginWorker,
+    disconnect,
+    placement,
+    table,
+    until,
+    vote,
+)
 from tests.engine_adapter.vllm.recorded_server import RECORDING, RecordedVllm, recorded_vllm
 
 SUBJECTS = Subjects()
@@ -34,14 +49,15 @@ async def server(tmp_path: Path) -> AsyncIterator[RecordedVllm]:
 
 
 def settings(server: RecordedVllm, **about: Any) -> VllmConfig:
-    return VllmConfig(urls=(server.url,), **{"load_seconds": 0.02, "misses": 2, "plugin_seconds": 0} | about)
+    fast = {"load_seconds": 0.02, "misses": 2, "plugin_seconds": 0.0, "listen": "127.0.0.1:0"}
+    return VllmConfig(urls=(server.url,), **fast | about)
 
 
 @asynccontextmanager
 async def represented(
     broker: MemoryBroker, config: VllmConfig, name: str = "v"
 ) -> AsyncIterator["asyncio.Task[None]"]:
-    running = represent(MemoryBus(broker), SUBJECTS, name, config, None, CONFIG)
+    running = represent(MemoryBus(broker), SUBJECTS, name, config, None, SECRET, CONFIG)
     async with alongside(running, name) as task:
         yield task
 
@@ -156,8 +172,151 @@ async def test_a_name_that_is_taken_ends_it(server: RecordedVllm) -> None:
     async with represented(broker, settings(server)), recorded_vllm() as second:
         await anext(MemoryBus(broker).replay(SUBJECTS.membership("v")))
         with pytest.raises(ExceptionGroup) as caught:
-            await represent(MemoryBus(broker), SUBJECTS, "v", settings(second), None, CONFIG)
+            await represent(MemoryBus(broker), SUBJECTS, "v", settings(second), None, SECRET, CONFIG)
     assert first_of(caught.value, (NameTaken,)) is not None
+
+
+# With the plugin in its workers
+
+
+@asynccontextmanager
+async def with_workers(
+    server: RecordedVllm, **about: Any
+) -> AsyncIterator[tuple[VllmConfig, list[PluginWorker]]]:
+    """Settings of an agent, and workers that connect to it again and again."""
+    config = settings(server, listen=f"127.0.0.1:{free_port()}", plugin_seconds=20.0, **about)
+    workers = [PluginWorker(0), PluginWorker(1)]
+    for worker in workers:
+        worker.connect(config.address)
+    try:
+        yield config, workers
+    finally:
+        for worker in workers:
+            await disconnect(worker)
+
+
+async def test_with_the_plugin_it_joins_with_its_experts(server: RecordedVllm) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    async with with_workers(server) as (config, _), represented(broker, config):
+        joined = (await anext(MemoryBus(broker).replay(SUBJECTS.membership("v")))).message
+    assert isinstance(joined, EngineJoined)
+    assert (joined.rearranges, joined.gathers_all, joined.dispatch) == (True, True, "row-hash")
+    assert joined.capabilities.experts
+    assert joined.placement is not None
+    assert Placement.from_record(joined.placement) == placement(0, epoch=1)
+    assert joined.shape is not None
+    assert (joined.shape.layers, joined.shape.experts, joined.shape.top_k) == (2, 6, 2)
+    assert joined.shape.expert_bytes == 1200
+    assert (joined.layout, len(joined.urls), joined.expert_ranks) == (EP, 2, 2)
+
+
+async def test_workers_that_connect_late_bring_their_experts(server: RecordedVllm) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    config = settings(server, listen=f"127.0.0.1:{free_port()}")
+    workers = [PluginWorker(0), PluginWorker(1)]
+    async with represented(broker, config):
+        received = MemoryBus(broker).replay(SUBJECTS.membership("v"))
+        first = (await anext(received)).message
+        for worker in workers:
+            worker.connect(config.address)
+        left = (await anext(received)).message
+        second = (await anext(received)).message
+        for worker in workers:
+            await disconnect(worker)
+    assert isinstance(first, EngineJoined)
+    assert isinstance(left, EngineLeft)
+    assert isinstance(second, EngineJoined)
+    assert (first.rearranges, left.reason, second.rearranges) == (
+        False,
+        "the plugin of its workers has connected",
+        True,
+    )
+
+
+async def test_an_agent_that_ends_leaves_silently_and_its_successor_is_the_same(server: RecordedVllm) -> None:
+    """vLLM may still carry out a decided handover: it is the same incarnation, with the epoch its workers know."""
+    broker = MemoryBroker(SUBJECTS)
+    async with with_workers(server) as (config, workers):
+        async with represented(broker, config):
+            first = (await anext(MemoryBus(broker).replay(SUBJECTS.membership("v")))).message
+            await until(lambda: [worker.mailbox.epoch for worker in workers] == [1, 1])
+        async with represented(broker, config):
+            received = MemoryBus(broker).replay(SUBJECTS.membership("v"))
+            assert (await anext(received)).message == first
+            second = (await anext(received)).message
+    assert isinstance(first, EngineJoined)
+    assert isinstance(second, EngineJoined)
+    assert second.worker_id == first.worker_id
+    assert second.placement == first.placement
+
+
+async def test_a_restarted_vllm_joins_with_its_map_under_an_epoch_above_all_on_record(
+    server: RecordedVllm,
+) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    committed = PlacementCommitted(
+        engine="v", worker_id=1, layout=EP, placement=placement(1, epoch=7).record()
+    )
+    await MemoryBus(broker).record(SUBJECTS.placements("v"), committed)
+    async with with_workers(server) as (config, workers), represented(broker, config):
+        received = MemoryBus(broker).replay(SUBJECTS.membership("v"))
+        first = (await anext(received)).message
+        for worker in workers:
+            await disconnect(worker)
+        again = [PluginWorker(0, instance="start 2"), PluginWorker(1, instance="start 2")]
+        for worker in again:
+            worker.connect(config.address)
+        await anext(received)
+        second = (await anext(received)).message
+        for worker in again:
+            await disconnect(worker)
+    assert isinstance(first, EngineJoined)
+    assert isinstance(second, EngineJoined)
+    assert first.placement is not None
+    assert second.placement is not None
+    assert (first.placement.epoch, second.placement.epoch) == (8, 9)
+    assert first.worker_id != second.worker_id
+    assert second.placement.slots == table().astype("<i2").tobytes()
+
+
+async def test_wrong_weights_drain_the_engine(server: RecordedVllm) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    async with with_workers(server) as (config, workers), represented(broker, config):
+        await anext(MemoryBus(broker).replay(SUBJECTS.membership("v")))
+        workers[1].send(workers[1].digests(wrong=(0, 0)))
+        drained = (await anext(MemoryBus(broker).replay(SUBJECTS.drains("v", None)))).message
+    assert isinstance(drained, RankDrained)
+    assert (drained.engine, drained.rank, drained.draining) == ("v", None, True)
+    assert "the copy of expert 4 of layer 0" in drained.reason
+
+
+async def test_a_proposed_map_reaches_the_workers_and_comes_into_force(server: RecordedVllm) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    async with with_workers(server) as (config, workers), represented(broker, config):
+        joined = (await anext(MemoryBus(broker).replay(SUBJECTS.membership("v")))).message
+        assert isinstance(joined, EngineJoined)
+        new = placement(1, epoch=2)
+
+        async def command(about: Callable[[int], Message]) -> list[HandoverDescribed]:
+            answers = []
+            for rank in range(2):
+                subject = SUBJECTS.handover("v", joined.worker_id, rank)
+                answers.append(await MemoryBus(broker).request(subject, about(rank)))
+            return [answer for answer in answers if isinstance(answer, HandoverDescribed)]
+
+        name: dict[str, Any] = {"worker_id": joined.worker_id, "token": 1}
+        plan: dict[str, Any] = {"engine": "v", "handover": 5, "plan": "p", "deadline_seconds": 10.0}
+        await command(lambda rank: ProposeHandover(rank=rank, placement=new.record(), **name, **plan))
+        await until(lambda: all(worker.mailbox.held is not None for worker in workers))
+        await command(lambda rank: CommitHandover(rank=rank, handover=5, **name))
+        await until(lambda: all(worker.mailbox.proposal() is not None for worker in workers))
+        assert vote(workers)
+        served: set[int] = set()
+        while served != {2}:
+            await asyncio.sleep(0.01)
+            served = {one.served for one in await command(lambda rank: DescribeHandover(rank=rank, **name))}
+    assert all((worker.mailbox.table == new.expert_of_slot).all() for worker in workers)
+    assert [worker.mailbox.flipped for worker in workers] == [5, 5]
 
 
 def joined_as(worker_id: int) -> EngineJoined:

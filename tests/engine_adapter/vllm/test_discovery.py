@@ -87,7 +87,7 @@ async def test_adapters_are_served_models_and_the_base_is_chosen() -> None:
             await found(server, model="lora")
     assert deployment.model == "small"
     assert deployment.models == (
-        ServedModel(name="lora", max_context=512),
+        ServedModel(name="lora", max_context=512, adapter=True),
         ServedModel(name="small", max_context=512),
     )
 
