@@ -19,7 +19,7 @@ from bus.claims import LeaseTaken
 from bus.joins import holds_its_name, verified_members
 from bus.protocol.sequence import MessageOrder, Sequences
 from bus.protocol.subjects import Subjects
-from fleet.facts.activity import DispatchMeasured
+from fleet.facts.activity import DispatchMeasured, ExpertsActivated
 from fleet.facts.demand import ClustersPublished, DemandPublished, PopularityShifted, TablesPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import ConfigChanged, EngineHeartbeat, EngineJoined, EngineLeft
@@ -131,7 +131,7 @@ class MigrationService:
         controller = self.controller = self._make_controller(executor, requests)
         async with (
             self._bus.subscribe(subjects.demand, subjects.kv_metrics) as reports,
-            self._bus.subscribe(subjects.dispatched(), subjects.shifts) as measurements,
+            self._bus.subscribe(subjects.dispatched(), subjects.experts(), subjects.shifts) as measurements,
             self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING) as tables,
             self._bus.subscribe(subjects.heartbeats(), limit=_HEARTBEATS_WAITING) as heartbeats,
             asyncio.TaskGroup() as tasks,
@@ -506,6 +506,8 @@ class MigrationService:
             case DispatchMeasured() as sent:
                 self.dispatch.add(sent, self._clock())
                 self.demand.rearranged(sent)
+            case ExpertsActivated() as activated:
+                self.demand.activated(activated, self._clock())
             case PopularityShifted() as shift if self.controller is not None:
                 self.controller.shifted(shift)
             case TablesPublished() as tables if tables.model in self.demand.models:

@@ -139,6 +139,7 @@ def _planner(subjects: Subjects, names: StoreNames, _: str) -> Rights:
         subjects.demand,
         subjects.kv_metrics,
         subjects.dispatched(),
+        subjects.experts(),
         subjects.shifts,
         subjects.clusters,
         subjects.tables,

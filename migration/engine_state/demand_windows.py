@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.experts import ModelShape
-from fleet.facts.activity import DispatchMeasured
+from fleet.facts.activity import DispatchMeasured, ExpertsActivated
 from fleet.facts.demand import DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineJoined
@@ -27,6 +27,7 @@ from fleet.text import listed
 from fleet.timing import EngineSpeed, RearrangeSpeed
 from migration.config import MigrationConfig
 from migration.engine_state.demand_counts import DemandByRank
+from migration.engine_state.demand_samples import DemandSamples
 from migration.engine_state.measured_rearrangements import MeasuredRearrangements
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
 from migration.model.engine_view import CacheUse, Demand, EngineView, PlannedHomes
@@ -60,6 +61,10 @@ class _Engine:
     short_windows: int = 0
     """remaining shortened windows, after a demand shift"""
     rearrangements: MeasuredRearrangements = field(default_factory=MeasuredRearrangements)
+    samples: DemandSamples = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.samples = DemandSamples(self.shape[0])
 
     @property
     def windows(self) -> list[Demand]:
@@ -278,6 +283,26 @@ class DemandWindows:
             self._count(engine, report.dp_rank, now)
             rank.load, rank.load_at = report, now
 
+    def activated(self, report: ExpertsActivated, now: float) -> None:
+        """Keep the demand of an interval, of engines that move their experts themselves: they cannot steer
+        tokens, so that a plan must suit what is in demand together. Raises InvalidPlacementEvent for invalid
+        reports."""
+        engine = self._engines.get(report.worker_id)
+        if engine is None or not engine.joined.rearranges:
+            return
+        try:
+            counts = report.counts.array()
+        except ValueError as error:
+            name = f"the activations of {report.engine}/{report.rank}"
+            raise InvalidPlacementEvent(PlacementFault.DEMAND, f"{name}: {error}") from error
+        if counts.shape != engine.shape[1:] or not 0 <= report.rank < engine.shape[0]:
+            raise InvalidPlacementEvent(
+                PlacementFault.SHAPE,
+                f"activations {counts.shape} of target {report.rank} of engine {report.engine!r}, which has"
+                f" {engine.shape} (targets, layers, experts)",
+            )
+        engine.samples.add(report.rank, counts.astype(np.float32), now)
+
     def rearranged(self, report: DispatchMeasured) -> None:
         """Apply the measured map changes of an engine that moves its experts itself. Raises
         InvalidPlacementEvent for impossible ones."""
@@ -394,6 +419,8 @@ class DemandWindows:
             since=None if engine.since is None else engine.since.over(ranks),
             now=now,
             step_seconds=_longest_step(engine),
+            samples=engine.samples.between(fit.began, now if later is None else later.began),
+            later_samples=None if later is None else engine.samples.between(later.began, now),
             targets=len(joined.urls),
             dispatch=joined.dispatch,
             rearranges=joined.rearranges,

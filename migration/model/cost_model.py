@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray
-from fleet.dispatch import loads, served_by
+from fleet.dispatch import LocalReplicas, loads, served_by
 from fleet.experts import ModelShape
-from fleet.placement import Placement
+from fleet.placement import FULL, Placement
 from fleet.timing import EngineSpeed
 from migration.model.grouped_routing import draws_of, limited
 from migration.model.sampling_noise import expected_most
@@ -100,6 +100,8 @@ class PricedPlacement(NamedTuple):
     figures: Figures
     seconds: FloatArray
     """float64 [layers]: seconds of a step for experts and dispatch"""
+    experts: FloatArray
+    """float64 [layers]: the part for experts"""
 
 
 def priced(
@@ -126,7 +128,40 @@ def priced(
         remote_nodes=float(sent.nodes_out.sum()) / tokens,
         local=float(sent.local.sum() / pairs) if pairs else 1.0,
     )
-    return PricedPlacement(found, experts + dispatch)
+    return PricedPlacement(found, experts + dispatch, experts)
+
+
+def priced_by_samples(
+    found: PricedPlacement, placement: Placement, samples: NDArray[Any], terms: CostTerms
+) -> PricedPlacement:
+    """Correct the price of a placement by samples of demand [n, layers, experts] of short intervals.
+
+    In place of the imbalance under the mean demand comes the mean imbalance under each sample, which shows
+    the experts that are in demand together. The placement's split does not depend on the rank of a request.
+    """
+    held, spill = LocalReplicas.of(placement), placement.split.spill / FULL
+    ranks, mean = placement.ranks, terms.step_tokens * terms.top_k / placement.ranks
+    fullest = np.ones(placement.layers)
+    for layer in range(placement.layers):
+        load = samples[:, layer] @ held.by_rank(spill[layer], layer).T
+        if load.any():
+            fullest[layer] = load.max(axis=1).sum() / load.mean(axis=1).sum()
+    # One rank has the fullest load, and the others share the rest.
+    pairs = np.full((placement.layers, ranks), mean)
+    pairs[:, 0] *= fullest
+    pairs[:, 1:] -= (mean * (fullest - 1.0) / max(ranks - 1, 1))[:, None]
+    experts, even = expert_seconds(pairs, terms.speed), 1.0 / fullest
+    spent = found.figures.seconds
+    return PricedPlacement(
+        msgspec.structs.replace(
+            found.figures,
+            seconds=msgspec.structs.replace(spent, experts=float(experts.sum())),
+            balance=float(even.mean()),
+            least_balance=float(even.min()),
+        ),
+        found.seconds - found.experts + experts,
+        experts,
+    )
 
 
 def figures(

@@ -195,6 +195,10 @@ class EngineView:
     """seconds on the clock of the history"""
     step_seconds: float | None = None
     """median duration of recent decode steps; None: unknown"""
+    samples: NDArray[np.float32] | None = None
+    """float32 [n, layers, experts]: pairs of short intervals of the window `demand`; None: not reported"""
+    later_samples: NDArray[np.float32] | None = None
+    """the same of the window `later`"""
     targets: int = 0
     """targets of requests; 0: every rank is one"""
     dispatch: str = SPLIT

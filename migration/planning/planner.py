@@ -123,7 +123,7 @@ STRATEGIES: dict[Policy, tuple[Maker, ...]] = {
 }
 """Strategies of each policy, fewest bytes first."""
 REARRANGING: dict[Policy, tuple[Maker, ...]] = {
-    "roost": (few_moves, whole_map),
+    "roost": (few_moves,),
     "replicate": (few_moves,),
     "reweight": (),
     "uniform": (few_moves, whole_map),
@@ -180,7 +180,7 @@ class _PlanningRun:
             return self._at_home(safe)
         # Stop before any search where steps are as even as their few tokens allow and nothing could become
         # more local.
-        if policy == "roost" and self._at_ceiling() and not self._may_be_more_local():
+        if policy == "roost" and self._may_be_noise() and not self._may_be_more_local():
             return self._refused(Finding.of(FindingCode.AT_CEILING))
         best = self._best((REARRANGING if found.view.rearranges else STRATEGIES)[policy])
         if best is not None:
@@ -281,12 +281,9 @@ class _PlanningRun:
         more = max(tried.copies - (0 if best is None else best.copies), 0) / max(self._cells, 1)
         spent = found.before.figures.seconds
         touched = 0.0 if not more else tried.layers / len(found.chosen)
-        return self._worth(
-            max(
-                _COPY_MARGIN * more * (spent.experts + spent.dispatch),
-                _NOISE_MARGIN * np.sqrt(touched) * found.noise_seconds,
-            )
-        )
+        # Moves that were found on samples have been tested on them one by one.
+        noise = 0.0 if found.samples is not None else _NOISE_MARGIN * np.sqrt(touched) * found.noise_seconds
+        return self._worth(max(_COPY_MARGIN * more * (spent.experts + spent.dispatch), noise))
 
     @property
     def _cells(self) -> int:
@@ -390,6 +387,10 @@ class _PlanningRun:
             * self._found.steps_per_second
             * self._found.config.lifetime_seconds
         )
+
+    def _may_be_noise(self) -> bool:
+        """True if nothing is known of single steps, and they are expected to be as even as chance allows."""
+        return self._found.samples is None and self._at_ceiling()
 
     def _at_ceiling(self) -> bool:
         """True if every layer's expected balance is as good as the few tokens of a step allow."""

@@ -14,7 +14,15 @@ from fleet.placement import FULL, Placement, Split, even_split
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig, Policy
 from migration.model.constraints import Constraints
-from migration.model.cost_model import CostTerms, LinkSpeeds, PricedPlacement, StepSeconds, balance, priced
+from migration.model.cost_model import (
+    CostTerms,
+    LinkSpeeds,
+    PricedPlacement,
+    StepSeconds,
+    balance,
+    priced,
+    priced_by_samples,
+)
 from migration.model.engine_view import EngineView
 from migration.model.placement_changes import PlacementChanges
 from migration.model.sampling_noise import LoadNoise, deviation, scatter
@@ -36,6 +44,9 @@ _MAX_BUSY = 0.9
 """Largest part of the time that decoding takes in the estimate of a step's tokens: towards 1 it diverges."""
 
 
+MIN_SAMPLES, MAX_SAMPLES = 12, 128
+"""Samples of demand from which a plan can be made, and that are used at most: the search takes time in
+proportion."""
 ASSUMED_EXPERT_SHARE = 0.5
 """Part of a step that an engine without stated times is assumed to spend on experts. An assumption: it scales
 gains against costs, and so decides only how small a gain still pays."""
@@ -255,19 +266,34 @@ class PlanningProblem:
 
     def price(self, placement: Placement) -> PricedPlacement:
         """Price a placement of these layers under the demand that plans are evaluated on."""
-        return self._priced(placement, self.evaluation)
+        return self._priced(placement, self.evaluation, self.later_samples)
 
     def price_fit(self, placement: Placement) -> PricedPlacement:
         """Price a placement of these layers under the demand that plans are fitted to."""
-        return self._priced(placement, self.fit)
+        return self._priced(placement, self.fit, self.samples)
 
-    def _priced(self, placement: Placement, demand: FloatArray) -> PricedPlacement:
+    @cached_property
+    def samples(self) -> FloatArray | None:
+        """float64 [n, layers, experts]: samples of the demand that plans are fitted to; None: too few."""
+        return _usable(self.view.samples, self.first)
+
+    @cached_property
+    def later_samples(self) -> FloatArray | None:
+        """The same of the demand that plans are evaluated on; None as well if there are none to fit to."""
+        if self.samples is None:
+            return None
+        found = _usable(self.view.later_samples, self.first)
+        return self.samples if found is None else found
+
+    def _priced(
+        self, placement: Placement, demand: FloatArray, samples: FloatArray | None
+    ) -> PricedPlacement:
         view = self.view
         # Where every rank receives every token, experts are selected for all rows of the step.
         rows = self.terms.step_tokens / (1 if view.gathers_all else max(view.targets, 1))
-        return priced(
-            as_dispatched(placement, view.dispatch, max(1, round(rows))), demand, self.terms, self._memory
-        )
+        served = as_dispatched(placement, view.dispatch, max(1, round(rows)))
+        found = priced(served, demand, self.terms, self._memory)
+        return found if samples is None else priced_by_samples(found, served, samples, self.terms)
 
     @cached_property
     def _memory(self) -> float:
@@ -301,6 +327,14 @@ def prepare(view: EngineView, question: PlanningQuestion, config: MigrationConfi
     )
     limits = _limits(view, question, config, placement, fit.sum(axis=0), evaluation.sum(axis=0))
     return PlanningProblem(view, question, config, first, placement, fit, evaluation, terms, limits)
+
+
+def _usable(samples: NDArray[np.float32] | None, first: int) -> FloatArray | None:
+    """Return the samples from a layer on, evenly chosen ones if there are many; None if there are too few."""
+    if samples is None or len(samples) < MIN_SAMPLES:
+        return None
+    some = np.unique(np.linspace(0, len(samples) - 1, MAX_SAMPLES).round().astype(np.intp))
+    return np.asarray(samples[some, first:], np.float64)
 
 
 def priced_speed(view: EngineView, step_tokens: float) -> EngineSpeed:

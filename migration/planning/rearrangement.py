@@ -25,7 +25,11 @@ from migration.planning.strategies import PlanCandidate, open_layers, without_re
 from migration.solvers.eplb import as_placement, eplb_global, eplb_hierarchical
 from migration.solvers.even_split_copies import even_split_copies
 from migration.solvers.full_tables import arrivals, completed, in_place
+from migration.solvers.sampled_moves import sampled_moves
 
+COPY_MARGIN = 0.05
+"""Least fall of a layer's fullest load, in mean rank loads, that all slots of a layer together must bring:
+each received expert its part of it. The rate is that of other engines' copies (`planner._COPY_MARGIN`)."""
 _EVENER = "ranks are more even"
 
 
@@ -33,7 +37,15 @@ _EVENER = "ranks are more even"
 
 
 def few_moves(found: PlanningProblem) -> PlanCandidate:
-    """Make the ranks even by few swaps and replications over spare replicas, in layers where that pays."""
+    """Make the ranks even by few swaps and replications over spare replicas, in layers where that pays.
+
+    Where samples of short intervals are known, the moves suit what is in demand together
+    (`migration.solvers.sampled_moves`), else the mean demand.
+    """
+    if found.samples is not None:
+        least = COPY_MARGIN / found.table.shape[1]
+        table = sampled_moves(found.completed, found.samples, found.ranks, found.limits, least=least)
+        return _bundled(found, "few moves, one map", table, found.chosen)
     start = found.completed
     changes = even_split_copies(
         start,
@@ -49,12 +61,13 @@ def few_moves(found: PlanningProblem) -> PlanCandidate:
     changes = without_reversals(found, changes)
     left = _copies_left(found, start)
     table = made(start, changes if left is None else within(changes, left))
-    return _bundled(found, "few moves, one map", table)
+    return _bundled(found, "few moves, one map", table, found.chosen)
 
 
 def whole_map(found: PlanningProblem) -> PlanCandidate:
     """Make a full placement from nothing, assigned to the ranks that hold most of it already."""
-    return _bundled(found, "all anew, one map", completed(found.anew_relabelled, found.load, found.ranks))
+    table = completed(found.anew_relabelled, found.load, found.ranks)
+    return _bundled(found, "all anew, one map", table, open_layers(found))
 
 
 def eplb_map(found: PlanningProblem) -> PlanCandidate:
@@ -71,23 +84,25 @@ def eplb_map_by_node(found: PlanningProblem) -> PlanCandidate:
 
 
 def _as_map(found: PlanningProblem, name: str, raw: NDArray[np.int64]) -> PlanCandidate:
-    start, table = _open(found, completed(as_placement(raw, found.ranks), found.load, found.ranks))
+    whole = completed(as_placement(raw, found.ranks), found.load, found.ranks)
+    start, table = _open(found, whole, open_layers(found))
     return _within_budget(found, name, table, _gain(found, start, table), np.ones(len(table), bool))
 
 
-def _bundled(found: PlanningProblem, name: str, table: SlotTable) -> PlanCandidate:
-    """Take the layers of a table that pay for themselves, best gain per copy first, within the budget."""
-    start, table = _open(found, table)
+def _bundled(found: PlanningProblem, name: str, table: SlotTable, layers: NDArray[np.bool_]) -> PlanCandidate:
+    """Take those of some layers of a table that pay for themselves, best gain per copy first, within the
+    budget."""
+    start, table = _open(found, table, layers)
     table = _without_reversed_layers(found, start, table)
     gain = _gain(found, start, table)
     worth = gain * found.question.plan_discount * found.steps_per_second * found.config.lifetime_seconds
     return _within_budget(found, name, table, gain, worth > layer_seconds(start, table, found))
 
 
-def _open(found: PlanningProblem, table: SlotTable) -> tuple[SlotTable, SlotTable]:
-    """Return the present map, made legal, and the table in the layers that may change; experts in place."""
+def _open(found: PlanningProblem, table: SlotTable, layers: NDArray[np.bool_]) -> tuple[SlotTable, SlotTable]:
+    """Return the present map, made legal, and the table in these layers; experts in place."""
     start = in_place(found.table, found.completed, found.ranks)
-    return start, in_place(start, np.where(open_layers(found)[:, None], table, start), found.ranks)
+    return start, in_place(start, np.where(layers[:, None], table, start), found.ranks)
 
 
 def _gain(found: PlanningProblem, start: SlotTable, table: SlotTable) -> FloatArray:

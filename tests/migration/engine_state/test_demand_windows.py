@@ -5,12 +5,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fleet.facts.activity import DispatchMeasured, ExpertsActivated, RearrangementTime
 from fleet.facts.demand import DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.layout import EP, TP_EP, Layout
-from fleet.popularity import ExpertTable
+from fleet.popularity import ExpertCounts, ExpertTable
 from fleet.signatures import ClusterModel
+from fleet.timing import RearrangeSpeed
 from migration.config import MigrationConfig
+from migration.engine_state.demand_samples import MAX_SAMPLES, DemandSamples
 from migration.engine_state.demand_windows import DemandWindows
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
 from migration.model.engine_view import EngineView
@@ -252,3 +255,114 @@ def test_experts_of_a_plan_that_did_harm_rest_whatever_was_moved() -> None:
     assert (watch.resting(1, 49.0), watch.resting(1, 50.0), watch.resting(7, 0.0)) == (1, 0, 0)
     assert watch.model(1) == "m"
     assert watch.model(7) == ""
+
+
+# Engines that move their experts themselves
+
+
+def activated(rank: int, counts: int, layers: int = 2) -> ExpertsActivated:
+    return ExpertsActivated(
+        engine="a",
+        worker_id=1,
+        rank=rank,
+        model="m",
+        epoch=0,
+        seconds=0.5,
+        tokens=8,
+        cached_tokens=0,
+        counts=ExpertCounts.of(np.full((layers, 8), counts)),
+    )
+
+
+def rearranging() -> DemandWindows:
+    watch = DemandWindows(CONFIG)
+    watch.joined(joined(rearranges=True), ENTRY, 0.0)
+    return watch
+
+
+def test_samples_are_the_demand_of_all_targets_in_an_interval_and_split_as_the_windows_are() -> None:
+    watch = rearranging()
+    for now in range(0, 130, 2):
+        for rank in (0, 1):
+            watch.demand(wanted(rank, 1.0, 10 * now + rank), float(now))
+            watch.activated(activated(rank, now + rank + 1), float(now))
+        watch.turn(float(now))
+    view = watch.view(ENTRY, 130.0)
+    assert view.samples is not None
+    assert view.later_samples is not None
+    assert len(view.samples) == 30
+    assert view.samples[-1, 0, 0] + 4 == view.later_samples[0, 0, 0]
+    assert (view.samples[1] - view.samples[0] == 4).all()
+
+
+def test_an_interval_ends_when_a_target_reports_again_without_the_others() -> None:
+    samples = DemandSamples(2)
+    for target, counts, now in ((0, 1.0, 1.0), (0, 2.0, 2.0), (1, 4.0, 2.0), (0, 0.0, 3.0), (1, 0.0, 3.0)):
+        samples.add(target, np.full((1, 1), counts, np.float32), now)
+    found = samples.between(0.0, 9.0)
+    assert found is not None
+    assert found.ravel().tolist() == [1.0, 6.0], "intervals without demand are no samples"
+    assert samples.between(3.0, 9.0) is None
+
+
+def test_samples_are_bounded() -> None:
+    samples = DemandSamples(1)
+    for now in range(2 * MAX_SAMPLES):
+        samples.add(0, np.ones((1, 1), np.float32), float(now))
+    found = samples.between(-1.0, 1e9)
+    assert found is not None
+    assert len(found) == MAX_SAMPLES
+
+
+def test_engines_that_are_moved_by_roost_need_no_samples() -> None:
+    watch = watching()
+    steady(watch, (1.0, 1.0), 0, 20)
+    for rank in (0, 1):
+        watch.activated(activated(rank, 1), 20.0)
+    assert watch.view(ENTRY, 20.0).samples is None
+
+
+@pytest.mark.parametrize(
+    "report",
+    [activated(0, 1, layers=1), activated(2, 1)],
+    ids=["layers", "target"],
+)
+def test_activations_that_do_not_fit_are_refused(report: ExpertsActivated) -> None:
+    with pytest.raises(InvalidPlacementEvent, match="targets, layers, experts"):
+        rearranging().activated(report, 1.0)
+
+
+def measured(*times: RearrangementTime) -> DispatchMeasured:
+    zeros = (0.0, 0.0)
+    return DispatchMeasured(
+        engine="a",
+        worker_id=1,
+        rank=0,
+        model="m",
+        epoch=0,
+        seconds=1.0,
+        steps=1,
+        step_seconds=0.1,
+        tokens=1,
+        pairs=2,
+        remote_ranks=zeros,
+        local=zeros,
+        served=zeros,
+        balance=zeros,
+        rearrangements=times,
+    )
+
+
+def test_measured_map_changes_correct_the_price_of_the_next() -> None:
+    watch = rearranging()
+    steady(watch, (1.0, 1.0), 0, 20)
+    stated = watch.view(ENTRY, 20.0).rearrange_speed
+    assert stated == RearrangeSpeed()
+    expected = 2 * stated.layer + 1000 * stated.byte
+    watch.rearranged(measured(RearrangementTime(layers=2, bytes=1000, seconds=3 * expected)))
+    watch.rearranged(measured(RearrangementTime(layers=0, bytes=0, seconds=99.0)))
+    found = watch.view(ENTRY, 20.0).rearrange_speed
+    assert found.layer == pytest.approx(3 * stated.layer)
+    assert found.byte == pytest.approx(3 * stated.byte)
+    with pytest.raises(InvalidPlacementEvent, match="impossible"):
+        watch.rearranged(measured(RearrangementTime(layers=1, bytes=0, seconds=float("nan"))))

@@ -5,6 +5,7 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -265,3 +266,43 @@ def test_a_map_with_nothing_new_makes_no_handover() -> None:
     room = prepare(seen, PlanningQuestion("roost", 0), CONFIG).room
     turned = seen.placement.expert_of_slot.reshape(LAYERS, 2, -1)[:, :, ::-1].reshape(LAYERS, -1)
     assert one_map(seen.placement, turned, room) == ()
+
+
+def in_turns(n: int = 40) -> NDArray[np.float32]:
+    """Samples of texts in turns: experts 0 and 1 of every layer are hot together, then 6 and 7."""
+    hot = np.ones((n, LAYERS, EXPERTS), np.float32)
+    hot[::2, :, :2] += 20.0
+    hot[1::2, :, 6:8] += 20.0
+    return hot
+
+
+def test_experts_that_are_hot_together_are_parted_although_the_mean_is_even() -> None:
+    """With few tokens a step, the mean demand promises nothing; the samples do."""
+    start = as_vllm_starts(2, 6)
+    even = in_turns().mean(axis=0).astype(np.float64)
+    few = {"running": np.array([16.0]), "pairs": 1e5}
+    assert decided(view(start, even, **few), min_gain=0.002).plan is None
+    seen = replace(view(start, even, **few), samples=in_turns(), later_samples=in_turns(30))
+    found = decided(seen, min_gain=0.002)
+    end = end_of(seen, plan_of(found))
+    assert len(plan_of(found).copies) == 2 * LAYERS
+    for hot in ((0, 1), (6, 7)):
+        assert (end.replicas_on_rank[:, :, hot].sum(axis=2) == 1).all()
+    assert found.record.after is not None
+    assert found.record.before is not None
+    assert found.record.before.balance_mean < 0.65
+    assert found.record.after.balance_mean == pytest.approx(1.0, abs=0.01)
+
+
+def test_moves_that_do_not_help_the_next_window_are_not_made() -> None:
+    start = as_vllm_starts(2, 6)
+    even = in_turns().mean(axis=0).astype(np.float64)
+    calm = np.ones((30, LAYERS, EXPERTS), np.float32)
+    seen = replace(view(start, even, running=np.array([16.0])), samples=in_turns(), later_samples=calm)
+    assert decided(seen, min_gain=0.002).plan is None
+
+
+def test_too_few_samples_are_not_used() -> None:
+    seen = view(as_vllm_starts(2, 6), skewed(1))
+    few = replace(seen, samples=in_turns(5), later_samples=in_turns(5))
+    assert decided(few).record.id == decided(seen).record.id
