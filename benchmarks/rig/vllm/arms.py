@@ -5,23 +5,19 @@ folder that is complete is not run again, so a comparison can be made in parts.
 """
 
 import asyncio
-import contextlib
-import json
 import shutil
-import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import aiohttp
 import msgspec
 
 from benchmarks.rig.live.document_traffic import Request
-from benchmarks.rig.live.fleet import Settings, environment, toml
-from benchmarks.rig.processes import ROOST as COMMAND
-from benchmarks.rig.processes import free_port, nats, process
+from benchmarks.rig.live.fleet import Settings, merged
+from benchmarks.rig.processes import free_port
+from benchmarks.rig.vllm.fronted import Behind, Fronted, fronted, kv_events
 from benchmarks.rig.vllm.load import Plenty, send
 from benchmarks.rig.vllm.recorder.roost_recorder import FOLDER
 from benchmarks.rig.vllm.server import MODEL, RECORDER, ROOST, STAND_INS, Server, serving
@@ -29,8 +25,8 @@ from benchmarks.rig.vllm.server import MODEL, RECORDER, ROOST, STAND_INS, Server
 _DONE = "run.json"
 NEVER = 1_000_000_000
 """step interval of a vLLM whose maps Roost supplies"""
-ENGINE = "vllm"
-JOIN_SECONDS = 60.0
+ENGINE = "e0"
+PLACED_SECONDS = 60.0
 REPORT_SECONDS = 0.5
 CADENCE: dict[str, dict[str, Any]] = {
     "planner": {
@@ -87,8 +83,8 @@ class EplbArm(NamedTuple):
 
     async def run(self, python: Path, several: Sequence[Request], much: Plenty, folder: Path) -> Run:
         server = Server(python, (STAND_INS, RECORDER), self.interval, environment={FOLDER: str(folder)})
-        async with serving(server, folder / "vllm.log") as url:
-            return await sent(url, several, much)
+        async with serving(server, folder / "vllm.log") as vllm:
+            return await sent(vllm.url, several, much)
 
 
 class RoostArm(NamedTuple):
@@ -107,110 +103,34 @@ class RoostArm(NamedTuple):
         return "roost-homes" if self.homes else "roost"
 
     async def run(self, python: Path, several: Sequence[Request], much: Plenty, folder: Path) -> Run:
-        forced = {"router": {"home_confidence": 0.0 if self.homes else 1.0}}
-        async with fronted(python, {**self.settings, **forced}, folder) as fleet:
+        homes = {"router": {"home_confidence": 0.0 if self.homes else 1.0}}
+        async with commanded(python, merged(self.settings, homes), folder) as fleet:
             run = await sent(fleet.router, several, much)
-            (folder / "plans.txt").write_text(await fleet.command("status"))
+            for shown in ("status", "placement", "popularity"):
+                (folder / f"{shown}.txt").write_text(await fleet.command(shown))
             return run
 
 
-class Fronted(NamedTuple):
-    """A vLLM behind Roost."""
-
-    vllm: str
-    """URL"""
-    router: str
-    """URL"""
-    nats: str
-    """URL"""
-    folder: Path
-
-    async def command(self, *arguments: str) -> str:
-        """Return the output of a `roost` command; RuntimeError if it fails."""
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [*COMMAND, *arguments, "--nats", self.nats],
-            cwd=self.folder,
-            env=environment(self.folder),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise RuntimeError(
-                f"roost {' '.join(arguments)} ended with {done.returncode}: {done.stderr[-2000:]}"
-            )
-        return done.stdout
-
-
 @asynccontextmanager
-async def fronted(
-    python: Path, settings: Settings, folder: Path, flags: Sequence[str] = ()
-) -> AsyncIterator[Fronted]:
-    """Run a vLLM with the plugin, its agent, tracker, planner and router, each a process of its own, as an
-    operator would; yield once a request can be routed and the planner knows the placement."""
-    secret, agent = folder / "secret", free_port()
+async def commanded(python: Path, settings: Settings, folder: Path) -> AsyncIterator[Fronted]:
+    """Run a vLLM with the plugin, behind Roost; yield once it has joined with its placement."""
+    secret, agent = folder / "secret", f"127.0.0.1:{free_port()}"
     secret.write_text("benchmark")
     secret.chmod(0o600)
-    own = {FOLDER: str(folder), "ROOST_AGENT": f"127.0.0.1:{agent}", "ROOST_SECRET_FILE": str(secret)}
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://127.0.0.1:{free_port()}",
-        "replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
-        "topic": "",
-    }
-    server = Server(
-        python,
-        (STAND_INS, RECORDER, ROOST),
-        NEVER,
-        ("--kv-events-config", json.dumps(events), *flags),
-        own,
-    )
-    vllm = {"listen": f"127.0.0.1:{agent}", "secret_file": str(secret)}
-    (folder / "roost.toml").write_text(toml(_with(settings, "vllm", vllm)))
-    async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(nats())
-        behind = await stack.enter_async_context(serving(server, folder / "vllm.log"))
-        door = free_port()
-        for part in (
-            ["worker", "--engine", "vllm", "--url", behind, "--name", ENGINE],
-            ["tracker"],
-            ["planner"],
-            ["router", "--port", str(door)],
-        ):
-            await stack.enter_async_context(_part(part, url, folder))
-        fleet = Fronted(behind, f"http://127.0.0.1:{door}", url, folder)
-        await _joined(fleet)
-        yield fleet
+    own = {FOLDER: str(folder), "ROOST_AGENT": agent, "ROOST_SECRET_FILE": str(secret)}
+    server = Server(python, (STAND_INS, RECORDER, ROOST), NEVER, kv_events(2), own)
+    async with serving(server, folder / "vllm.log") as vllm:
+        about = {"listen": agent, "secret_file": str(secret)}
+        async with fronted([Behind(ENGINE, vllm.url, about)], settings, folder) as fleet:
+            await _placed(fleet)
+            yield fleet
 
 
-def _with(settings: Settings, section: str, keys: dict[str, Any]) -> dict[str, Any]:
-    return {**settings, section: {**settings.get(section, {}), **keys}}
-
-
-def _part(arguments: list[str], url: str, folder: Path) -> Any:
-    """Run one part of Roost; its log lies in the folder."""
-    log = folder / f"{arguments[0]}.log"
-    command = [*COMMAND, *arguments, "--nats", url, "--config", str(folder / "roost.toml")]
-    shell = ["bash", "-c", 'exec "$@" > "$0" 2>&1', str(log), *command]
-    return process(shell, None, environment={"XDG_STATE_HOME": str(folder)})
-
-
-async def _joined(fleet: Fronted) -> None:
-    """Return once the router serves the model and the planner has a placement. TimeoutError says what the
-    parts last said."""
-    deadline = time.monotonic() + JOIN_SECONDS
-    async with aiohttp.ClientSession(fleet.router) as http:
-        while time.monotonic() < deadline:
-            with contextlib.suppress(aiohttp.ClientError, RuntimeError):  # until they are up
-                async with http.get("/v1/models") as answer:
-                    known = MODEL in await answer.text()
-                if known and ENGINE in await fleet.command("placement"):
-                    return
+async def _placed(fleet: Fronted) -> None:
+    """Return once the planner knows the placement."""
+    async with asyncio.timeout(PLACED_SECONDS):
+        while ENGINE not in await fleet.command("placement"):  # noqa: ASYNC110 commands tell nothing on their own
             await asyncio.sleep(1.0)
-    said = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in fleet.folder.glob("*.log"))
-    raise TimeoutError(f"{ENGINE} has not joined within {JOIN_SECONDS:g} s\n{said}")
 
 
 async def sent(url: str, several: Sequence[Request], much: Plenty) -> Run:
