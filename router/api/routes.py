@@ -22,7 +22,7 @@ from router.bodies.tasks import Kind as BodyKind
 from router.bodies.tasks import PromptBounds
 from router.fleet_state.target_table import TargetTable
 from router.foreign_api.event_stream import error_event
-from router.foreign_api.forwarded import ForwardedRequest
+from router.foreign_api.forwarded import ForeignPrompt, ForwardedRequest
 from router.foreign_api.headers import decision_header, value_of
 from router.foreign_api.lenient_fields import LenientRequest
 from router.foreign_api.object_locations import ObjectLocations
@@ -43,7 +43,7 @@ from router.openai_api.unserved_fields import NO_FIELDS
 from router.passthrough.direct import DirectRequests
 from router.passthrough.relay import Relay
 from router.passthrough.unstreamed import UnstreamedAnswers
-from router.prefix_index.prompt import Prompt, TextPrompt, TokenPrompt
+from router.prefix_index.prompt import TextPrompt, TokenPrompt
 from router.scheduling.decision import NOTHING, Decision
 from router.scheduling.decision_record import Supposed
 from router.scheduling.external_reservations import ReleaseRequest, reserved, waits
@@ -251,8 +251,8 @@ class HotRoutes:
         fields = await self._for_text_servers(request_log, body)
         table = None if fields is None else await self._text_table(request_log)
         if fields is not None and table is not None:
-            prompt, asks = await self._foreign_prompt(request_log, fields, body, table, chat=kind == "chat")
-            await self._relay(CHAT_ROUTE, request_log, reply, headers, body, fields, prompt, asks=asks)
+            read = await self._foreign_prompt(request_log, fields, body, table, chat=kind == "chat")
+            await self._relay(CHAT_ROUTE, request_log, reply, headers, body, fields, read)
         else:
             await self._stream(kind, request_log, reply, headers, body)
 
@@ -304,9 +304,7 @@ class HotRoutes:
         headers: Headers,
         body: bytes,
         fields: LenientRequest,
-        prompt: Prompt,
-        *,
-        asks: bool = False,
+        read: ForeignPrompt,
     ) -> None:
         request_log.stream = fields.stream and route.generates
         only = None
@@ -325,12 +323,11 @@ class HotRoutes:
                 if fields.stream == request_log.stream
                 else msgspec.structs.replace(fields, stream=request_log.stream)
             ),
-            prompt,
+            read,
             self._expected(fields.max_tokens) if route.generates else 1,
             own_credentials=self.service.credentials.clients is None,
             repeatable=route.repeatable,
             creates=route.creates,
-            asks=asks,
             only=only,
         )
         await Relay(self.service, request_log, reply, headers, request, self._unstreamed, self._located).run()
@@ -343,27 +340,29 @@ class HotRoutes:
         table: TargetTable,
         *,
         chat: bool,
-    ) -> tuple[Prompt, bool]:
-        """Return the prompt of a request to servers that speak text, and true if they may be asked for token
-        ids. With their tokenizer the prompt is known by its ids, and its blocks are those of their KV events.
+    ) -> ForeignPrompt:
+        """Return the prompt of a request to servers that speak text. With their tokenizer it is known by its
+        ids, and its blocks are those of their KV events.
         """
         tokenizer = self.service.tokenizer(table.tokenizer)
         if tokenizer is None or table.tokenizer is None:
-            return self._text_prompt(request_log, fields), False
+            return self._text_prompt(request_log, fields)
         started, context = time.perf_counter(), table.largest_context
         found = await self.service.bodies.foreign_prompt(
             request_log.client, body, tokenizer, table.tokenizer, context, request_log.salt, chat=chat
         )
         self.service.metrics.tokenise.observe(time.perf_counter() - started)
         if found is None:
-            return self._text_prompt(request_log, fields), False
+            return self._text_prompt(request_log, fields)
         request_log.prompt_tokens = len(found.ids)
-        return TokenPrompt(found.ids, salted_seed(request_log.salt, table.adapter)), found.asks
+        prompt = TokenPrompt(found.ids, salted_seed(request_log.salt, table.adapter))
+        return ForeignPrompt(prompt, found.asks, found.fields)
 
     @staticmethod
-    def _text_prompt(request_log: RequestLog, fields: LenientRequest) -> TextPrompt:
+    def _text_prompt(request_log: RequestLog, fields: LenientRequest) -> ForeignPrompt:
         """Return the prompt of a request as far as its text tells."""
-        return TextPrompt(fields.prompt, request_log.model, request_log.block_seed, fields.prompt_bytes)
+        text, size = fields.prompt, fields.prompt_bytes
+        return ForeignPrompt(TextPrompt(text, request_log.model, request_log.block_seed, size))
 
     async def _for_text_servers(self, request_log: RequestLog, body: bytes) -> LenientRequest | None:
         """Parse the request as leniently as servers that speak text do, and record it on the request log.
@@ -496,10 +495,10 @@ class HotRoutes:
         served = self.service.scheduler.target_table(request_log.model) if known else None
         if lenient is not None and served is not None and served.dialect == "text":
             keys = request_log.keys(CHAT_PATH if lenient.is_chat else TEXT_PATH)
-            prompt, _ = await self._foreign_prompt(request_log, lenient, body, served, chat=lenient.is_chat)
+            read = await self._foreign_prompt(request_log, lenient, body, served, chat=lenient.is_chat)
             return RoutingRequest(
                 request_log.model,
-                prompt,
+                read.prompt,
                 0,
                 self._expected(lenient.max_tokens),
                 None,

@@ -95,7 +95,8 @@ class Ids(msgspec.Struct, frozen=True, tag=True):
     lengths: tuple[int, ...]
     """number of token ids of each prompt"""
     asks: bool = False
-    """`tasks.ForeignPrompt.asks`"""
+    """this and the next: `tasks.EncodedPrompt`"""
+    fields: bytes = b""
 
 
 class TaskRefused(msgspec.Struct, frozen=True, tag=True):

@@ -18,7 +18,7 @@ from fleet.completions import ApiError
 from router.access.tenancy import SALT_FIELD, with_salt
 from router.bodies import tasks
 from router.bodies.fair_turns import FairTurns
-from router.bodies.tasks import ForeignPrompt, Kind, PromptBounds
+from router.bodies.tasks import EncodedPrompt, Kind, PromptBounds
 from router.bodies.worker_pool import BodyWorkers
 from router.config import RouterConfig
 from router.foreign_api import lenient_fields
@@ -145,7 +145,7 @@ class BodyReader:
         scope: str,
         *,
         chat: bool,
-    ) -> ForeignPrompt | None:
+    ) -> EncodedPrompt | None:
         """Make the ids of the prompt of a body for a server that gets text; None if they cannot be known
         here. Never refuses: a large body for which there is no turn has no ids.
         """

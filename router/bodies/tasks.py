@@ -10,6 +10,7 @@ import msgspec
 
 from fleet.completions import ApiError, context_exceeded
 from router.foreign_api import lenient_fields
+from router.foreign_api.continuable_fields import obstacle, read_fields
 from router.foreign_api.prompt_fields import ChatPrompt, PromptFields, read_prompt
 from router.openai_api.request_schema import (
     ChatRequest,
@@ -182,18 +183,20 @@ def refuse_longer(tokens: int, room: PromptBounds, param: str, *, at_least: bool
     raise error
 
 
-class ForeignPrompt(msgspec.Struct, frozen=True):
+class EncodedPrompt(msgspec.Struct, frozen=True):
     """Prompt of a request to a server that gets text, as that server makes its ids. asks: see
-    `PromptFields`.
+    `PromptFields`. fields: those that a continuation of the answer needs, as JSON, if they were read in
+    another process and the answer can be continued; b"": they are yet to be read.
     """
 
     ids: list[int]
     asks: bool
+    fields: bytes = b""
 
 
 def foreign_prompt(
     body: bytes, tokenizer: ModelTokenizer, context: int, *, chat: bool
-) -> ForeignPrompt | None:
+) -> EncodedPrompt | None:
     """Make the ids of a body's prompt; None if they cannot be known here, or the prompt does not fit. Never
     raises.
     """
@@ -222,15 +225,26 @@ def foreign_text(fields: PromptFields, tokenizer: ModelTokenizer, context: int) 
     return found
 
 
-def foreign_ids(fields: PromptFields, text: str | list[int], tokenizer: ModelTokenizer) -> ForeignPrompt:
+def foreign_ids(fields: PromptFields, text: str | list[int], tokenizer: ModelTokenizer) -> EncodedPrompt:
     """Make the ids of the text of `foreign_text`."""
     prompt = fields.prompt
     if isinstance(text, list):
-        return ForeignPrompt(text, fields.asks)
+        return EncodedPrompt(text, fields.asks)
     if isinstance(prompt, ChatPrompt):
-        return ForeignPrompt(tokenizer.encode_rendered(text), fields.asks)
+        return EncodedPrompt(tokenizer.encode_rendered(text), fields.asks)
     ids = tokenizer.encode_prompt(text) if prompt.special else tokenizer.encode_bare(text)
-    return ForeignPrompt(ids, fields.asks)
+    return EncodedPrompt(ids, fields.asks)
+
+
+def continuable_fields(body: bytes, *, chat: bool) -> bytes:
+    """Return the fields with which the answer to a body can be continued, as JSON; b"" if it cannot be. Never
+    raises.
+    """
+    fields = read_fields(body)
+    try:
+        return b"" if obstacle(fields, chat=chat) else msgspec.json.encode(fields)
+    except (OverflowError, msgspec.MsgspecError):  # an integer beyond 64 bits
+        return b""
 
 
 def as_json(request: Request) -> bytes:

@@ -112,7 +112,8 @@ class BodyWorker:
                 prompt = tasks.foreign_prompt(blob, tokenizer, request.context, chat=request.chat)
                 if prompt is None:
                     return Ids(()), b""
-                return Ids((len(prompt.ids),), prompt.asks), array("I", prompt.ids).tobytes()
+                continued = tasks.continuable_fields(blob, chat=request.chat)
+                return Ids((len(prompt.ids),), prompt.asks, continued), array("I", prompt.ids).tobytes()
 
     def _load(self, request: LoadTokenizer, archive: bytes) -> None:
         self._known = {digest: known for digest, known in self._known.items() if digest in request.keep}

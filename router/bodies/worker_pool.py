@@ -41,7 +41,7 @@ from router.bodies.frames import (
     answer,
     head,
 )
-from router.bodies.tasks import ForeignPrompt, Kind, PromptBounds, decode
+from router.bodies.tasks import EncodedPrompt, Kind, PromptBounds, decode
 from router.foreign_api.lenient_fields import LenientRequest
 from router.http.asgi_response import not_ready
 from router.openai_api.request_schema import Request
@@ -210,11 +210,13 @@ class BodyWorkers:
 
     async def foreign_prompt(
         self, client: str, body: bytes, digest: str, context: int, scope: str, *, chat: bool
-    ) -> ForeignPrompt | None:
+    ) -> EncodedPrompt | None:
         """Make the ids of a body's prompt, as `tasks.foreign_prompt`. ApiError as in `read`."""
         ids, blob = await self._run(client, EncodeForeign(chat, digest, context, scope), body)
         assert isinstance(ids, Ids)
-        return ForeignPrompt(array("I", blob).tolist(), ids.asks) if ids.lengths else None
+        if not ids.lengths:
+            return None
+        return EncodedPrompt(array("I", blob).tolist(), ids.asks, ids.fields)
 
     async def _run(self, client: str, task: BodyTask, body: bytes) -> tuple[Answer, bytes]:
         turns = [self._huge, self._turns] if len(body) > _LARGEST_SHORT else [self._turns]

@@ -84,12 +84,15 @@ class _Mark(NamedTuple):
 class Continuable:
     """One stream, across servers. `obstacle`: reason why it cannot be continued; None: no reason is known."""
 
-    def __init__(self, path: str, body: bytes, context: int, *, asks: bool = False) -> None:
+    def __init__(
+        self, path: str, body: bytes, context: int, *, asks: bool = False, fields: bytes = b""
+    ) -> None:
         """context: context length of the model in tokens; UNKNOWN_CONTEXT if no server reports it. asks: ids
-        are requested even if the stream cannot be continued.
+        are requested even if the stream cannot be continued. fields: the body's `read_fields` as JSON, if
+        they are known.
         """
         self._chat = path == CHAT_PATH
-        self._fields = read_fields(body)
+        self._fields = msgspec.json.decode(fields) if fields else read_fields(body)
         self._context = context
         self._body = body
         self.obstacle = obstacle(self._fields, chat=self._chat)

@@ -1,5 +1,7 @@
 """A client's request to be forwarded to servers that take and return text. Pure."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from router.fleet_state.target_table import RankKey
@@ -7,6 +9,19 @@ from router.foreign_api.headers import value_of
 from router.foreign_api.lenient_fields import LenientRequest
 from router.http.asgi_response import Headers
 from router.prefix_index.prompt import Prompt
+
+
+class ForeignPrompt(NamedTuple):
+    """A request's prompt as far as the router knows it.
+
+    prompt: by its ids where they are known, else by its text. asks: servers that return token ids are asked
+    for them, and the client does not see them. continuable: fields of a large body with which its answer can
+    be continued, as JSON; b"": they are not known.
+    """
+
+    prompt: Prompt
+    asks: bool = False
+    continuable: bytes = b""
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True):
@@ -18,8 +33,7 @@ class ForwardedRequest(msgspec.Struct, frozen=True):
     headers: Headers
     body: bytes
     fields: LenientRequest
-    prompt: Prompt
-    """by its ids where they are known, else by its text"""
+    read: ForeignPrompt
     output: int
     """expected tokens"""
     own_credentials: bool = True
@@ -28,8 +42,6 @@ class ForwardedRequest(msgspec.Struct, frozen=True):
     """a server that fails without an answer may have done nothing, so another server may be tried"""
     creates: bool = False
     """the answer names an object that stays on its server"""
-    asks: bool = False
-    """servers that return token ids are asked for them, and the client does not see them"""
     only: RankKey | None = None
     """server of the object that the request refers to"""
 

@@ -90,7 +90,7 @@ class Relay:
         self._request = request
         self._unstreamed = unstreamed
         self._located = located
-        self._prompt = request.prompt
+        self._prompt = request.read.prompt
         self._failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
         self._reported = False
         """the answer contained its expert routing"""
@@ -261,26 +261,37 @@ class Relay:
         if continuable is not None:
             return continuable.body()
         self._strips = (
-            request.asks and not request.fields.stream and decision.target.engine.capabilities.returns_ids
+            request.read.asks
+            and not request.fields.stream
+            and decision.target.engine.capabilities.returns_ids
         )
         return asking(request.body) if self._strips else request.body
 
     def _new_continuable(self, decision: Decision) -> Continuable | None:
         """Return the state for a continuation by another server; None: the chosen server returns no ids, the
-        answer is no stream of text, or the body is large: parsing all of its fields would block the event
-        loop.
+        answer is no stream of text, or the body is large and no other process has read its fields: that
+        would block the event loop.
         """
         path, _, _ = self._request.target.partition("?")
         self._continuable = None
         if (
             self._request.fields.stream
             and path in (CHAT_PATH, TEXT_PATH)
-            and len(self._request.body) <= self._service.config.large_body_bytes
+            and (
+                len(self._request.body) <= self._service.config.large_body_bytes
+                or self._request.read.continuable
+            )
             and decision.target.engine.capabilities.returns_ids
         ):
             at = decision.target_table.index[decision.target.key]
             context = int(decision.target_table.max_context[at])
-            self._continuable = Continuable(path, self._request.body, context, asks=self._request.asks)
+            self._continuable = Continuable(
+                path,
+                self._request.body,
+                context,
+                asks=self._request.read.asks,
+                fields=self._request.read.continuable,
+            )
             self._begun = BegunAnswer(decision.target.engine.weights_digest)
         return self._continuable
 

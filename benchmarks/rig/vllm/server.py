@@ -29,6 +29,8 @@ END_SECONDS = 20.0
 PYTHON = "ROOST_VLLM_PYTHON"
 """environment variable: Python of vLLM's environment"""
 MODEL = "demo"
+BLOCK = 32
+"""tokens in a KV block: the least of this build"""
 EPLB: dict[str, Any] = {
     "num_redundant_experts": 8,
     "window_size": 1000,
@@ -67,9 +69,12 @@ class Server:
 
     python: Path
     plugins: Sequence[Plugin]
-    step_interval: int
+    step_interval: int | None
+    """of EPLB; None: one rank, without expert parallelism"""
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    eplb: Mapping[str, Any] = field(default_factory=dict)
+    """keys of --eplb-config that differ"""
     checkpoint: Path = DEMO_CHECKPOINT
 
     def command(self, port: int) -> list[str]:
@@ -79,17 +84,18 @@ class Server:
             "--served-model-name": MODEL,
             "--host": "127.0.0.1",
             "--port": str(port),
-            "--data-parallel-size": "2",
             "--dtype": "float32",
-            "--block-size": "32",
+            "--block-size": str(BLOCK),
             "--max-model-len": "1024",
             "--max-num-seqs": "16",
-            "--eplb-config": json.dumps({**EPLB, "step_interval": self.step_interval}),
         }
+        if self.step_interval is not None:
+            flags["--data-parallel-size"] = "2"
+            flags["--eplb-config"] = json.dumps({**EPLB, "step_interval": self.step_interval, **self.eplb})
+        experts = [] if self.step_interval is None else ["--enable-expert-parallel", "--enable-eplb"]
         module = "vllm.entrypoints.openai.api_server"  # `vllm serve` looks for a distribution named vllm
-        switches = ["--enable-expert-parallel", "--enable-eplb", "--enforce-eager"]
         pairs = [word for pair in flags.items() for word in pair]
-        return [str(self.python), "-m", module, *pairs, *switches, *self.flags]
+        return [str(self.python), "-m", module, *pairs, "--enforce-eager", *experts, *self.flags]
 
 
 def python_of_vllm(option: Path | None) -> Path:
@@ -103,9 +109,20 @@ def python_of_vllm(option: Path | None) -> Path:
     return found
 
 
+class Running(NamedTuple):
+    """A vLLM that answers."""
+
+    url: str
+    pid: int
+
+    def family(self) -> list[psutil.Process]:
+        """Return all of its processes."""
+        return _family(self.pid)
+
+
 @asynccontextmanager
-async def serving(server: Server, log: Path) -> AsyncIterator[str]:
-    """Run the server; yield its URL once it answers. log: file of its output.
+async def serving(server: Server, log: Path) -> AsyncIterator[Running]:
+    """Run the server; yield once it answers. log: file of its output.
 
     Raises RuntimeError with the end of its output if it ends before, TimeoutError if it does not answer."""
     port = free_port()
@@ -124,7 +141,7 @@ async def serving(server: Server, log: Path) -> AsyncIterator[str]:
         url = f"http://127.0.0.1:{port}"
         try:
             await _answers(url, process, log)
-            yield url
+            yield Running(url, process.pid)
         finally:
             await _end(process)
 

@@ -27,7 +27,7 @@ async def before(open_house: OpenHouse) -> AsyncIterator[Open]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*engines: VllmEngine, about: dict[str, Any] | None = None, **settings: Any) -> House:
-            house = await open_house(**settings)
+            house = await open_house(dead_after_seconds=600.0, **settings)  # they beat only once
             for engine in engines:
                 engine.held.set()
                 await stack.enter_async_context(engine.snapshots(house))
@@ -188,28 +188,24 @@ async def test_streams_of_a_server_that_dies_are_continued_equal_to_unbroken_one
 ) -> None:
     prompts: list[list[int]] = []
     engines = VllmEngine("one", sizes=sizes, prompts=prompts), VllmEngine("two", sizes=sizes, prompts=prompts)
-    house = await before(*engines)
-    for number in range(4):
+    house = await before(*engines, policy="round_robin", breaker_failures=100)
+    for number in range(12):
         engines[0].die_after, engines[0].dead = 5 + number, False
-        said = f"stream {number}"
-        while True:  # until the engine that dies gets it
-            begun = len(engines[1].taken)
-            answer = await house.post(CHAT, talk(said, stream=True, max_tokens=40))
-            found = summary(answer.body)
-            assert found["error"] is None
-            assert found["text"] == TOKENIZER.decode(unbroken(ids_of(said), 40)).rstrip("\ufffd")
-            assert (found["finish"], found["done"], found["ids"]) == ("length", True, [])
-            if engines[0].dead:
-                break
-            said += "!"
-        if len(engines[1].taken) > begun:
-            rest = engines[1].taken[-1]
-            assert rest.path == TEXT
-            assert rest.fields["prompt"][: len(ids_of(said))] == ids_of(said)
-            assert rest.headers[RANK_HEADER.lower()] == str(rest.rank)
-            assert rest.headers["x-request-id"] == rest.headers["x-roost-decision-id"]
-            assert rest.headers["x-request-id"].endswith("-a2")
-        house.service.view.sign_of_life(engines[0].joined.worker_id, house.service.clock())  # type: ignore[union-attr]
+        answer = await house.post(CHAT, talk(f"stream {number}", stream=True, max_tokens=40))
+        assert answer.status == 200
+        found = summary(answer.body)
+        assert found["error"] is None
+        expected = TOKENIZER.decode(unbroken(ids_of(f"stream {number}"), 40)).rstrip("\ufffd")
+        assert (found["text"], found["finish"], found["ids"], found["done"]) == (expected, "length", [], True)
+        assert engines[0].joined is not None
+        house.service.view.sign_of_life(engines[0].joined.worker_id, house.service.clock())
+    rests = [taken for taken in engines[1].taken if taken.path == TEXT]
+    assert len(rests) >= 3
+    for rest in rests:
+        assert TOKENIZER.decode(rest.fields["prompt"]).startswith("user: stream ")
+        assert rest.headers[RANK_HEADER.lower()] == str(rest.rank)
+        assert rest.headers["x-request-id"] == rest.headers["x-roost-decision-id"]
+        assert rest.headers["x-request-id"].endswith("-a2")
 
 
 async def test_an_answer_is_not_continued_by_other_weights_and_says_why(before: Open) -> None:
@@ -309,6 +305,20 @@ async def test_an_error_of_the_server_about_the_request_passes_as_it_came(before
     answer = await house.post(CHAT, talk("x"))
     assert (answer.status, answer.json) == (400, error)
     assert len(engine.taken) == 1
+
+
+async def test_the_stream_of_a_large_body_is_continued_too(before: Open) -> None:
+    prompts: list[list[int]] = []
+    engines = [VllmEngine(name, prompts=prompts) for name in ("one", "two")]
+    house = await before(*engines, large_body_bytes=500)
+    engines[0].die_after = engines[1].die_after = 9
+    dying = asyncio.create_task(house.post(CHAT, talk(LONG * 4, stream=True, max_tokens=40)), name="asks")
+    await until(lambda: any(engine.taken for engine in engines))
+    next(engine for engine in engines if not engine.taken).die_after = None
+    found = summary((await dying).body)
+    assert found["error"] is None
+    assert found["text"] == TOKENIZER.decode(unbroken(ids_of(LONG * 4), 40)).rstrip("\ufffd")
+    assert sum(len(engine.taken) for engine in engines) == 2
 
 
 async def test_large_bodies_are_tokenised_in_processes_and_hashed_exactly(before: Open) -> None:
