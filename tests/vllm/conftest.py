@@ -1,6 +1,7 @@
 """Tests with a real vLLM run where ROOST_VLLM_PYTHON names the Python of its environment: `make test-vllm`
 and `make test-vllm-slow` do that. `make test` collects none of them."""
 
+import logging
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tests.vllm.worker_agent import Table, WorkerAgent, random_map
 
 collect_ignore_glob = [] if os.environ.get("ROOST_VLLM_PYTHON") else ["test_*.py"]
 SECRET = b"known to both"
+logging.getLogger("httpx").setLevel(logging.WARNING)  # one line for each stream
 
 
 @dataclass

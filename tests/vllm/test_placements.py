@@ -54,9 +54,7 @@ async def test_a_map_that_one_rank_never_got_is_not_carried_out_until_it_has_it(
             agent.workers[1 - lost].send(message)
             agent.to_all(wire.PermitVote(handover=message.handover))
             await agent.until(lambda other=1 - lost: agent.statuses()[other].state == "voting")
-            before = traffic.tokens
-            await asyncio.sleep(4)
-            assert traffic.tokens > before, "vLLM serves on while a vote fails"
+            await traffic.more(100)  # many votes that fail
             assert agent.in_force(old)
             agent.workers[lost].send(message)
             agent.workers[lost].send(wire.PermitVote(handover=message.handover))
@@ -117,14 +115,12 @@ async def test_after_kill_9_of_a_worker_clients_get_errors_and_nothing_hangs(dep
         message = agent.staging(deployment.random_map(500))
         agent.to_all(message)
         await agent.until_state(message.handover, "staged")
-        before = traffic.tokens
-        await asyncio.sleep(1)
+        await traffic.more(4)
         victim = agent.workers[1].hello.pid
         agent.to_all(wire.PermitVote(handover=message.handover))
         psutil.Process(victim).send_signal(signal.SIGKILL)
         await agent.until(lambda: not agent.workers, 60)
         await asyncio.to_thread(server.process.wait, 60)
-        assert traffic.tokens >= before
         await asyncio.sleep(1)
     assert traffic.failed, "clients are told"
     assert traffic.differ == []

@@ -23,19 +23,30 @@ def prompts(count: int, seed: int = 0) -> list[Prompt]:
 
 async def stream(client: httpx.AsyncClient, server: Vllm, prompt: Prompt, target: int = 0) -> list[int]:
     """Return the ids of a greedy stream. httpx.HTTPError, or RuntimeError for an error amid it."""
+    return [one async for one in streamed(client, server, prompt, target)]
+
+
+async def streamed(
+    client: httpx.AsyncClient, server: Vllm, prompt: Prompt, target: int
+) -> AsyncIterator[int]:
+    """Yield the ids of a greedy stream as they come."""
     body = {"model": SERVED, "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, "stream": True}
     body |= {"return_token_ids": True, "ignore_eos": True}
     headers = {"X-data-parallel-rank": str(target)} if server.targets > 1 else {}
-    ids: list[int] = []
     async with client.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as answer:
         answer.raise_for_status()
+        is_whole = False
         async for line in answer.aiter_lines():
+            is_whole = is_whole or line == "data: [DONE]"
             if line.startswith("data: {"):
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise RuntimeError(str(event["error"]))
-                ids += [one for choice in event["choices"] for one in choice.get("token_ids") or ()]
-    return ids
+                for choice in event["choices"]:
+                    for one in choice.get("token_ids") or ():
+                        yield one
+        if not is_whole:
+            raise RuntimeError("the stream ended without [DONE]")
 
 
 @dataclass
@@ -47,21 +58,32 @@ class Traffic:
     tokens: int = 0
     differ: list[Prompt] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    _grown: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def more(self, tokens: int, seconds: float = 300.0) -> None:
+        """Wait for that many tokens more. TimeoutError when they do not come: vLLM hangs."""
+        wanted = self.tokens + tokens
+        async with asyncio.timeout(seconds):
+            while self.tokens < wanted:
+                self._grown.clear()
+                await self._grown.wait()
 
     async def one_after_another(self, client: httpx.AsyncClient, server: Vllm, seed: int) -> None:
         """Stream prompts in random order for ever."""
         rng = np.random.default_rng(seed)
         known = list(self.expected)
         while True:
-            prompt = known[rng.integers(len(known))]
+            prompt, ids = known[rng.integers(len(known))], []
             try:
-                ids = await stream(client, server, prompt, seed % server.targets)
+                async for one in streamed(client, server, prompt, seed % server.targets):
+                    ids.append(one)
+                    self.tokens += 1
+                    self._grown.set()
             except (httpx.HTTPError, RuntimeError) as error:
                 self.failed.append(repr(error))
                 await asyncio.sleep(0.2)
                 continue
             self.finished += 1
-            self.tokens += len(ids)
             if ids != self.expected[prompt]:
                 self.differ.append(prompt)
 

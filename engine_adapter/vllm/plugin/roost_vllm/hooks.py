@@ -71,17 +71,29 @@ def _after_add_model(owner: Any, settings: Settings, missing: tuple[str, ...]) -
             if rank is not None:
                 rank.refuse("a second model (a draft model) has experts, too")
             return result
-        rank = _expert_rank(self, model, model_config, settings, missing)
+        if missing:
+            _introduce_only(self, model, model_config, settings, missing)
+            return result
+        rank = _expert_rank(self, model, model_config, settings)
         setattr(self, _RANK, rank)
-        if not missing:
-            self.policy = _Policy(self, rank, self.policy)
-            _around_execute_model()
-            if rank.identity.tells_demand:
-                (follow_captures if self.device.type == "cpu" else follow_copies)(rank.tap, model)
+        self.policy = MapPolicy(rank, self.policy)
+        _around_execute_model()
+        if rank.identity.tells_demand:
+            (follow_captures if self.device.type == "cpu" else follow_copies)(rank.tap, model)
         rank.link.start()
         return result
 
     owner.add_model = add_model
+
+
+def _introduce_only(
+    state: Any, model: Any, model_config: Any, settings: Settings, missing: tuple[str, ...]
+) -> None:
+    """Tell the agent what this vLLM lacks, if that can be done without it."""
+    try:
+        _expert_rank(state, model, model_config, settings, missing).link.start()
+    except Exception:
+        logger.exception("roost: this vLLM cannot be introduced to the agent")
 
 
 def _around_step(owner: Any) -> None:
@@ -110,7 +122,7 @@ def _around_rearrange(owner: Any) -> None:
         self: Any, is_profile: bool = False, rank_mapping: Any = None, *rest: Any, **named: Any
     ) -> Any:
         policy = self.policy
-        if isinstance(policy, _Policy):
+        if isinstance(policy, MapPolicy):
             policy.is_own = not is_profile and rank_mapping is None
         result = original(self, is_profile, rank_mapping, *rest, **named)
         rank = rank_of(self)
@@ -155,11 +167,11 @@ def _around_execute_model() -> None:
     owner.execute_model = execute_model
 
 
-class _Policy:
+class MapPolicy:
     """Policy of an `EplbState`: the agreed map once, else the map in force. vLLM's own decides in profile
     runs, for another width (elastic EP), and while it is in force by agreement."""
 
-    def __init__(self, state: Any, rank: ExpertRank, original: Any) -> None:
+    def __init__(self, rank: ExpertRank, original: Any) -> None:
         self._rank = rank
         self._original = original
         self.is_own = True
@@ -218,7 +230,7 @@ def _exchange(group: Any, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _expert_rank(
-    state: Any, model: Any, model_config: Any, settings: Settings, missing: tuple[str, ...]
+    state: Any, model: Any, model_config: Any, settings: Settings, missing: tuple[str, ...] = ()
 ) -> ExpertRank:
     from vllm.distributed.parallel_state import get_ep_group, get_eplb_group
 
@@ -226,7 +238,7 @@ def _expert_rank(
     is_async = parallel.eplb_config.use_async
     coordinator = get_ep_group() if is_async else get_eplb_group()
     exchange = functools.partial(_exchange, coordinator.cpu_group)
-    refusal = _refusal(parallel, model_config, settings)
+    refusal = f"vLLM lacks {', '.join(missing)}" if missing else _refusal(parallel, model_config, settings)
     hasher = ExpertHasher(state.device)
     engine = _Eplb(state)
     slots = model.num_physical_experts // coordinator.world_size

@@ -104,6 +104,7 @@ class ExpertRank:
         self._move_started = 0.0
         self._report_seconds = _REPORT_SECONDS
         self._reported = time.monotonic()
+        self._reports = True
         self._votes, self._vote_seconds = 0, 0.0
         self._step_seconds, self._told_seconds = 0.0, 0.0
         self.link = Link(settings, self)
@@ -112,25 +113,39 @@ class ExpertRank:
 
     def schedule(self, runner: Any, scheduled: Any) -> None:
         """Note what vLLM's scheduler chose for the next step."""
-        self._step = (runner, scheduled)
-        for report in self.tap.begin(scheduled):
-            if self.identity.tells_demand:
-                self.link.send(report)
-        if not scheduled.num_scheduled_tokens:  # the last requests ended: no step follows soon
-            self._report(is_due=True)
+        with self._reporting():
+            self._step = (runner, scheduled)
+            for report in self.tap.begin(scheduled):
+                if self.identity.tells_demand:
+                    self.link.send(report)
+            if not scheduled.num_scheduled_tokens:  # the last requests ended: no step follows soon
+                self._report(is_due=True)
 
     def begin_step(self) -> None:
         """Note that a forward pass of real tokens begins."""
-        self._counters.begin_step()
-        if self._step is not None and self.identity.tells_demand:
-            self.tap.forward(*self._step)
+        with self._reporting():
+            self._counters.begin_step()
+            if self._step is not None and self.identity.tells_demand:
+                self.tap.forward(*self._step)
 
     def end_step(self, *, is_dummy: bool) -> None:
         """Count a step's load, before vLLM's own bookkeeping."""
-        if not is_dummy and self.tap.is_counted:
-            self._counters.add(self._engine.load())
-        self.tap.end_forward()
-        self._step = None
+        with self._reporting():
+            if self._reports and not is_dummy and self.tap.is_counted:
+                self._counters.add(self._engine.load())
+            self.tap.end_forward()
+            self._step = None
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Reports read fields of vLLM that another release may lack: a failure ends them, and not vLLM."""
+        try:
+            yield
+        except Exception as error:
+            self._reports = False
+            logger.exception("roost: reports of this worker end")
+            reason = f"reports of this worker end: {type(error).__name__}: {error}"
+            self.link.send(LinkError(reason=reason))
 
     def after_step(self) -> None:
         """Count the step, vote if all ranks do, check some digests, and report."""
@@ -141,7 +156,8 @@ class ExpertRank:
             self._vote()
         if not self._engine.is_moving():
             self._check_digests()
-        self._report(is_due=time.monotonic() - self._reported >= self._report_seconds)
+        with self._reporting():
+            self._report(is_due=time.monotonic() - self._reported >= self._report_seconds)
 
     def refuse(self, reason: str) -> None:
         """Take no maps, and do not vote. Every rank must be told so before the first step."""
@@ -287,7 +303,7 @@ class ExpertRank:
             self._tell_demand(self._counters.land())
 
     def _tell_demand(self, counts: Counts | None) -> None:
-        if counts is None:
+        if counts is None or not self._reports:
             return
         table, identity = self._mailbox.table, self.identity
         demand = demand_by_expert(counts.slots, table, identity.experts)

@@ -20,6 +20,7 @@ from roost_vllm.wire import (
     DropMap,
     ExpertDigests,
     FromWorker,
+    LinkError,
     MapMoved,
     MapStatus,
     PermitVote,
@@ -161,6 +162,14 @@ class Ranks:
     def steps(self, count: int) -> None:
         self._together(lambda number: [self.ranks[number].step(step) for step in range(count)])
 
+    def steps_until_checked(self, digest: str) -> None:
+        """A slice of digests is bounded in time: on a busy machine it takes more steps."""
+        for _ in range(200):
+            if all(rank.heard(ExpertDigests)[-1].served == digest for rank in self.ranks):
+                return
+            self.steps(1)
+        pytest.fail("digests are not checked")
+
     def to(self, numbers: Sequence[int], message: StageMap | PermitVote | DropMap) -> None:
         for number in numbers:
             self.ranks[number].rank.receive(message)
@@ -192,13 +201,13 @@ def test_a_map_that_all_were_permitted_to_vote_for_comes_into_force_in_one_step(
     ranks.to([0, 1], PermitVote(handover=1))
     ranks.steps(3)
     assert [rank.eplb.steps for rank in ranks.ranks] == [[0], [0]]
+    ranks.steps_until_checked(map_digest(OTHER, EXPERTS))
     for rank in ranks.ranks:
         assert (rank.status.flipped, rank.status.epoch) == (1, 2)
         assert rank.status.served == map_digest(OTHER, EXPERTS)
         (moved,) = rank.heard(MapMoved)
         assert (moved.handover, moved.received) == (1, 2)
         assert rank.heard(SlotMismatch) == []
-        assert rank.heard(ExpertDigests)[-1].served == map_digest(OTHER, EXPERTS)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -234,7 +243,8 @@ def test_a_slot_that_does_not_hold_its_expert_is_told_and_ends_all_maps(ranks: R
     ranks.ranks[1].eplb.forgets = 2
     ranks.to([0, 1], staging())
     ranks.to([0, 1], PermitVote(handover=1))
-    ranks.steps(5)
+    ranks.steps(1)
+    ranks.steps_until_checked(map_digest(OTHER, EXPERTS))
     mismatches = ranks.ranks[1].heard(SlotMismatch)
     assert [(one.layer, one.slot, one.expert) for one in mismatches] == [(0, 5, 2), (1, 5, 2)]
     assert ranks.ranks[0].heard(SlotMismatch) == []
@@ -294,3 +304,15 @@ def test_the_map_stays_without_an_agent_unless_told_otherwise(ranks: Ranks) -> N
         rank.rank.link.alone_seconds = lambda: 1e9  # type: ignore[method-assign]
     ranks.steps(3)
     assert [rank.rank.is_fallback() for rank in ranks.ranks] == [False, False]
+
+
+def test_a_report_that_fails_ends_the_reports_and_not_the_worker(ranks: Ranks) -> None:
+    ranks.ranks[0].rank.schedule(None, None)  # no scheduler of any release hands that over
+    assert [one.reason for one in ranks.ranks[0].heard(LinkError)] == [
+        "reports of this worker end: AttributeError: 'NoneType' object has no attribute 'finished_req_ids'"
+    ]
+    ranks.to([0, 1], staging())
+    ranks.to([0, 1], PermitVote(handover=1))
+    ranks.steps(5)
+    assert [len(rank.eplb.steps) for rank in ranks.ranks] == [1, 1], "maps are carried out all the same"
+    assert ranks.ranks[0].heard(WorkerDemand) == []
