@@ -60,8 +60,9 @@ that it alone received.
 - *Ballots bind.* A rank drops its map only between votes, never between its ballot and the result.
 - *Refused by all.* A rank that drops its map reports that the handover has ended for it (REFUSED), and never
   votes for that number again: so no later vote passes, and the other ranks are told to drop it too. A decided
-  handover that all ranks have dropped has ended as aborted (ALL_REFUSED). It is the only abort after the
-  decision. It needs a report of every rank: after the vote has passed, an error or silence proves nothing.
+  handover that all ranks have dropped is aborted (ALL_REFUSED, by compare-and-set like every decision). It is
+  the only abort after the decision. It needs a report of every rank: after the vote has passed, an error or
+  silence proves nothing.
 - *Own map after a restart.* A restarted engine serves the map that it was built with, whatever was decided
   before. It joins with that map, under an epoch above every epoch that its predecessor may have reached.
 
@@ -106,7 +107,7 @@ CONDUCTING: Mapping[tuple[CoordinatorState, CoordinatorEvent], CoordinatorState]
     (CoordinatorState.PROPOSING, CoordinatorEvent.FAILED): CoordinatorState.ABORTING,
     (CoordinatorState.PROPOSING, CoordinatorEvent.ENGINE_GONE): CoordinatorState.IDLE,
     (CoordinatorState.COMMITTING, CoordinatorEvent.ALL_SERVING): CoordinatorState.IDLE,
-    (CoordinatorState.COMMITTING, CoordinatorEvent.ALL_REFUSED): CoordinatorState.IDLE,
+    (CoordinatorState.COMMITTING, CoordinatorEvent.ALL_REFUSED): CoordinatorState.ABORTING,
     (CoordinatorState.COMMITTING, CoordinatorEvent.ENGINE_GONE): CoordinatorState.IDLE,
     (CoordinatorState.ABORTING, CoordinatorEvent.ALL_ABORTED): CoordinatorState.IDLE,
     (CoordinatorState.ABORTING, CoordinatorEvent.ENGINE_GONE): CoordinatorState.IDLE,

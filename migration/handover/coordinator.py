@@ -312,6 +312,8 @@ class HandoverState:
     def _next_event(self, now: float) -> CoordinatorEvent | None:
         if self.state is CoordinatorState.IDLE:
             return None
+        if self.state is CoordinatorState.COMMITTING and self._after_decision is not None:
+            return self._after_decision
         if self.left:
             return CoordinatorEvent.ENGINE_GONE
         done = not self.waiting_for
@@ -320,11 +322,12 @@ class HandoverState:
                 failed = self.failure is not None or (not done and now >= self.deadline)
                 return CoordinatorEvent.FAILED if failed else CoordinatorEvent.ALL_STAGED if done else None
             case CoordinatorState.COMMITTING:
-                return self._after_decision
+                return None
         return CoordinatorEvent.ALL_ABORTED if done else None
 
     @property
     def _after_decision(self) -> CoordinatorEvent | None:
+        """Return what all ranks have reported after the decision; None: some have not, or they differ."""
         reached = {status.progress for status in self.statuses}
         if reached == {RankProgress.SERVING}:
             return CoordinatorEvent.ALL_SERVING
@@ -409,7 +412,7 @@ class HandoverState:
                 return self._committed(now)
             case CoordinatorEvent.ENGINE_GONE if self.state is CoordinatorState.COMMITTING:
                 return self._committed(now)  # it was decided, so the next incarnation starts with it
-            case CoordinatorEvent.ALL_ABORTED | CoordinatorEvent.ALL_REFUSED | CoordinatorEvent.ENGINE_GONE:
+            case CoordinatorEvent.ALL_ABORTED | CoordinatorEvent.ENGINE_GONE:
                 return (self._aborted(now),)
         return ()
 

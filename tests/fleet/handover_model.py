@@ -26,46 +26,36 @@ knows the durable state, and messages of the newest one.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from fleet.handover import CONDUCTING, Cell, CoordinatorEvent, CoordinatorState, RankState, next_state
+from fleet.handover import Cell, CoordinatorState, RankState
 from tests.fleet.exploration import Kind, Step, Told
+from tests.fleet.handover_coordinators import Coordinators
 from tests.fleet.handover_ranks import Ranks
 from tests.fleet.handover_world import (
-    ABORT,
     ABORTED_BIT,
-    COMMIT,
     COMMITTED_BIT,
-    FLIPPED,
-    GIVEN_UP,
     NAMES,
-    PROPOSE,
-    STAGED,
     Rank,
     Size,
     State,
     World,
-    fact_of,
 )
 
 
-class Handovers(Ranks):
+class Handovers(Coordinators, Ranks):
     """The model."""
 
     def __init__(self, size: Size) -> None:
-        super().__init__(size)
-        self._worlds: list[World] = []
+        Coordinators.__init__(self, size.handovers)
+        Ranks.__init__(self, size)
         self._ranks: list[Rank] = []
-        self._number_of_world: dict[World, int] = {}
         self._number_of_rank: dict[Rank, int] = {}
-        self._known: dict[tuple[object, ...], Any] = {}
-        """cache: ranks are equal in most states"""
 
     # --- the model's interface ---
 
     def start(self) -> State:
         world = World((CoordinatorState.IDLE, 0), (), 1, 0, 0, 0, (), 1, self.size.faults)
-        return (self._world(world), *[self._rank(self.born(0, 0, 0))] * self.size.ranks)
+        return (self.world_number(world), *[self._rank(self.born(0, 0, 0))] * self.size.ranks)
 
     def canonical(self, state: State) -> State:
         world, *ranks = state
@@ -74,7 +64,7 @@ class Handovers(Ranks):
         return (world, *min(turned))
 
     def ended(self, state: State) -> bool:
-        world, ranks = self._worlds[state[0]], [self._ranks[number] for number in state[1:]]
+        world, ranks = self.worlds[state[0]], [self._ranks[number] for number in state[1:]]
         at_rest = all(
             rank.protocol_state is not None
             and rank.protocol_state.state is RankState.SERVING
@@ -87,7 +77,7 @@ class Handovers(Ranks):
 
     def steps(self, state: State) -> Iterator[Step[State]]:
         world_number, ranks = state[0], state[1:]
-        world = self._worlds[world_number]
+        world = self.worlds[world_number]
         yield from self._conducted(world_number, world, ranks)
         for at in range(len(ranks)):
             yield from self._commanded(state, at)
@@ -100,156 +90,18 @@ class Handovers(Ranks):
         said = self._ranks[ranks[0]].said
         for rank in ranks[1:]:
             said &= self._ranks[rank].said
-        known = self._known.get(("conducted", number, said))
+        known = self.known.get(("conducted", number, said))
         if known is None:
-            known = self._known["conducted", number, said] = [
-                (kind, told, self._world(after)) for kind, told, after in self._coordinators(world, said)
+            known = self.known["conducted", number, said] = [
+                (kind, told, self.world_number(after))
+                for kind, told, after in self.coordinators_steps(world, said)
             ]
         for kind, told, after in known:
             yield Step(kind, told, (after, *ranks))
         alive = all(self._ranks[rank].protocol_state is not None for rank in ranks)
         if world.key[0] is CoordinatorState.IDLE and len(world.handovers) < self.size.handovers and alive:
-            told, after = self._begun(world, self._ranks[ranks[0]].steps + 1)
-            yield Step(Kind.MAY, told, (self._world(after), *ranks))
-
-    def _begun(self, world: World, epoch: int) -> tuple[Told, World]:
-        handover = len(world.handovers) + 1
-        begun = world._replace(handovers=(*world.handovers, (world.life, epoch)), decided=(*world.decided, 0))
-        told = "a coordinator makes handover {} to epoch {} durable, and proposes it", (handover, epoch)
-        return told, self._stored(
-            begun, next_state(CONDUCTING, CoordinatorState.IDLE, CoordinatorEvent.BEGIN), handover
-        )
-
-    def _coordinators(self, world: World, said: int) -> Iterator[tuple[Kind, Told, World]]:
-        """Yield steps of coordinators. said: the facts that all ranks have reported."""
-        if world.left.leaders:
-            left = world.left._replace(leaders=world.left.leaders - 1)
-            told = (
-                "coordinator {} takes over; the one before has crashed, or does not know it yet",
-                (world.coordinators + 1,),
-            )
-            yield (
-                Kind.FAULT,
-                told,
-                self._sending(
-                    world._replace(coordinators=world.coordinators + 1, left=left), world.coordinators + 1
-                ),
-            )
-        state, handover = world.key
-        if state is not CoordinatorState.IDLE:
-            yield from ((Kind.DUE, told, after) for told, after in self._next(world, said, state, handover))
-        for earlier in range(1, len(world.handovers) + 1):
-            if (state, handover) != (CoordinatorState.PROPOSING, earlier):
-                yield from ((Kind.MAY, told, after) for told, after in self._belated(world, said, earlier))
-
-    def _next(
-        self, world: World, said: int, state: CoordinatorState, handover: int
-    ) -> Iterator[tuple[Told, World]]:
-        """Yield steps of a coordinator that knows the durable state."""
-        gone = self.gone(world, handover)
-        if (
-            state is CoordinatorState.PROPOSING
-            and said & fact_of(STAGED, handover)
-            and not world.staged & 1 << handover
-        ):
-            yield self._recording(world, handover)
-        if (
-            state is CoordinatorState.COMMITTING
-            and (said & fact_of(FLIPPED, handover) or gone)
-            and world.placed < handover
-        ):
-            yield (
-                ("a coordinator records the placement of handover {}", (handover,)),
-                world._replace(placed=handover),
-            )
-        for cue in self._cues(world, said, state, handover, gone):
-            after = next_state(CONDUCTING, state, cue)
-            told = (
-                "a coordinator, {} handover {}: {}; it makes durable: {}",
-                (state.value, handover, cue.value, after.value),
-            )
-            yield told, self._stored(self._decided(world, handover, state, after), after, handover)
-
-    def _belated(self, world: World, said: int, handover: int) -> Iterator[tuple[Told, World]]:
-        """Yield steps of a coordinator with outdated knowledge, for which this handover is still proposed."""
-        if not said & fact_of(STAGED, handover):
-            return
-        if not world.staged & 1 << handover:
-            (text, gaps), after = self._recording(world, handover)
-            yield (text + ", late", gaps), after
-        if self.decides_blindly:
-            told = (
-                "a coordinator that was asleep since handover {} was proposed decides to commit it",
-                (handover,),
-            )
-            yield (
-                told,
-                self._stored(
-                    self._decided(world, handover, CoordinatorState.PROPOSING, CoordinatorState.COMMITTING),
-                    CoordinatorState.COMMITTING,
-                    handover,
-                ),
-            )
-
-    def _recording(self, world: World, handover: int) -> tuple[Told, World]:
-        return ("a coordinator records that handover {} is staged", (handover,)), world._replace(
-            staged=world.staged | 1 << handover
-        )
-
-    def _cues(
-        self, world: World, said: int, state: CoordinatorState, handover: int, gone: bool
-    ) -> Iterator[CoordinatorEvent]:
-        recorded = (
-            world.staged & 1 << handover if state is CoordinatorState.PROPOSING else world.placed >= handover
-        )
-        match state:
-            case CoordinatorState.PROPOSING:
-                if said & fact_of(STAGED, handover) and recorded:
-                    yield CoordinatorEvent.ALL_STAGED
-                yield CoordinatorEvent.FAILED
-            case CoordinatorState.COMMITTING if said & fact_of(FLIPPED, handover) and recorded:
-                yield CoordinatorEvent.ALL_SERVING
-            case CoordinatorState.ABORTING if self.silence_ends_aborts or said & fact_of(GIVEN_UP, handover):
-                yield CoordinatorEvent.ALL_ABORTED
-        if gone and (recorded or state is not CoordinatorState.COMMITTING):
-            yield CoordinatorEvent.ENGINE_GONE
-
-    def _decided(
-        self, world: World, handover: int, state: CoordinatorState, after: CoordinatorState
-    ) -> World:
-        bit = (
-            COMMITTED_BIT
-            if after is CoordinatorState.COMMITTING
-            else ABORTED_BIT
-            if state is CoordinatorState.PROPOSING
-            else 0
-        )
-        decided = list(world.decided)
-        decided[handover - 1] |= bit
-        return world._replace(decided=tuple(decided))
-
-    def _stored(self, world: World, state: CoordinatorState, handover: int) -> World:
-        world = world._replace(key=(state, handover))
-        for token in range(1, world.coordinators + 1):
-            world = self._sending(world, token)
-        return world
-
-    def _sending(self, world: World, token: int) -> World:
-        """Send the commands that follow from the durable state, and abort earlier handovers found open."""
-        (state, handover), sent = world.key, world.sent
-        if state is not CoordinatorState.IDLE:
-            kind = {
-                CoordinatorState.PROPOSING: PROPOSE,
-                CoordinatorState.COMMITTING: COMMIT,
-                CoordinatorState.ABORTING: ABORT,
-            }[state]
-            sent |= 1 << self._bit(kind, token, handover)
-        for over in range(1, (handover + (state is CoordinatorState.IDLE)) if self.clears_strays else 0):
-            sent |= 1 << self._bit(ABORT, token, over)
-        return world._replace(sent=sent)
-
-    def _bit(self, kind: int, token: int, handover: int) -> int:
-        return (token * (self.size.handovers + 1) + handover) * 3 + kind
+            told, after = self.begun(world, self._ranks[ranks[0]].steps + 1)
+            yield Step(Kind.MAY, told, (self.world_number(after), *ranks))
 
     # --- ranks and commands ---
 
@@ -257,7 +109,7 @@ class Handovers(Ranks):
         rank = state[1 + at]
         if self._ranks[rank].protocol_state is None:
             return
-        for due, kind, token, handover, epoch in self._letters(state[0]):
+        for due, kind, token, handover, epoch in self.letters(state[0]):
             after = self._after_command(
                 rank, kind, token, handover, epoch, self._offer(state[1 + (at - 1) % self.size.ranks])
             )
@@ -268,29 +120,13 @@ class Handovers(Ranks):
                 )
                 yield Step(due, told, (*state[: 1 + at], after, *state[2 + at :]))
 
-    def _letters(self, number: int) -> list[tuple[Kind, int, int, int, int]]:
-        """Yield commands that may be delivered: when, what, token, handover, epoch."""
-        known = self._known.get(("letters", number))
-        if known is None:
-            world = self._worlds[number]
-            newest = world.coordinators
-            known = self._known["letters", number] = [
-                (Kind.DUE if token == newest else Kind.MAY, kind, token, handover, epoch)
-                for handover, (_, epoch) in enumerate(world.handovers, 1)
-                for token in range(1, newest + 1)
-                for kind in (PROPOSE, COMMIT, ABORT)
-                if world.sent >> self._bit(kind, token, handover) & 1
-                and self.addressed(world, kind, handover)
-            ]
-        return known
-
     def _after_command(
         self, number: int, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]
     ) -> int:
         key = ("command", number, kind, token, handover, epoch, offer)
-        known = self._known.get(key)
+        known = self.known.get(key)
         if known is None:
-            known = self._known[key] = self._rank(
+            known = self.known[key] = self._rank(
                 self.obeyed(self._ranks[number], kind, token, handover, epoch, offer)
             )
         return known
@@ -298,10 +134,10 @@ class Handovers(Ranks):
     # --- autonomous steps of ranks and transfers ---
 
     def _by_itself(self, state: State, at: int) -> Iterator[Step[State]]:
-        world, count = self._worlds[state[0]], self.size.ranks
+        world, count = self.worlds[state[0]], self.size.ranks
         before, behind = state[1 + (at - 1) % count], state[1 + (at + 1) % count]
         key = ("own", state[1 + at], self._offer(before), self._readers(behind))
-        known = self._known.get(key)
+        known = self.known.get(key)
         if known is None:
             rank = self._ranks[state[1 + at]]
             own = (
@@ -309,14 +145,14 @@ class Handovers(Ranks):
                 if rank.protocol_state is None
                 else list(self.own(rank, rank.protocol_state, self._offer(before), self._readers(behind)))
             )
-            known = self._known[key] = [(one, self._rank(one.after)) for one in own]
+            known = self.known[key] = [(one, self._rank(one.after)) for one in own]
         for one, after in known:
             new = state[0]
             if one.fault:
                 allowed = getattr(world.left, one.fault)
                 if not allowed:
                     continue
-                new = self._world(world._replace(left=world.left._replace(**{one.fault: allowed - 1})))
+                new = self.world_number(world._replace(left=world.left._replace(**{one.fault: allowed - 1})))
             yield Step(
                 one.kind,
                 (one.told, (at, (at - 1) % count)),
@@ -337,7 +173,7 @@ class Handovers(Ranks):
     # --- steps of the whole engine ---
 
     def _together(self, state: State) -> Iterator[Step[State]]:
-        world, ranks = self._worlds[state[0]], [self._ranks[number] for number in state[1:]]
+        world, ranks = self.worlds[state[0]], [self._ranks[number] for number in state[1:]]
         if any(rank.protocol_state is None for rank in ranks):
             yield Step(Kind.DUE, *self._restarted(world, ranks))
         elif flipping := self._flipping(state[1:], ranks):
@@ -355,7 +191,7 @@ class Handovers(Ranks):
                 (state[0], *after),
             )
         if world.left.deaths:
-            left = self._world(world._replace(left=world.left._replace(deaths=world.left.deaths - 1)))
+            left = self.world_number(world._replace(left=world.left._replace(deaths=world.left.deaths - 1)))
             for at, rank in enumerate(ranks):
                 if rank.protocol_state is not None:
                     dead = self._rank(Rank(None, 0, 0, (), (), rank.said))
@@ -373,7 +209,7 @@ class Handovers(Ranks):
         epoch = world.handovers[made - 1][1] if made else 0
         born = [self._rank(self.born(epoch, made, rank.said)) for rank in ranks]
         return ("the engine begins a new life, with epoch {}", (epoch,)), (
-            self._world(world._replace(life=world.life + 1)),
+            self.world_number(world._replace(life=world.life + 1)),
             *born,
         )
 
@@ -381,12 +217,12 @@ class Handovers(Ranks):
 
     def wrong(self, state: State) -> str:
         key = ("ranks", *state[1:])
-        known = self._known.get(key)
+        known = self.known.get(key)
         if known is None:
-            known = self._known[key] = self._wrong_ranks([self._ranks[number] for number in state[1:]])
+            known = self.known[key] = self._wrong_ranks([self._ranks[number] for number in state[1:]])
         if known:
             return str(known)
-        world = self._worlds[state[0]]
+        world = self.worlds[state[0]]
         if COMMITTED_BIT | ABORTED_BIT in world.decided:
             return "a handover is both committed and aborted"
         served = {
@@ -424,7 +260,7 @@ class Handovers(Ranks):
         return ""
 
     def wrong_step(self, before: State, after: State) -> str:
-        if self._worlds[before[0]].life != self._worlds[after[0]].life:
+        if self.worlds[before[0]].life != self.worlds[after[0]].life:
             return ""
         for earlier, later in zip(before[1:], after[1:], strict=True):
             if earlier != later and self._shrunk(self._ranks[earlier], self._ranks[later]):
@@ -440,13 +276,6 @@ class Handovers(Ranks):
         )
 
     # --- numbers for values, so that states are small ---
-
-    def _world(self, world: World) -> int:
-        number = self._number_of_world.get(world)
-        if number is None:
-            number = self._number_of_world[world] = len(self._worlds)
-            self._worlds.append(world)
-        return number
 
     def _rank(self, rank: Rank) -> int:
         number = self._number_of_rank.get(rank)

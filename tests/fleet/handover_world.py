@@ -37,6 +37,12 @@ class Faults(NamedTuple):
     deaths: int = 0
     overdue: int = 0
     corrupted: int = 0
+    agents: int = 0
+    """deaths of the agent of an engine that rearranges"""
+    drops: int = 0
+    """maps that a worker drops on its own"""
+    votes: int = 0
+    """votes in which ballots and results come one by one"""
 
 
 class Size(NamedTuple):
@@ -143,6 +149,10 @@ class Rules:
     def gone(self, world: World, handover: int) -> bool:
         """Return True if the incarnation of a handover has ended, as far as the coordinator knows."""
         return world.handovers[handover - 1][0] != world.life
+
+    def refused_by_all(self, said: int, handover: int) -> bool:
+        """Return True if a decided handover is aborted. said: the facts that all ranks have reported."""
+        return bool(said & fact_of(GIVEN_UP, handover))
 
     def last_decided(self, world: World) -> int:
         """Return the handover whose placement a new incarnation starts with; 0: none."""

@@ -105,9 +105,11 @@ def test_nothing_leaves_live_memory_but_by_draining_and_nothing_enters_it_but_ve
 
 
 def test_after_the_decision_there_is_no_way_to_abort() -> None:
-    assert CoordinatorState.ABORTING not in {
-        after for (of, _), after in CONDUCTING.items() if of is CoordinatorState.COMMITTING
-    }
+    assert {
+        event
+        for (of, event), after in CONDUCTING.items()
+        if (of, after) == (CoordinatorState.COMMITTING, CoordinatorState.ABORTING)
+    } == {CoordinatorEvent.ALL_REFUSED}, "which no rank that weights are copied to ever reports"
     assert (RankState.READY, RankEvent.ABORT) not in RANK
     assert (RankState.READY, RankEvent.ABORT) not in REARRANGING
 

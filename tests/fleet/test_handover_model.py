@@ -208,7 +208,12 @@ class _MakesRoomFirst(Handovers):
             "tries again",
         ),
         (_StaleCommit, SMALL._replace(faults=Faults(deaths=1)), LATE, "hears the commit of handover 1"),
-        (_StaleAbort, SMALL, LATE, "hears the abort of handover 1"),
+        (
+            _StaleAbort,
+            SMALL,
+            "a handover is both committed and aborted",
+            "committing handover 2: refused by all",
+        ),
         (_EveryLife, SMALL._replace(faults=Faults(deaths=1, leaders=1)), LATE, "says that it has staged"),
         (_ForgetsWhatIsOver, SMALL._replace(faults=Faults(leaders=1)), LATE, "says that it has staged"),
         (

@@ -250,9 +250,13 @@ def refusal(rank: int, why: str = "") -> HandoverDescribed:
 def test_a_decided_handover_that_every_rank_has_dropped_ends_as_aborted() -> None:
     handover_state = committing().reported(refusal(0)).reported(refusal(2))
     assert handover_state.next_transition(12.0) is None, "rank 1 may still vote"
-    transition = handover_state.reported(refusal(1, "no agent for 10 minutes")).next_transition(12.0)
+    handover_state, event = make(handover_state.reported(refusal(1, "no agent for 10 minutes")), 12.0)
+    assert event is CoordinatorEvent.ALL_REFUSED
+    found = handover_state.durable(handover_state.state, 12.0)
+    assert (found.state, found.fault, found.rank) == (CoordinatorState.ABORTING, "refused", 1)
+    transition = handover_state.next_transition(12.0)
     assert transition is not None
-    assert (transition.event, transition.after) == (CoordinatorEvent.ALL_REFUSED, CoordinatorState.IDLE)
+    assert transition.after is CoordinatorState.IDLE
     (aborted,) = transition.records
     assert isinstance(aborted, MigrationAborted)
     assert (aborted.fault, aborted.rank, aborted.epoch) == ("refused", 1, 4)
@@ -266,6 +270,13 @@ def test_a_rank_that_refused_and_one_that_serves_leave_the_handover_open_for_eve
     assert handover_state.next_transition(1e6) is None, "that is a defect, and no record may hide it"
     assert handover_state.waiting_for == (0, 1)
     assert handover_state.overdue(1e6)
+
+
+def test_what_all_ranks_reported_counts_more_than_that_the_engine_is_gone() -> None:
+    refused = all_report(committing(), RankState.SERVING, concluded=7).gone("it has left")
+    assert make(refused, 12.0)[1] is CoordinatorEvent.ALL_REFUSED
+    unknown = committing().reported(refusal(0)).gone("it has left")
+    assert make(unknown, 12.0)[1] is CoordinatorEvent.ENGINE_GONE
 
 
 def test_a_successor_hears_the_refusals_anew() -> None:
