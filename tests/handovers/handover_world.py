@@ -18,7 +18,7 @@ from fleet.handover import (
     handle_propose,
     next_state,
 )
-from tests.fleet.exploration import Kind
+from tests.handovers.exploration import Kind
 
 PROPOSE, COMMIT, ABORT = range(3)
 NAMES = ("the proposal", "the commit", "the abort")

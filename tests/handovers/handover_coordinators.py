@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from fleet.handover import CONDUCTING, CoordinatorEvent, CoordinatorState, next_state
-from tests.fleet.exploration import Kind, Told
-from tests.fleet.handover_world import (
+from tests.handovers.exploration import Kind, Told
+from tests.handovers.handover_world import (
     ABORT,
     ABORTED_BIT,
     COMMIT,

@@ -14,9 +14,9 @@ from fleet.requests.handovers import HandoverDescribed
 from migration.config import MigrationConfig
 from migration.handover.coordinator import HandoverState, OpenHandover, taken_over
 from migration.handover.handover_messages import found_on_ranks, left_open
-from tests.fleet.handover_fake_memory import Seat, Unsafe
-from tests.fleet.handover_parties import PACE, Leader, World
-from tests.fleet.handover_walk import Walk
+from tests.handovers.handover_fake_memory import Seat, Unsafe
+from tests.handovers.handover_parties import PACE, Leader, World
+from tests.handovers.handover_walk import Walk
 
 
 def walked(seeds: range, pieces: int, world: type[World] = World) -> int:

@@ -28,10 +28,10 @@ knows the durable state, and messages of the newest one.
 from collections.abc import Iterator
 
 from fleet.handover import Cell, CoordinatorState, RankState
-from tests.fleet.exploration import Kind, Step, Told
-from tests.fleet.handover_coordinators import Coordinators
-from tests.fleet.handover_ranks import Ranks
-from tests.fleet.handover_world import (
+from tests.handovers.exploration import Kind, Step, Told
+from tests.handovers.handover_coordinators import Coordinators
+from tests.handovers.handover_ranks import Ranks
+from tests.handovers.handover_world import (
     ABORTED_BIT,
     COMMITTED_BIT,
     NAMES,

@@ -16,8 +16,8 @@ from fleet.handover import (
     staged,
     with_token,
 )
-from tests.fleet.exploration import Kind
-from tests.fleet.handover_world import (
+from tests.handovers.exploration import Kind
+from tests.handovers.handover_world import (
     ABORT,
     COMMIT,
     FLIPPED,

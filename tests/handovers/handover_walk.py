@@ -5,8 +5,8 @@ import random
 from typing import Any
 
 from fleet.handover import Cell, CoordinatorState, RankState
-from tests.fleet.handover_fake_memory import SLOTS
-from tests.fleet.handover_parties import Leader, World
+from tests.handovers.handover_fake_memory import SLOTS
+from tests.handovers.handover_parties import Leader, World
 
 PIECES = ("lead", "command", "answer", "errand", "flow", "step", "wait")
 

@@ -8,7 +8,7 @@ import msgspec
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState
 from migration.handover.coordinator import OpenHandover, Record
-from tests.fleet.handover_fake_memory import Unsafe
+from tests.handovers.handover_fake_memory import Unsafe
 
 
 @dataclass(eq=False)

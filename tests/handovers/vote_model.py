@@ -35,9 +35,9 @@ from fleet.handover import (
     staged,
     with_token,
 )
-from tests.fleet.exploration import Kind, Step, Told
-from tests.fleet.handover_coordinators import Coordinators
-from tests.fleet.handover_world import (
+from tests.handovers.exploration import Kind, Step, Told
+from tests.handovers.handover_coordinators import Coordinators
+from tests.handovers.handover_world import (
     ABORTED_BIT,
     COMMIT,
     COMMITTED_BIT,

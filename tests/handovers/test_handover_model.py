@@ -5,9 +5,9 @@ finds known defects.
 import pytest
 
 from fleet.handover import CELL, Cell, CellEvent, CommandVerdict, ProtocolState, aborted, flips, next_state
-from tests.fleet.exploration import Broken, TooLarge, explore
-from tests.fleet.handover_model import Handovers
-from tests.fleet.handover_world import ABORT, ABORTED_BIT, COMMIT, Faults, Rank, Size, World
+from tests.handovers.exploration import Broken, TooLarge, explore
+from tests.handovers.handover_model import Handovers
+from tests.handovers.handover_world import ABORT, ABORTED_BIT, COMMIT, Faults, Rank, Size, World
 
 MOST = 1_000_000
 SMALL = Size(2, 2, 2, Faults(), verified_at_once=True)

@@ -59,7 +59,7 @@ from migration.handover.coordinator import (
     taken_over,
 )
 from migration.handover.handover_messages import found_on_ranks, left_open
-from tests.fleet.handover_fake_memory import (
+from tests.handovers.handover_fake_memory import (
     EXPERTS,
     FIRST,
     LEASE_SECONDS,
@@ -72,7 +72,7 @@ from tests.fleet.handover_fake_memory import (
     Seat,
     checksum,
 )
-from tests.fleet.handover_store import Store
+from tests.handovers.handover_store import Store
 
 PACE = HandoverTimes(repeat=0.5, grace=1.0, commit=5.0)
 
