@@ -111,6 +111,8 @@ class Votes(Coordinators):
 
     hears_refusals = True
     """False: the agent does not tell the others when one worker has dropped the map"""
+    ignores_past = True
+    """True: messages that a worker ignores because of their number need not be kept"""
 
     def __init__(self, size: VoteSize) -> None:
         super().__init__(size.handovers)
@@ -230,7 +232,7 @@ class Votes(Coordinators):
             return
         for due, kind, token, handover, epoch in self.letters(state[0]):
             after = self._obeyed(at, experts, kind, token, handover, epoch)
-            if after != one:
+            if self._expert(after) != state[2 + at]:
                 told = (
                     "rank {} hears {} of handover {} from coordinator {}",
                     (at, NAMES[kind], handover, token),
@@ -574,6 +576,9 @@ class Votes(Coordinators):
         return number
 
     def _expert(self, one: Expert) -> int:
+        if one.worker is not None and self.ignores_past:
+            relevant = -1 << (3 * one.worker.handover + PERMIT)
+            one = one._replace(sent=one.sent & relevant, late=one.late & relevant)
         number = self._number_of_expert.get(one)
         if number is None:
             number = self._number_of_expert[one] = len(self._experts)
