@@ -91,7 +91,8 @@ REQUESTED: dict[str, tuple[dict[type, type], str]] = {
     "describe_plan": ({messages.DescribePlan: messages.PlanDescribed}, "the planner"),
     "migrate": (
         dict.fromkeys(
-            (messages.MigrateExpert, messages.ApplyPlan, messages.RollBack), messages.MigrationAccepted
+            (messages.MigrateExpert, messages.ApplyMap, messages.ApplyPlan, messages.RollBack),
+            messages.MigrationAccepted,
         ),
         "the leading planner",
     ),

@@ -45,6 +45,7 @@ from fleet.requests.handovers import (
     ProposeHandover,
 )
 from fleet.requests.plans import (
+    ApplyMap,
     ApplyPlan,
     DescribePlan,
     MigrateExpert,
@@ -92,6 +93,7 @@ AnyEvent = (
     | EndLease
     | LeaseEnded
     | MigrateExpert
+    | ApplyMap
     | ApplyPlan
     | RollBack
     | MigrationAccepted

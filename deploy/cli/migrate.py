@@ -28,7 +28,7 @@ ToOption = Annotated[
     typer.Option(
         "--to",
         metavar="ENGINE/RANK",
-        help="Destination rank, e.g. engine-0/1, or e0/1 for short. With --plan: the ENGINE.",
+        help="Destination rank, e.g. engine-0/1, or e0/1 for short. With --plan and --map: the ENGINE.",
     ),
 ]
 FromOption = Annotated[
@@ -59,6 +59,15 @@ PlanOption = Annotated[
     Path | None,
     typer.Option("--plan", metavar="FILE", help="Carry out a plan written by `roost plan --out FILE`."),
 ]
+MapOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--map",
+        metavar="FILE",
+        help="Bring a whole map into force, on an engine that moves its experts itself (vLLM). `roost plan"
+        " --profile FILE --format vllm` writes such maps.",
+    ),
+]
 BeforeOption = Annotated[
     str | None,
     typer.Option(
@@ -82,6 +91,7 @@ def migrate(
     move: MoveOption = False,
     swap: SwapOption = None,
     plan: PlanOption = None,
+    whole_map: MapOption = None,
     dry_run: DryRunOption = False,
     no_wait: NoWaitOption = False,
     nats: NatsOption = None,
@@ -96,9 +106,14 @@ def migrate(
 
     Exit status 1: the migration was refused or aborted, and the engine keeps its placement.
     """
-    from deploy.views.migration import OutputForm, show_migration, show_plan_file
+    from deploy.views.migration import OutputForm, show_map, show_migration, show_plan_file
 
     form, bus = OutputForm(wait=not no_wait, as_json=as_json), bus_from(config, nats)
+    if whole_map is not None:
+        one = {"--expert": expert, "--from": source, "--move": move, "--swap": swap, "--plan": plan}
+        refuse(one, "does not go with --map FILE, which places every expert")
+        show_map(bus, whole_map, to, form, dry_run=dry_run)
+        return
     if plan is not None:
         refuse(
             {"--expert": expert, "--from": source, "--move": move, "--swap": swap, "--dry-run": dry_run},
@@ -108,8 +123,8 @@ def migrate(
         return
     if expert is None or to is None:
         fail(
-            "name a move or a plan: roost migrate --expert LAYER/EXPERT --to ENGINE/RANK, or roost migrate"
-            " --plan FILE",
+            "name a move, a plan or a map: roost migrate --expert LAYER/EXPERT --to ENGINE/RANK, roost"
+            " migrate --plan FILE, or roost migrate --map FILE --to ENGINE",
             USAGE,
         )
     if move and swap is not None:

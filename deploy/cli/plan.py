@@ -3,7 +3,7 @@ profile."""
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 import typer
@@ -11,6 +11,7 @@ import typer
 from deploy.terminal.command_settings import bus_from, refuse
 from deploy.terminal.options import ConfigOption, EngineArgument, JsonOption, NatsOption
 from deploy.terminal.output import USAGE, fail
+from deploy.views.map_files import MapFormat
 from migration.config import POLICIES
 
 _UNITS = {
@@ -85,6 +86,26 @@ NodesOption = Annotated[
         help="With --profile: number of machines, each with the same number of ranks.  \\[default: 1]",
     ),
 ]
+FormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="vllm|sglang",
+        help="With --profile: a whole map without empty slots. sglang: a file for SGLang's"
+        " `--init-expert-location`. vllm: a file for `roost migrate --map`, which the plugin brings into"
+        " force in a running vLLM; vLLM has no released flag for initial maps.  \\[default: a placement for"
+        " Roost's own engines]",
+    ),
+]
+DenseOption = Annotated[
+    int | None,
+    typer.Option(
+        "--dense-layers",
+        min=0,
+        help="With --format sglang: layers without experts before the first MoE layer, which SGLang's map"
+        " counts too.  \\[default: 0]",
+    ),
+]
 OutOption = Annotated[
     Path | None,
     typer.Option(
@@ -114,6 +135,8 @@ def plan(
     ranks: RanksOption = None,
     slots_per_rank: SlotsOption = None,
     nodes: NodesOption = None,
+    form: FormatOption = None,
+    dense_layers: DenseOption = None,
     out: OutOption = None,
     nats: NatsOption = None,
     as_json: JsonOption = False,
@@ -136,11 +159,10 @@ def plan(
             {**proposal, "--memory": memory, "--apply": apply},
             "is about a running engine; with --profile there is none",
         )
-        _plan_first_placement(profile, ranks, slots_per_rank, nodes, out, as_json=as_json)
+        _plan_first_placement(profile, ranks, slots_per_rank, nodes, out, form, dense_layers, as_json=as_json)
         return
-    refuse(
-        {"--ranks": ranks, "--slots-per-rank": slots_per_rank, "--nodes": nodes}, "belongs to --profile FILE"
-    )
+    first = {"--ranks": ranks, "--slots-per-rank": slots_per_rank, "--nodes": nodes}
+    refuse({**first, "--format": form, "--dense-layers": dense_layers}, "belongs to --profile FILE")
     if policy is not None and policy not in POLICIES:
         fail(f"no policy {policy!r}; there are: {', '.join(POLICIES)}", USAGE)
     if apply and dead is not None:
@@ -173,14 +195,30 @@ def _plan_first_placement(
     slots_per_rank: int | None,
     nodes: int | None,
     out: Path | None,
+    form: str | None,
+    dense_layers: int | None,
     *,
     as_json: bool,
 ) -> None:
     if ranks is None:
         fail("--profile needs --ranks: how many ranks will the engine have?", USAGE)
+    known = next((one for one in get_args(MapFormat) if one == form), None)
+    if form is not None and known is None:
+        fail(f"no format {form!r}; there are: {', '.join(get_args(MapFormat))}", USAGE)
+    if dense_layers is not None and known != "sglang":
+        fail("--dense-layers belongs to --format sglang", USAGE)
     from deploy.views.first_placement import show_first_placement
 
-    show_first_placement(profile, ranks, slots_per_rank, nodes or 1, out, as_json=as_json)
+    show_first_placement(
+        profile,
+        ranks,
+        slots_per_rank,
+        nodes or 1,
+        out,
+        as_json=as_json,
+        form=known,
+        dense_layers=dense_layers or 0,
+    )
 
 
 def in_bytes(text: str) -> int:

@@ -8,28 +8,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.terminal.output import USAGE, console, fail, in_json, note, show, table
+from deploy.views.map_files import MapFormat, encoded
 from deploy.views.popularity import loaded
 from fleet.dispatch import loads
 from fleet.placement import EMPTY, Placement, linear
 from migration.model.cost_model import balance
 from migration.solvers.full_placement import bound, full_placement
+from migration.solvers.full_tables import completed
 
 
 def show_first_placement(
-    file: Path, ranks: int, slots_per_rank: int | None, nodes: int, out: Path | None, *, as_json: bool
+    file: Path,
+    ranks: int,
+    slots_per_rank: int | None,
+    nodes: int,
+    out: Path | None,
+    *,
+    as_json: bool,
+    form: MapFormat | None = None,
+    dense_layers: int = 0,
 ) -> None:
     """Place the experts of a recorded load on the ranks, print the resulting balance, and write the placement
-    to `out`."""
+    to `out`. form: as a whole map for another system; None: for Roost's own engines. dense_layers: as in
+    `map_files.encoded`."""
     load, _ = loaded(file)
     if ranks % nodes:
         fail(f"{ranks} ranks do not divide by {nodes} nodes", USAGE)
     slots = slots_per_rank or -(-load.experts // ranks)
     try:
         placement = first_placement(load.counts, ranks, slots, nodes)
+        if form is not None:
+            placement = without_empty_slots(placement, load.counts)
     except ValueError as error:
         fail(str(error), USAGE)
     if out is not None:
-        write(placement, out)
+        write(placement, out, form, dense_layers)
     found = as_record(placement, load.counts, file)
     if as_json:
         show(in_json(found))
@@ -41,10 +54,15 @@ def show_first_placement(
     rows = [(name, *(f"{found[key][kind]:.3f}" for kind in ("mean", "min"))) for name, key in _ROWS]
     table(("balance", "mean of layers", "worst layer"), rows)
     if out is not None:
-        note(
-            f'wrote {out}; an engine begins with it by: placement = "{out}" and slots_per_rank = {slots} in'
-            " [engine] or [simulated]"
-        )
+        use = {
+            None: f'an engine begins with it by: placement = "{out}" and slots_per_rank = {slots} in [engine]'
+            " or [simulated]",
+            "vllm": f"bring it into force by: roost migrate --map {out} --to ENGINE (vLLM reads no such file"
+            " itself)",
+            "sglang": f"SGLang begins with it by: --init-expert-location {out} --ep-num-redundant-experts"
+            f" {ranks * slots - load.experts}",
+        }
+        note(f"wrote {out}; {use[form]}")
 
 
 _ROWS = (("experts in order", "in_order"), ("this placement", "placed"), ("no placement can exceed", "bound"))
@@ -59,6 +77,13 @@ def first_placement(load: NDArray[Any], ranks: int, slots_per_rank: int, nodes: 
         experts=load.shape[1],
         ranks=ranks,
     )
+
+
+def without_empty_slots(placement: Placement, load: NDArray[Any]) -> Placement:
+    """Return the placement with further replicas in its empty slots. Raises ValueError if a rank has more
+    slots than there are experts."""
+    table = completed(placement.expert_of_slot, load, placement.ranks)
+    return Placement(table, experts=placement.experts, ranks=placement.ranks)
 
 
 def as_record(placement: Placement, load: NDArray[Any], file: Path) -> dict[str, Any]:
@@ -88,9 +113,12 @@ def _even(placement: Placement, load: NDArray[Any]) -> dict[str, float]:
     return {"mean": float(found.mean()), "min": float(found.min())}
 
 
-def write(placement: Placement, out: Path) -> None:
-    """Write the placement as JSON of a PlacementRecord; end the command if that fails."""
+def write(placement: Placement, out: Path, form: MapFormat | None = None, dense_layers: int = 0) -> None:
+    """Write the placement as JSON of a PlacementRecord, or as a whole map; end the command if that fails."""
+    content = (
+        msgspec.json.encode(placement.record()) if form is None else encoded(placement, form, dense_layers)
+    )
     try:
-        out.write_bytes(msgspec.json.encode(placement.record()))
+        out.write_bytes(content)
     except OSError as error:
         fail(f"cannot write {out}: {error}", USAGE)

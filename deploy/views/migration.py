@@ -25,8 +25,9 @@ from deploy.client.migrations import (
 from deploy.process import FAILURE, print_error
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.output import USAGE, console, fail, in_json, note, show
+from deploy.views import map_files
 from fleet.experts import ExpertId
-from fleet.requests.plans import ApplyPlan, MigrateExpert, MigrationAccepted, RollBack
+from fleet.requests.plans import ApplyMap, ApplyPlan, MigrateExpert, MigrationAccepted, RollBack
 from fleet.text import byte_size, counted
 from migration.model.plan import Plan
 
@@ -92,6 +93,24 @@ def _show_preview(accepted: MigrationAccepted, form: OutputForm, *, dry_run: boo
     if dry_run:
         note("dry run: nothing was moved")
         raise typer.Exit
+
+
+def show_map(
+    bus_config: BusConfig, file: Path, engine: str | None, form: OutputForm, *, dry_run: bool
+) -> None:
+    """Bring the map in a file into force, on an engine or (None) the only one with experts."""
+    try:
+        placement = map_files.read(file)
+    except ValueError as error:
+        fail(str(error), USAGE)
+
+    async def ask(bus: Bus, subjects: Subjects) -> ApplyMap:
+        found = await engine_named(bus, subjects, engine)
+        order = ApplyMap(engine=found.engine, placement=placement.record())
+        _show_preview(await preview(bus, subjects, order, note), form, dry_run=dry_run)
+        return order
+
+    _show(bus_config, ask, form._replace(steps=False))
 
 
 def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, form: OutputForm) -> None:

@@ -1,6 +1,7 @@
 """Requests to the migration service: describe, execute or roll back a plan."""
 
 from fleet.event import Event
+from fleet.placement import PlacementRecord
 
 
 class DescribePlan(Event, frozen=True, kw_only=True):
@@ -48,6 +49,18 @@ class MigrateExpert(Event, frozen=True, kw_only=True):
     """expert of the layer to move in the opposite direction; None: chosen automatically if there is no free
     slot
     """
+    dry_run: bool = False
+    """answer with what would be done, and do nothing"""
+
+
+class ApplyMap(Event, frozen=True, kw_only=True):
+    """Request to the migration service: bring a whole map into force, on an engine that moves its experts
+    itself. Answered with `MigrationAccepted`.
+    """
+
+    engine: str
+    placement: PlacementRecord
+    """every slot filled; its epoch does not count"""
     dry_run: bool = False
     """answer with what would be done, and do nothing"""
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import SlotTable
 from fleet.experts import ExpertId
-from fleet.placement import Placement
+from fleet.placement import EMPTY, Placement
 from fleet.requests.plans import MigrateExpert
 from fleet.text import counted
 from migration.model.plan import Plan, planned
@@ -125,17 +125,37 @@ def restoring_map(placement: Placement, goal: Placement, undoes: str, room: Stag
     Experts that the goal held twice on a rank, as an initial map may, come back once; another one fills the
     slot. ValueError when that is impossible, or already the case.
     """
-    now, then = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, goal))
-    if now != then:
-        raise ValueError(
-            f"the placement before plan {undoes} had (layers, experts, ranks, slots per rank) {then}, the"
-            f" engine has {now}: it was restarted with another configuration"
-        )
+    _check_shape(placement, goal, f"the placement before plan {undoes}")
     handovers = one_map(placement, _legal(goal), room, why=f"as before plan {undoes}")
     if not handovers:
         raise ValueError(f"the engine serves what it served before plan {undoes} already")
     reason = f"back to epoch {goal.epoch}, before plan {undoes}"
     return checked(placement, planned(placement, handovers, reason=reason), rearranges=True)
+
+
+def requested_map(placement: Placement, goal: Placement, room: StagingRoom) -> Plan:
+    """Plan from the served map to one that an operator names. ValueError when it has another shape, an empty
+    slot or an expert twice on a rank, or is served already."""
+    _check_shape(placement, goal, "the map")
+    empty = np.argwhere(goal.expert_of_slot == EMPTY)
+    if len(empty):
+        layer, slot = empty[0]
+        raise ValueError(f"the map leaves layer {layer} slot {slot} empty; every slot must hold an expert")
+    if goal.duplicates:
+        raise ValueError("the map holds an expert twice on a rank; name another expert in one of the slots")
+    handovers = one_map(placement, goal.expert_of_slot, room, why="requested")
+    if not handovers:
+        raise ValueError("the engine serves the same experts on every rank already")
+    return checked(placement, planned(placement, handovers, reason="requested: a whole map"), rearranges=True)
+
+
+def _check_shape(placement: Placement, goal: Placement, what: str) -> None:
+    now, then = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, goal))
+    if now != then:
+        raise ValueError(
+            f"{what} has (layers, experts, ranks, slots per rank) {then}, the engine has {now}: it was made"
+            " for another engine or configuration"
+        )
 
 
 def _legal(goal: Placement) -> SlotTable:

@@ -9,7 +9,7 @@ from fleet.facts.migrations import MigrationPlanned, Origin
 from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
 from fleet.requests.handovers import HandoverDescribed
-from fleet.requests.plans import ApplyPlan, MigrateExpert, RollBack
+from fleet.requests.plans import ApplyMap, ApplyPlan, MigrateExpert, RollBack
 from fleet.requests.refusal import RequestRefused
 from migration.engine_state.demand_windows import DemandWindows
 from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
@@ -17,7 +17,7 @@ from migration.execution.executor import PlanExecutor
 from migration.execution.handover_driver import Unfit
 from migration.handover.handover_messages import accepted
 from migration.model.plan import Plan
-from migration.planning.operator_maps import one_expert_of_a_map, restoring_map
+from migration.planning.operator_maps import one_expert_of_a_map, requested_map, restoring_map
 from migration.planning.operator_plans import one_expert, plan_to_undo, read, restoring_plan
 from migration.planning.staging_capacity import StagingRoom
 
@@ -48,8 +48,8 @@ class OperatorCommands:
 
     async def answer(self, message: Message) -> Message:
         """Answer a request from the bus."""
-        if not isinstance(message, MigrateExpert | ApplyPlan | RollBack):
-            kinds = ", ".join(kind.__name__ for kind in (MigrateExpert, ApplyPlan, RollBack))
+        if not isinstance(message, MigrateExpert | ApplyMap | ApplyPlan | RollBack):
+            kinds = ", ".join(kind.__name__ for kind in (MigrateExpert, ApplyMap, ApplyPlan, RollBack))
             return RequestRefused(
                 reason=f"a {type(message).__name__} is no request for this subject; send one of {kinds}"
             )
@@ -58,7 +58,7 @@ class OperatorCommands:
             self._executor.refuse_second(entry.engine)
             statuses = await self._executor.survey(entry, ASK_SECONDS)
             plan, origin = await self._plan(entry, message, statuses)
-            if isinstance(message, MigrateExpert) and message.dry_run:
+            if isinstance(message, MigrateExpert | ApplyMap) and message.dry_run:
                 return accepted(entry, plan)
             return await self._executor.accept(entry, plan, origin)
         except (ValueError, Unfit, BusError) as error:
@@ -82,7 +82,7 @@ class OperatorCommands:
     async def _plan(
         self,
         entry: EngineEntry,
-        request: MigrateExpert | ApplyPlan | RollBack,
+        request: MigrateExpert | ApplyMap | ApplyPlan | RollBack,
         statuses: Sequence[HandoverDescribed],
     ) -> tuple[Plan, Origin]:
         """Make the requested plan. Raises ValueError with the reason if there is none."""
@@ -92,6 +92,15 @@ class OperatorCommands:
                 make = one_expert_of_a_map if entry.rearranges else one_expert
                 room = self._room(entry, statuses)
                 return await asyncio.to_thread(make, entry.placement, request, room, demand), "operator"
+            case ApplyMap():
+                if not entry.rearranges:
+                    raise ValueError(
+                        f"engine {entry.engine!r} does not move its experts itself, and takes plans instead"
+                        " of whole maps: roost plan"
+                    )
+                goal = Placement.from_record(request.placement)
+                room = self._room(entry, statuses)
+                return await asyncio.to_thread(requested_map, entry.placement, goal, room), "operator"
             case ApplyPlan():
                 plan = await asyncio.to_thread(
                     read, request.plan, entry.placement, rearranges=entry.rearranges

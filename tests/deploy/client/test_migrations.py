@@ -23,6 +23,7 @@ from deploy.client.fleet_status import members, note_plans
 from deploy.client.migrations import NoSuchEngine, NotAccepted, PlanProgress, carried_out, engine_named
 from deploy.parts.resume import last_record
 from deploy.process import SIGNALS, alongside
+from deploy.views.map_files import encoded
 from deploy.views.migration import as_record
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.simulated.engine import SimulatedEngine
@@ -39,6 +40,7 @@ from fleet.facts.migrations import (
 from fleet.placement import linear
 from fleet.requests.handovers import HandoverDescribed
 from fleet.requests.plans import (
+    ApplyMap,
     ApplyPlan,
     DescribePlan,
     MigrateExpert,
@@ -435,6 +437,19 @@ def test_a_dry_run_shows_what_would_move_and_asks_for_nothing(nats_url: str, spa
     assert done.exit_code == 0, done.output
     assert "- expert 1/3 from rank 0 to rank 1" in done.stdout
     assert received == [MigrateExpert(engine="engine-0", layer=1, expert=3, rank=1, dry_run=True)]
+
+
+def test_a_map_from_a_file_is_shown_and_asked_for(nats_url: str, space: str, tmp_path: Path) -> None:
+    placement = linear(layers=2, experts=8, ranks=2)
+    file = tmp_path / "map.json"
+    file.write_bytes(encoded(placement, "vllm"))
+    received: list[Message] = []
+    with planner(nats_url, space, received, *GOOD):
+        done = roost("migrate", "--map", str(file), "--to", "e0", "--nats", nats_url)
+    assert done.exit_code == 0, done.output
+    order = ApplyMap(engine="engine-0", placement=placement.record())
+    assert received == [msgspec.structs.replace(order, dry_run=True), order]
+    assert roost("migrate", "--map", str(file), "--expert", "1/3", "--to", "e0").exit_code == 2
 
 
 def test_migrate_ends_in_status_1_when_it_is_given_up(nats_url: str, space: str) -> None:

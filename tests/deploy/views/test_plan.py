@@ -15,11 +15,14 @@ from bus import Message
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.cli.plan import in_bytes
+from deploy.views import map_files
 from deploy.views.first_placement import first_placement
 from deploy.views.plan import PlanQuery, described, print_plan
 from engine_adapter.initial_placement import initial
+from engine_adapter.vllm.wire import map_digest
 from fleet.experts import ModelShape
 from fleet.facts.engines import EngineJoined
+from fleet.placement import Placement
 from fleet.requests.plans import DescribePlan, PlanDescribed
 from migration.model.plan_record import Measures, MemoryPoint, PlanRecord, StepRecord
 from tests.deploy import commands
@@ -199,6 +202,12 @@ def test_a_budget_is_read_with_its_unit(text: str, count: int) -> None:
             "32 experts do not fit into 7 slots",
         ),
         (("--profile", "{profile}", "--ranks", "4", "--nodes", "3"), "4 ranks do not divide by 3 nodes"),
+        (("--profile", "{profile}", "--ranks", "4", "--format", "trt"), "no format 'trt'; there are: vllm"),
+        (
+            ("--profile", "{profile}", "--ranks", "4", "--format", "vllm", "--dense-layers", "1"),
+            "belongs to --format sglang",
+        ),
+        (("--format", "vllm"), "--format belongs to --profile"),
         (("--profile", "nowhere.npy", "--ranks", "4"), "nowhere.npy"),
         (("--profile", "{profile}", "--ranks", "4", "--out", "no/such/folder/x.json"), "cannot write"),
     ],
@@ -228,6 +237,52 @@ def test_a_first_placement_is_written_for_an_engine_that_begins_with_it(
     )
     assert found["placed"]["mean"] > found["in_order"]["mean"]
     assert found["placed"]["mean"] <= found["bound"]["mean"] + 1e-9
+
+
+def first(profile: Path, out: Path, *arguments: str) -> Result:
+    return roost(
+        "--profile", str(profile), "--ranks", "2", "--slots-per-rank", "20", "--out", str(out), *arguments
+    )
+
+
+def test_a_map_for_sglang_has_every_slot_filled_and_a_row_for_every_layer(
+    profile: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "map.json"
+    result = first(profile, out, "--format", "sglang", "--dense-layers", "1")
+    assert result.exit_code == 0, result.output
+    assert f"--init-expert-location {out} --ep-num-redundant-experts 8" in result.stderr
+    table = np.array(json.loads(out.read_bytes())["physical_to_logical_map"])
+    assert table.shape == (5, 40)
+    assert (table[0] == np.arange(40) % 32).all()
+    found = Placement(table[1:], experts=32, ranks=2)
+    assert (found.expert_of_slot >= 0).all()
+
+
+def test_a_map_for_vllm_carries_its_digest_and_is_read_back(profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "map.json"
+    result = first(profile, out, "--format", "vllm")
+    assert result.exit_code == 0, result.output
+    assert f"roost migrate --map {out} --to ENGINE" in result.stderr
+    placement = map_files.read(out)
+    assert json.loads(out.read_bytes())["digest"] == map_digest(placement.expert_of_slot, 32)
+    assert (placement.expert_of_slot >= 0).all()
+    out.write_bytes(
+        out.read_bytes().replace(b'"physical_to_logical_map":[[', b'"physical_to_logical_map":[[9,', 1)
+    )
+    with pytest.raises(ValueError, match="no map can be read"):
+        map_files.read(out)
+
+
+def test_a_map_that_was_changed_by_hand_does_not_match_its_digest(profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "map.json"
+    first(profile, out, "--format", "vllm")
+    known = json.loads(out.read_bytes())
+    row = known["physical_to_logical_map"][0]
+    row[0], row[1] = row[1], row[0]
+    out.write_text(json.dumps(known))
+    with pytest.raises(ValueError, match="does not match its digest"):
+        map_files.read(out)
 
 
 # With a fleet

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fleet.placement import EMPTY, Placement, repeated
 from fleet.requests.plans import MigrateExpert
 from migration.model.plan import Plan, planned, replay
-from migration.planning.operator_maps import one_expert_of_a_map, restoring_map
+from migration.planning.operator_maps import one_expert_of_a_map, requested_map, restoring_map
 from migration.planning.operator_plans import one_expert, read
 from migration.planning.staging_capacity import StagingRoom
 
@@ -123,3 +123,26 @@ def test_a_plan_file_of_several_handovers_or_with_an_empty_slot_is_refused() -> 
     two = planned(SERVED, [handover, msgspec.structs.replace(asked(expert=5).handovers[0], epoch=6)])
     with pytest.raises(ValueError, match=r"2 handovers|holds expert"):
         read(msgspec.json.encode(two), SERVED, rearranges=True)
+
+
+def test_a_requested_map_is_one_handover_of_the_experts_that_arrive() -> None:
+    goal = Placement(np.array([[4, 1, 2, 3, 0, 5, 3, 2]]), experts=6, ranks=2)
+    plan = requested_map(SERVED, goal, ROOM)
+    end = replay(SERVED, plan)[-1]
+    assert np.array_equal(end.replicas_on_rank, goal.replicas_on_rank)
+    assert (len(plan.handovers), len(plan.copies)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ([[0, 1, 2, 3, 4, 2, EMPTY, 5]], "layer 0 slot 6 empty"),
+        ([[0, 1, 2, 3, 4, 5, 5, 2]], "twice on a rank"),
+        ([[0, 1, 2, 3, 4, 5]], "another engine or configuration"),
+        ([[3, 2, 1, 0, 5, 3, 2, 4]], "already"),
+    ],
+)
+def test_a_map_that_cannot_be_served_is_refused(table: list[list[int]], reason: str) -> None:
+    goal = Placement(np.array(table), experts=6, ranks=2, duplicates=True)
+    with pytest.raises(ValueError, match=reason):
+        requested_map(SERVED, goal, ROOM)
