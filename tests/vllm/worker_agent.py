@@ -151,6 +151,11 @@ class WorkerAgent:
         told = [self.workers[rank].status for rank in sorted(self.workers)]
         return [status for status in told if status is not None]
 
+    def states(self) -> dict[int, tuple[str, int]]:
+        """Return state and handover number of each rank."""
+        statuses = {rank: worker.status for rank, worker in self.workers.items()}
+        return {rank: (one.state, one.handover) for rank, one in statuses.items() if one is not None}
+
     def in_force(self, digest: str) -> bool:
         """Return whether both ranks serve a map."""
         statuses = self.statuses()

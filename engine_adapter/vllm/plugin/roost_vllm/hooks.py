@@ -267,6 +267,8 @@ def _refusal(parallel: Any, model_config: Any, settings: Settings) -> str:
         return "a pooling model: its workers count steps differently"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism: each stage has layers and an EPLB group of its own"
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return "prefill context parallelism: which ranks count which tokens is not known"
     if parallel.eplb_config.use_async and not settings.asynchronous:
         return (
             "asynchronous EPLB, which no test has run: "

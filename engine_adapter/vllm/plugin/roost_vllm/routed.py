@@ -11,6 +11,8 @@ from roost_vllm.wire import MAX_FRAME_BYTES, RoutedRequest
 
 NUDGE = "roost-nudge-"
 """In the id of a request of the agent's own, which keeps an idle engine at work and is no demand."""
+_MOST_BYTES = MAX_FRAME_BYTES // 2
+"""of one request's experts: a longer one stays unknown, because its report would fit no frame"""
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _CHILD = re.compile(r"^\d+_(?=chatcmpl-|cmpl-)")
 
@@ -40,15 +42,18 @@ class _Route:
     def add(self, first: int, rows: NDArray[np.int16]) -> None:
         """Add rows from a position on. Positions that are computed anew replace the old ones; after a gap the
         older part is dropped, because a report covers one range."""
-        if first > self.first + self.positions or not self.positions:
-            self.first, self.rows, self.positions = first, [], 0
-        kept = max(0, first - self.first)
-        if kept < self.positions:
-            self.rows = [np.concatenate(self.rows)[:kept]]
-        if first < self.first:
-            self.first, self.rows = first, []
-        self.rows.append(rows)
-        self.positions = sum(len(part) for part in self.rows)
+        if first != self.first + self.positions:
+            self._keep_until(first)
+        if not self.positions:
+            self.first = first
+        self.rows.append(rows.copy())  # a view would keep the rows of all requests of its step
+        self.positions += len(rows)
+
+    def _keep_until(self, end: int) -> None:
+        is_gap = end > self.first + self.positions
+        kept = 0 if is_gap else max(0, end - self.first)
+        self.rows = [np.concatenate(self.rows)[:kept]] if kept else []
+        self.positions = kept
 
 
 class RoutedRequests:
@@ -69,13 +74,14 @@ class RoutedRequests:
             route = self._routes.get(span.request)
             if route is not None and span.tokens:
                 route.add(span.first, experts[at : at + span.tokens])
+                if route.positions * experts[0].nbytes > _MOST_BYTES:
+                    del self._routes[span.request]
             at += span.tokens
 
     def end(self, requests: Iterable[str]) -> list[RoutedRequest]:
         """Return the reports of requests that ended, and forget them. Those without a row have none."""
         ended = [(name, self._routes.pop(name, None)) for name in requests]
-        reports = [_report(name, route) for name, route in ended if route is not None and route.positions]
-        return [report for report in reports if len(report.experts) < MAX_FRAME_BYTES // 2]
+        return [_report(name, route) for name, route in ended if route is not None and route.positions]
 
 
 def _report(name: str, route: _Route) -> RoutedRequest:
