@@ -31,6 +31,14 @@ FILE = "roost.toml"
 PREFIX = "ROOST_"
 FILE_VARIABLE = "ROOST_CONFIG"
 """Variable with the path of the file; the flag overrides it."""
+PLUGIN_VARIABLES = (
+    "ROOST_AGENT",
+    "ROOST_SECRET_FILE",
+    "ROOST_FALLBACK",
+    "ROOST_ASYNC",
+    "ROOST_PATIENCE_SECONDS",
+)
+"""Variables of the plugin in vLLM's workers. They may be set where Roost runs, too, and mean nothing here."""
 
 Part = TypeVar("Part")
 Key = tuple[str, str]
@@ -264,7 +272,7 @@ def _from_environment(
     remedies = {variable_of(*key): remedy for key, remedy in former.items()}
     found: dict[Key, Setting] = {}
     for variable, text in sorted(environment.items()):
-        if variable.startswith(PREFIX) and variable != FILE_VARIABLE:
+        if variable.startswith(PREFIX) and variable not in (FILE_VARIABLE, *PLUGIN_VARIABLES):
             if variable in remedies:
                 raise ConfigError(f"{variable} {remedies[variable]}")
             _known(variable, names, f"environment: no setting {variable}")

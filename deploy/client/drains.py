@@ -203,6 +203,7 @@ async def _store(
 
 def _targets(engine: EngineNow) -> int:
     """Number of ranks that can be drained singly; 1 for an engine whose ranks form one target."""
-    layout = engine.joined.layout
-    one = (layout is not None and not layout.targets_are_ranks) or len(set(engine.joined.urls)) == 1
-    return 1 if one else len(engine.joined.urls)
+    joined = engine.joined
+    layout = joined.layout
+    one_url = not joined.rank_header and len(set(joined.urls)) == 1
+    return 1 if one_url or (layout is not None and not layout.targets_are_ranks) else len(joined.urls)

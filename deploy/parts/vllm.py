@@ -34,7 +34,25 @@ from fleet.text import counted
 EXPECTED = (BusError, EngineFailed, NameTaken)
 _MAX_LEAVES = 10_000
 """Leaves of one start of vLLM that are told apart."""
+_EXPLAIN_SECONDS = 60.0
+"""Interval of the log lines of a vLLM that is not there."""
 log = logging.getLogger(__name__)
+
+
+class _Absence:
+    """Log of a vLLM that is not there: at once for a new reason, and from time to time for the same."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._reason = ""
+        self._at = float("-inf")
+
+    def explain(self, reason: str) -> None:
+        """Log the reason, unless it was logged a short time ago."""
+        now = asyncio.get_running_loop().time()
+        if reason != self._reason or now >= self._at + _EXPLAIN_SECONDS:
+            log.warning("%s is not there, looking again and again: %s", self._name, reason)
+            self._reason, self._at = reason, now
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +101,7 @@ async def represent(
         log.info("the plugin connects with ROOST_AGENT=%s:%d", *workers.address)
         about = _Represented(bus, subjects, name, config, agent_config, servers, workers)
         replaces: int | None = None
+        absence = _Absence(name)
         while True:
             try:
                 replaces = await _incarnation(about, replaces)
@@ -90,9 +109,7 @@ async def represent(
                 failure = first_of(error, (EngineFailed,))
                 if failure is None:
                     raise
-                log.warning(
-                    "%s is not there, looking again every %g s: %s", name, config.load_seconds, failure
-                )
+                absence.explain(str(failure))
             if serving.done():
                 serving.result()
             await asyncio.sleep(config.load_seconds)

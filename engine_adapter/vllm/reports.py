@@ -50,7 +50,7 @@ def engine_shape(hello: WorkerHello) -> EngineShape:
             expert_intermediate=max(values, 1),
             dtype=dtype,
         ),
-        EP if hello.targets == hello.ranks else TP_EP,
+        TP_EP if hello.targets == 1 < hello.ranks else EP,
         hello.targets == 1 or hello.all2all in GATHERS,
     )
 

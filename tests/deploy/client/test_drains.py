@@ -32,13 +32,17 @@ async def bus() -> AsyncIterator[MemoryBus]:
     await bus.close()
 
 
-async def join(bus: MemoryBus, name: str, worker_id: int, ranks: int, layout: Layout | None = None) -> None:
+async def join(
+    bus: MemoryBus, name: str, worker_id: int, ranks: int, layout: Layout | None = None, rank_header: str = ""
+) -> None:
+    urls = tuple("http://h:1" if rank_header else f"http://h:{rank + 1}" for rank in range(ranks))
     joined = EngineJoined(
         engine=name,
         worker_id=worker_id,
         model="m",
         node="here",
-        urls=tuple(f"http://h:{rank + 1}" for rank in range(ranks)),
+        urls=urls,
+        rank_header=rank_header,
         block_size=16,
         kv_blocks=10,
         max_context=100,
@@ -74,6 +78,12 @@ async def test_an_unknown_place_is_refused_with_what_there_is(bus: MemoryBus, te
     with pytest.raises(NoSuchTarget) as refusal:
         await find(bus, SUBJECTS, text)
     assert says in str(refusal.value)
+
+
+async def test_ranks_behind_one_url_are_drained_singly_if_a_header_names_them(bus: MemoryBus) -> None:
+    await join(bus, "vllm", 40, 2, rank_header="X-data-parallel-rank")
+    await drain(bus, SUBJECTS, await find(bus, SUBJECTS, "vllm/1"), "")
+    assert await drains(bus) == {"vllm": {1: ""}}
 
 
 async def test_a_drain_is_stored_for_the_present_incarnation_and_undone(bus: MemoryBus) -> None:

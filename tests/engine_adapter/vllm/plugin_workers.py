@@ -1,6 +1,7 @@
 """Workers of a vLLM without vLLM: the plugin's own connection and mailbox, and a vote that the test calls."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -59,7 +60,13 @@ class PluginWorker:
         self.link.start()
 
     def send(self, message: FromWorker) -> None:
+        """Send a message over a connection that the server has welcomed: its thread learns that a moment
+        later, and loses messages until then."""
         assert self.link is not None
+        deadline = time.monotonic() + 5
+        while self.link.alone_seconds():
+            assert time.monotonic() < deadline, "the worker is not connected"
+            time.sleep(0.001)
         self.link.send(message)
 
     def hello(self, *, proof: bytes, nonce: bytes) -> WorkerHello:

@@ -70,7 +70,8 @@ def test_the_shape_has_the_bytes_of_an_expert() -> None:
         (2, 2, "naive", (EP, True)),
         (2, 2, "deepep_low_latency", (EP, False)),
         (2, 1, "deepep_low_latency", (TP_EP, True)),  # one target: its tokens are on every rank
-        (4, 2, "nixl_ep", (TP_EP, False)),
+        (4, 2, "nixl_ep", (EP, False)),
+        (1, 1, "naive", (EP, True)),
     ],
 )
 def test_layout_and_backend(ranks: int, targets: int, all2all: str, expected: tuple[Any, bool]) -> None:
