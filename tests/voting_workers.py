@@ -35,6 +35,8 @@ class Worker:
     cast: Ballot | None = None
     """ballot of a vote whose result is not known yet: messages must wait"""
     layers_done: int = 0
+    passed: bool = False
+    """the vote has passed, and the map comes into force layer by layer"""
 
     def stage(self, handover: int, placement: Placement, replaces: str) -> None:
         if handover <= self.past or self.voting:
@@ -51,6 +53,8 @@ class Worker:
             self.voting = True
 
     def drop(self, handover: int, reason: str) -> None:
+        if self.passed:
+            return
         if self.held is not None and handover == self.handover:
             self.dropped_voting, self.held, self.voting, self.reason = self.voting, None, False, reason
         elif handover > self.past and self.held is None:
@@ -59,12 +63,19 @@ class Worker:
 
     @property
     def ballot(self) -> Ballot:
-        if self.held is None or not self.voting:
+        if self.held is None or not self.voting or self.passed:
             return NO_BALLOT
         return Ballot(self.handover, digest(self.held), digest(self.map))
 
+    def commit_layer(self) -> None:
+        """Bring one more layer of the map that has passed into force."""
+        self.layers_done += 1
+        if self.layers_done == self.map.layers:
+            self.carry_out()
+
     def carry_out(self) -> None:
         assert self.held is not None
+        self.passed, self.layers_done = False, 0
         self.map, self.held, self.voting, self.reason = self.held, None, False, ""
         self.flipped = self.handover
 
@@ -89,7 +100,9 @@ class Worker:
 class Voters:
     """All worker processes of one start of an engine. `maps` lists every map that came into force."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, *, by_layers: bool = False) -> None:
+        """by_layers: True for asynchronous EPLB, which commits one layer per step."""
+        self._by_layers = by_layers
         self.workers = [Worker(placement) for _ in range(placement.ranks)]
         self.maps = [placement]
         self.links: list[Links] = []
@@ -97,9 +110,14 @@ class Voters:
     def step(self) -> bool:
         """Make one step, with a vote. Return True if it passed."""
         passed = passes([worker.ballot for worker in self.workers])
-        if passed:
-            for worker in self.workers:
+        for worker in self.workers:
+            if worker.passed:
+                worker.commit_layer()
+            elif passed and self._by_layers:
+                worker.passed = True
+            elif passed:
                 worker.carry_out()
+        if self.workers[0].map is not self.maps[-1]:
             served = {digest(worker.map) for worker in self.workers}
             assert len(served) == 1, "the workers serve different maps"
             self.maps.append(self.workers[0].map)

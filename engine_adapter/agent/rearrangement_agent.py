@@ -82,7 +82,7 @@ class RearrangementAgent:
 
     def _follow(self) -> None:
         workers = self._rearranger
-        self._protocol.placement = workers.placement
+        self._protocol.placement, self._protocol.fault = workers.placement, workers.fault
         self._protocol.update([workers.status(rank) for rank in range(workers.ranks)], _now())
 
     async def _publish(self) -> None:
@@ -144,7 +144,7 @@ class RearrangementAgent:
         verdict: CommandVerdict | None = None
         match request:
             case ProposeHandover():
-                verdict = self._protocol.propose(request, placement, _now(), self._rearranger.fault)
+                verdict = self._protocol.propose(request, placement, _now())
             case CommitHandover():
                 verdict = self._protocol.commit(request)
             case AbortHandover():

@@ -135,13 +135,16 @@ class VoteProtocol:
     def __init__(self, *, worker_id: int, placement: Placement) -> None:
         self.placement = placement
         """The map in force. The owner replaces it once all workers serve another one."""
+        self.fault = ""
+        """Why the engine takes no map any more. Set by the owner. Empty: it takes maps."""
         self._worker_id = worker_id
         self._ranks = [_Rank() for _ in range(placement.ranks)]
         self._effects: list[Effect] = []
         self._changed_at = float("-inf")
         """Time of the last change of any worker's status."""
         self._nudged_at = float("-inf")
-        self._idle = False
+        self._stalled = False
+        """True: the workers vote, and nothing has changed for IDLE_SECONDS."""
 
     def drain(self) -> list[Effect]:
         """Return the pending effects in order, and clear them."""
@@ -156,11 +159,9 @@ class VoteProtocol:
         state = self.state(command.rank)
         return handle_propose(state, command.token, command.handover, command.placement.epoch)
 
-    def propose(
-        self, command: ProposeHandover, placement: Placement | str, now: float, fault: str = ""
-    ) -> CommandVerdict:
+    def propose(self, command: ProposeHandover, placement: Placement | str, now: float) -> CommandVerdict:
         """Take a proposal. placement: the decoded placement of the command, or why it cannot be decoded.
-        fault: why the engine takes no map. NotConnected if the rank has no worker."""
+        NotConnected if the rank has no worker."""
         verdict = self.verdict_on_proposal(command)
         rank = self._seen(command.rank, command.token)
         if verdict is not CommandVerdict.TAKE:
@@ -172,8 +173,8 @@ class VoteProtocol:
         try:
             if isinstance(placement, str):
                 raise CannotStage(StagingFault.PLACEMENT, placement)  # noqa: TRY301
-            if fault:
-                raise CannotStage(StagingFault.ENGINE, fault)  # noqa: TRY301
+            if self.fault:
+                raise CannotStage(StagingFault.ENGINE, self.fault)  # noqa: TRY301
             check_terms(command.deadline_seconds, placement, self.placement)
             check_whole_map(placement)
         except CannotStage as error:
@@ -251,7 +252,7 @@ class VoteProtocol:
         for rank, worker in zip(self._ranks, statuses, strict=True):
             if worker == rank.worker:
                 continue
-            self._changed_at, self._idle = now, False
+            self._changed_at, self._stalled = now, False
             held = rank.held
             rank.worker = worker
             if worker is not None:
@@ -267,8 +268,8 @@ class VoteProtocol:
                 self._stage_again(number, rank.proposal, now)
             if rank.voting and now >= rank.dropped_at + REPEAT_SECONDS:
                 self._drop_hopeless(number, rank, now)
-        if self._all_vote and now >= max(self._changed_at, self._nudged_at) + IDLE_SECONDS:
-            self._idle, self._nudged_at = True, now
+        if self._waits_for_steps and now >= max(self._changed_at, self._nudged_at) + IDLE_SECONDS:
+            self._stalled, self._nudged_at = True, now
             self._effects.append(Nudge())
 
     @property
@@ -280,7 +281,7 @@ class VoteProtocol:
                 due.append(min(rank.proposal.sent + REPEAT_SECONDS, rank.proposal.until))
             if rank.voting and self._hopeless(rank.voting):
                 due.append(rank.dropped_at + REPEAT_SECONDS)
-        if self._all_vote:
+        if self._waits_for_steps:
             due.append(max(self._changed_at, self._nudged_at) + IDLE_SECONDS)
         return min(due)
 
@@ -324,7 +325,10 @@ class VoteProtocol:
             self._effects.append(Drop(number, rank.voting, why))
 
     def _hopeless(self, handover: int) -> str:
-        """Return why no vote for a handover can pass any more. Empty: it still can, as far as is known."""
+        """Return why no vote for a handover can or may pass any more. Empty: it still can, as far as is
+        known."""
+        if self.fault:
+            return self.fault
         voting = set[tuple[str, str]]()
         for number, rank in enumerate(self._ranks):
             worker = rank.worker
@@ -339,9 +343,13 @@ class VoteProtocol:
         return ""
 
     @property
-    def _all_vote(self) -> bool:
-        votes = {rank.voting for rank in self._ranks}
-        return len(votes) == 1 and votes != {0}
+    def _waits_for_steps(self) -> bool:
+        """True while all workers vote, or have carried out what the others still vote for."""
+        number = max(rank.voting for rank in self._ranks)
+        return number > 0 and all(
+            rank.voting == number or (rank.worker is not None and rank.worker.flipped == number)
+            for rank in self._ranks
+        )
 
     def _failure(self, rank: _Rank, state: ProtocolState) -> tuple[str, str]:
         """Return why the open handover failed, or why the last one ended without a flip."""
@@ -357,4 +365,6 @@ class VoteProtocol:
             return ""
         if rank.worker.layers_done:
             return f"{rank.worker.layers_done} of {self.placement.layers} layers"
-        return "idle" if self._idle else ""
+        if not self._stalled:
+            return ""
+        return "idle" if all(one.voting for one in self._ranks) else "unknown"

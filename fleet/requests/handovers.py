@@ -114,7 +114,8 @@ class HandoverDescribed(Event, frozen=True, kw_only=True):
     """age of the oldest quarantined or draining cell"""
     pending: str = ""
     """what a ready rank of an engine that rearranges waits for: "idle" (the engine makes no steps, so no
-    vote), or "N of L layers". Empty: nothing out of the ordinary
+    vote), "N of L layers", or "unknown" (other ranks serve the new map, and this one has not said so). Empty:
+    nothing out of the ordinary
     """
 
 

@@ -205,13 +205,28 @@ def test_a_map_that_the_engine_cannot_serve_reaches_no_worker(placement: Placeme
 
 def test_no_map_is_taken_while_the_engine_is_at_fault_or_the_placement_cannot_be_read() -> None:
     bench = Bench()
-    bench.protocol.propose(proposal(0), NEXT, 0.0, "slot 3 holds other weights than it should")
+    bench.protocol.fault = "slot 3 holds other weights than it should"
+    bench.protocol.propose(proposal(0), NEXT, 0.0)
     bench.protocol.propose(proposal(1), "its bytes do not fit", 0.0)
     assert bench.deliver() == []
     assert [bench.said(rank).failure for rank in (0, 1)] == [
         "slot 3 holds other weights than it should",
         "its bytes do not fit",
     ]
+
+
+def test_a_fault_of_the_engine_ends_what_is_staged_or_voted_for_too() -> None:
+    bench = Bench()
+    bench.propose()
+    bench.deliver()
+    bench.protocol.commit(commit(0))
+    bench.deliver()
+    bench.protocol.fault = "slot 3 holds other weights than it should"
+    bench.protocol.commit(commit(1))
+    bench.wait(0.1)
+    assert bench.deliver() == ["Drop", "Drop"]
+    assert bench.states == ["serving", "serving"]
+    assert bench.said(0).failure == "slot 3 holds other weights than it should"
 
 
 def test_a_worker_that_drops_the_map_after_the_permission_ends_the_handover_for_all() -> None:
@@ -264,7 +279,8 @@ def test_after_the_vote_has_passed_a_silent_worker_leaves_its_rank_as_it_was() -
     bench.protocol.update([bench.workers[0].status, late], bench.now)
     assert bench.states == ["serving", "ready"]
     bench.wait(60.0)
-    assert bench.deliver() == [], "nothing is dropped: the vote may have passed there, too"
+    assert bench.said(1).pending == "unknown"
+    assert [type(effect) for effect in bench.protocol.drain()] == [Nudge], "the vote may have passed there"
 
 
 def test_a_rank_whose_worker_is_not_connected_takes_no_command_and_says_so() -> None:

@@ -92,10 +92,10 @@ class Deployment:
 
 @asynccontextmanager
 async def deployment(
-    broker: MemoryBroker, worker_id: int = 1, first: Placement = FIRST
+    broker: MemoryBroker, worker_id: int = 1, first: Placement = FIRST, *, by_layers: bool = False
 ) -> AsyncIterator[Deployment]:
     """Yield an engine that has joined, makes steps and sends heartbeats."""
-    bus, voters = MemoryBus(broker), Voters(first)
+    bus, voters = MemoryBus(broker), Voters(first, by_layers=by_layers)
     nothing = asyncio.create_task(asyncio.sleep(0))
     there = Deployment(broker, voters, worker_id, Links(voters), nothing, nothing)
     there.serve()
@@ -325,6 +325,50 @@ async def test_an_idle_engine_makes_a_plan_pending_until_it_makes_steps() -> Non
         assert [one.epoch for one in engine.voters.maps] == [1, 2]
         assert service.placements.engines()["a"].epoch == 2
         await apply(bus, plan(engine.links.placement, expert=3))
+
+
+@pytest.mark.looptime
+async def test_a_map_that_comes_into_force_layer_by_layer_is_recorded_after_the_last_one() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with deployment(broker, by_layers=True) as engine, leading(bus) as service:
+        await engine.idle()
+        await apply(bus, plan())
+        await engine.reaches("voting", "voting")
+        assert engine.voters.step(), "the vote"
+        assert not engine.voters.step(), "the first layer"
+        engine.voters.workers[0].drop(1, "too late")
+        await asyncio.sleep(1)
+        with pytest.raises(Declined, match=r"handover 1 of 1, pending: 1 of 2 layers"):
+            await apply(bus, plan())
+        assert service.placements.engines()["a"].epoch == 1, "the old prices hold"
+        assert engine.links.placement == FIRST
+        engine.voters.step()
+        await asyncio.sleep(1)
+        assert engine.voters.maps[-1].epoch == 2
+        assert in_words(await log(bus)) == ["1@1", "Planned", "Staged", "1@2", "Committed"]
+
+
+@pytest.mark.looptime
+async def test_weights_that_are_not_those_of_their_expert_end_a_plan_even_after_the_decision() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with deployment(broker) as engine, leading(bus):
+        await engine.idle()
+        await apply(bus, plan())
+        await engine.reaches("voting", "voting")
+        engine.links.fault = "slot 3 of layer 0 holds other weights than those of expert 2"
+        engine.links.report(0)
+        await asyncio.sleep(2)
+        engine.busy()
+        await asyncio.sleep(2)
+        assert engine.voters.maps == [FIRST]
+        aborted = (await log(bus))[-1]
+        assert isinstance(aborted, MigrationAborted)
+        assert engine.links.fault in aborted.reason
+        await apply(bus, plan())
+        await asyncio.sleep(2)
+        assert engine.links.fault in (await log(bus))[-1].reason
 
 
 @pytest.mark.looptime
