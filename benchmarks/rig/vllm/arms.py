@@ -31,7 +31,7 @@ REPORT_SECONDS = 0.5
 CADENCE: dict[str, dict[str, Any]] = {
     "planner": {
         "cycle_seconds": 3.0,
-        "window_seconds": 30.0,
+        "window_seconds": 45.0,
         "stale_seconds": 5.0,
         "evaluation_seconds": 15.0,
         "settle_seconds": 4.0,
