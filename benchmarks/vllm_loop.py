@@ -71,11 +71,6 @@ class Measured(NamedTuple):
         return changes[1].step if len(changes) > 1 else len(self.record.busy) - 1
 
     @property
-    def begin(self) -> int:
-        """First step of the requests."""
-        return int(np.searchsorted(self.record.seconds, self.run.began))
-
-    @property
     def balance(self) -> float:
         return balance(self.record, self.first)
 
@@ -94,7 +89,8 @@ async def measure(
         row = []
         for arm in arms:
             run, place = await run_or_read(arm, python, several, much, folder / f"seed-{seed}")
-            row.append(Measured(arm, several, run, read(place)))
+            record = read(place).between(run.began, run.began + run.seconds)
+            row.append(Measured(arm, several, run, record))
         found.append(row)
     return found
 
@@ -112,7 +108,7 @@ def judge(report: Report, by_seed: list[list[Measured]], *, quick: bool) -> None
                 balance(one.record, same),
                 one.received,
                 len(one.record.changes) - 1,
-                100 * remote(one.record, one.begin),
+                100 * remote(one.record),
                 one.run.tokens / one.run.seconds,
             )
     unlike, ties = different(by_seed)

@@ -61,6 +61,16 @@ def test_pairs_are_remote_when_the_slot_is_not_on_the_rank_of_the_token(tmp_path
     assert remote(read(tmp_path)) == pytest.approx(6 / 20)
 
 
+def test_a_part_of_a_record_begins_with_the_map_in_force(tmp_path: Path) -> None:
+    some = [[1, 1, 1, 1]] * 2
+    recorded(tmp_path, *[(one, some, some) for one in (INITIAL, SWAPPED, SWAPPED, INITIAL, TURNED)])
+    record = read(tmp_path)
+    part = record.between(float(record.seconds[2]), float(record.seconds[4]))
+    assert [change.step for change in part.changes] == [0, 1]
+    assert part.changes[0].expert_of_slot.tolist() == SWAPPED
+    assert (len(part.busy), received(part)) == (2, [2])
+
+
 def test_ranks_that_disagree_about_the_map_are_reported(tmp_path: Path) -> None:
     some = [[1, 1, 1, 1]] * 2
     recorded(tmp_path, (INITIAL, some, some), (INITIAL, some, some))

@@ -43,6 +43,16 @@ CADENCE: dict[str, dict[str, Any]] = {
 """Fast settings: defaults are for hours, a benchmark lasts minutes."""
 
 
+SHOWN = (
+    ("status",),
+    ("placement",),
+    ("popularity",),
+    ("plan", ENGINE),
+    ("migrate", "--expert", "0/5", "--to", f"{ENGINE}/1", "--dry-run"),
+)
+"""commands whose output after a run is kept"""
+
+
 class Run(msgspec.Struct, frozen=True):
     """Answers of one run, in the order of the requests. The counters lie beside it."""
 
@@ -106,8 +116,8 @@ class RoostArm(NamedTuple):
         homes = {"router": {"home_confidence": 0.0 if self.homes else 1.0}}
         async with commanded(python, merged(self.settings, homes), folder) as fleet:
             run = await sent(fleet.router, several, much)
-            for shown in ("status", "placement", "popularity"):
-                (folder / f"{shown}.txt").write_text(await fleet.command(shown))
+            for shown in SHOWN:
+                (folder / f"{shown[0]}.txt").write_text(await fleet.said(*shown))
             return run
 
 

@@ -41,7 +41,19 @@ class Fronted(NamedTuple):
 
     async def command(self, *arguments: str) -> str:
         """Return the output of a `roost` command. Raises RuntimeError with its error output if it fails."""
-        done = await asyncio.to_thread(
+        done = await self._run(arguments)
+        if done.returncode != 0:
+            said = done.stderr[-2000:] + done.stdout[-500:]
+            raise RuntimeError(f"roost {' '.join(arguments)} ended with {done.returncode}: {said}")
+        return done.stdout
+
+    async def said(self, *arguments: str) -> str:
+        """Return what a `roost` command prints, whether it succeeds or not."""
+        done = await self._run(arguments)
+        return done.stdout + done.stderr
+
+    async def _run(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return await asyncio.to_thread(
             subprocess.run,
             [*ROOST, *arguments, "--nats", self.nats],
             cwd=self.folder,
@@ -50,10 +62,6 @@ class Fronted(NamedTuple):
             text=True,
             check=False,
         )
-        if done.returncode != 0:
-            said = done.stderr[-2000:] + done.stdout[-500:]
-            raise RuntimeError(f"roost {' '.join(arguments)} ended with {done.returncode}: {said}")
-        return done.stdout
 
 
 @asynccontextmanager

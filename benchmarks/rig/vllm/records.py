@@ -40,6 +40,16 @@ class Record(NamedTuple):
     def ranks(self) -> int:
         return len(self.by_rank)
 
+    def between(self, begin: float, end: float) -> "Record":
+        """Return the steps that ended in a time, and the maps in force in them."""
+        first, last = np.searchsorted(self.seconds, [begin, end]).tolist()
+        within = [
+            Change(max(one.step - first, 0), one.expert_of_slot) for one in self.changes if one.step < last
+        ]
+        initial = max((at for at, one in enumerate(within) if one.step == 0), default=0)
+        part = slice(first, last)
+        return Record(self.by_rank[:, part], self.busy[part], self.seconds[part], within[initial:])
+
 
 def read(folder: Path) -> Record:
     """Read a run. Raises ValueError if ranks disagree about the maps."""
