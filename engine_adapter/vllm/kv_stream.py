@@ -59,6 +59,7 @@ class KvStream:
         self._next = 0
         self._recent: OrderedDict[int, int] = OrderedDict()
         self._warned = {"orphans": 0, "foreign": 0}
+        self._told_silent = False
 
     async def run(self) -> None:
         """Follow the events until cancelled. EngineFailed when the publisher starts anew: its cache is
@@ -102,6 +103,8 @@ class KvStream:
                 async with asyncio.timeout(self._check_seconds):
                     frames = await events.recv_multipart()
             if frames is None:
+                if not self.connected:
+                    self._silent(self._source.endpoint)
                 await self._catch_up(context)
             else:
                 await self._received(context, frames)
@@ -134,12 +137,9 @@ class KvStream:
             begin = self._next
             found = await self._replay(context, max(begin - 1, 0))
             if found is None:
-                log.warning(
-                    "%s: no answer from the replay endpoint of the KV events, %s",
-                    self._name,
-                    self._source.replay_endpoint,
-                )
+                self._silent(self._source.replay_endpoint)
                 return False
+            self._told_silent = False
             behind = self._apply_replay(found, begin)
         return True
 
@@ -212,6 +212,12 @@ class KvStream:
 
     def _started_anew(self) -> None:
         raise EngineFailed(f"{self._name} has started anew: its KV events begin again")
+
+    def _silent(self, endpoint: str) -> None:
+        """Log once that nothing answers there."""
+        if not self._told_silent:
+            self._told_silent = True
+            log.warning("%s: no publisher of KV events answers at %s", self._name, endpoint)
 
     def _unreadable(self, what: str) -> None:
         self.unreadable += 1

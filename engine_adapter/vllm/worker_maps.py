@@ -77,6 +77,8 @@ class WorkerMaps:
         self._digests: list[list[str]] = [[""] * hello.experts for _ in range(hello.layers)]
         self._placement = self._read(hello.map, epoch)
         self._complete_before = False
+        self._difference = ""
+        """Last difference between the workers' maps that was logged."""
         self._change: asyncio.Future[None] | None = None
 
     # the port
@@ -108,11 +110,11 @@ class WorkerMaps:
         if self.fault:
             log.warning("handover %d is not staged on expert rank %d: %s", handover, rank, self.fault)
             return
-        served = self._status[rank].served if rank in self._status else ""
+        in_force = map_digest(self._placement.expert_of_slot, self.hello.experts)
         digest = self._remember(placement.expert_of_slot)
         self._epochs[digest] = placement.epoch
         content = placement.expert_of_slot.astype("<i2").tobytes()
-        self._send(rank, StageMap(handover=handover, epoch=placement.epoch, replaces=served, map=content))
+        self._send(rank, StageMap(handover=handover, epoch=placement.epoch, replaces=in_force, map=content))
 
     def permit(self, rank: int, handover: int) -> None:
         self._send(rank, PermitVote(handover=handover))
@@ -230,12 +232,7 @@ class WorkerMaps:
             return
         served = {self._status[rank].served for rank in range(self.ranks)}
         if len(served) > 1:
-            if all(status.state in ("idle", "refused") for status in self._status.values()):
-                log.warning(
-                    "the expert ranks of %s serve different maps: %s",
-                    self.hello.model,
-                    ", ".join(f"{rank}: {self._status[rank].served}" for rank in range(self.ranks)),
-                )
+            self._tell_difference()
             return
         (digest,) = served
         table = self._tables.get(digest)
@@ -251,6 +248,14 @@ class WorkerMaps:
             return
         self._placement = self._as_placement(table, epoch)
         self._changed()
+
+    def _tell_difference(self) -> None:
+        """Log that the workers serve different maps, unless a vote is being carried out."""
+        maps = ", ".join(f"{rank}: {self._status[rank].served}" for rank in range(self.ranks))
+        settled = all(status.state in ("idle", "refused") for status in self._status.values())
+        if settled and maps != self._difference:
+            self._difference = maps
+            log.error("the expert ranks of %s serve different maps: %s", self.hello.model, maps)
 
     def _as_placement(self, table: Table, epoch: int) -> Placement:
         digest = map_digest(table, self.hello.experts)

@@ -89,6 +89,8 @@ class RecordedVllm:
         self.models: dict[str, Any] = json.loads(json.dumps(RECORDING["models"]))
         self.publishers: dict[int, Publisher] = {}
         self.sources: dict[str, Any] | None = {}
+        self.readings = 0
+        """Answers of /metrics."""
         self.generated: list[tuple[dict[str, Any], dict[str, str]]] = []
         """Bodies and headers of the requests to generate."""
 
@@ -103,9 +105,12 @@ class RecordedVllm:
         if not self.up:
             return web.Response(status=503)
         if request.path == "/metrics":
+            self.readings += 1
             return web.Response(text=self.metrics)
         if request.path == "/v1/completions":
-            self.generated.append((await request.json(), dict(request.headers)))
+            self.generated.append(
+                (await request.json(), {name.lower(): value for name, value in request.headers.items()})
+            )
             return web.json_response({"choices": []})
         answers = {
             "/v1/models": self.models,
