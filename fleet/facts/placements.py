@@ -33,6 +33,7 @@ class HomesPublished(Event, frozen=True, kw_only=True):
     count: int
     """K, the number of clusters in that model"""
     ranks: int
+    """targets of requests; where several ranks are one target there are no homes"""
     homes: bytes
     """float32 little endian [K, ranks]: shares that sum to 1 per cluster; a row of zeros: no preference.
     Empty: no cluster has a home. The homes are valid from `epoch` on. A reader at an older epoch keeps its

@@ -85,7 +85,7 @@ class HomesPublisher:
             epoch=homes.epoch,
             clusters=homes.clusters,
             count=0 if homes.share is None else len(homes.share),
-            ranks=entry.placement.ranks,
+            ranks=entry.targets,
             homes=b"" if homes.share is None else homes.share.astype("<f4").tobytes(),
             reason=homes.note,
         )

@@ -17,9 +17,11 @@ from fleet.facts.activity import DispatchMeasured, ExpertsActivated
 from fleet.facts.demand import DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.migrations import MigrationPlanned, PlanEvaluated
+from fleet.facts.placements import HomesPublished
 from fleet.placement import EMPTY, Placement
 from fleet.popularity import ExpertCounts, ExpertTable
 from migration.config import MigrationConfig
+from router.fleet_state.cluster_homes import homes_of
 from tests.migration.builders import SHAPE, leading
 from tests.migration.control_loop_fixture import SUBJECTS, engine_of, own, recorded, steer
 from tests.migration.execution.test_rearranging_engines import FIRST, Deployment, deployment
@@ -288,3 +290,12 @@ def better_before(now: Placement) -> list[Text]:
                 found.append((one, other))
     assert found
     return found[:1]
+
+
+@pytest.mark.looptime
+async def test_an_engine_of_one_target_has_no_homes_and_routers_can_read_that() -> None:
+    async with looping(TOGETHER) as (bus, _):
+        async with bus.subscribe(SUBJECTS.homes) as messages:
+            received = await anext(aiter(messages))
+        assert isinstance(published := received.message, HomesPublished)
+        assert homes_of(published, 1).lift is None
