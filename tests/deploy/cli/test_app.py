@@ -135,7 +135,7 @@ def test_a_bad_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
             "no kind 'MigrationComitted'; did you mean MigrationCommitted",
         ),
         (["events", "--kind", "handover", "--since", "1h"], "is telemetry and is not stored"),
-        (["migrate"], "roost migrate --expert LAYER/EXPERT --to ENGINE/RANK, or roost migrate --plan FILE"),
+        (["migrate"], "roost migrate --expert LAYER/EXPERT --to ENGINE/RANK, roost migrate --plan FILE"),
         (["migrate", "--expert", "3", "--to", "e0/1"], "--expert '3': name it as LAYER/EXPERT, e.g. 3/17"),
         (["migrate", "--expert", "3/17", "--to", "e0"], "--to 'e0': name it as ENGINE/RANK, e.g. engine-0/1"),
         (
