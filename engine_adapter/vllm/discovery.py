@@ -133,7 +133,9 @@ def _reachable(source: KvSource | None, base: str) -> KvSource | None:
     if source is None:
         return None
     replay = source.replay_endpoint and connectable(source.replay_endpoint, base)
-    return KvSource(connectable(source.endpoint, base), replay, source.topic)
+    endpoint = connectable(source.endpoint, base)
+    named = endpoint == source.endpoint and endpoint.startswith("tcp://")
+    return KvSource(endpoint, replay, source.topic, may_connect=named)
 
 
 def _chosen(cards: Sequence[tuple[ModelCard, ...]], name: str | None, base: str) -> ModelCard:

@@ -28,8 +28,11 @@ CHECK_SECONDS = 10.0
 """A stream without events this long is checked against the publisher: the last ones may have been lost."""
 REPLAY_SECONDS = 5.0
 """Time limit of each message of a replay."""
+BIND_SECONDS = 2.0
+"""Time after which a publisher that is not there is expected to connect by itself."""
 _RECENT = 4096
 """Numbers whose payloads are remembered, to tell repetitions from a new start."""
+_LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 _MAX_PAYLOAD = 64 * 1024 * 1024
 log = logging.getLogger(__name__)
 
@@ -71,10 +74,13 @@ class KvStream:
             events.set_hwm(0)
             events.setsockopt(zmq.MAXMSGSIZE, _MAX_PAYLOAD)
             events.subscribe(self._source.topic.encode())
-            monitor: Any = events.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+            watched = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+            monitor: Any = events.get_monitor_socket(watched)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(monitor), name=f"connection of the KV events of {self._name}")
                 events.connect(self._source.endpoint)
+                if self._source.may_connect:
+                    tasks.create_task(self._let_connect(events), name=f"bind for {self._name}")
                 await self._follow(context, events)
         finally:
             context.destroy(linger=0)
@@ -232,11 +238,33 @@ class KvStream:
                 self._warned[what] = count
                 log.info("%s: %d cached blocks are not followed: %s", self._name, count, reason)
 
+    async def _let_connect(self, events: Any) -> None:
+        """Bind the endpoint if nothing is bound there: the publisher then connects to it."""
+        await asyncio.sleep(BIND_SECONDS)
+        endpoint = self._source.endpoint
+        if self.connected:
+            return
+        if not endpoint.startswith(_LOOPBACK):
+            log.warning(
+                "%s publishes its KV events to %s, where nothing is bound: without a * in the endpoint vLLM"
+                ' does not listen; use "tcp://*:PORT" in --kv-events-config',
+                self._name,
+                endpoint,
+            )
+            return
+        events.disconnect(endpoint)
+        try:
+            events.bind(endpoint)
+            log.info("%s: vLLM connects to %s to publish its KV events", self._name, endpoint)
+        except zmq.ZMQError as error:
+            events.connect(endpoint)
+            log.warning("%s: %s can be neither reached nor bound: %s", self._name, endpoint, error)
+
     async def _watch(self, monitor: Any) -> None:
         """Log the loss and the return of the connection."""
         while True:
             found = await recv_monitor_message(monitor)
-            now = found["event"] == zmq.EVENT_CONNECTED
+            now = found["event"] != zmq.EVENT_DISCONNECTED
             if now and not self.connected:
                 log.info("%s: KV events come from %s", self._name, self._source.endpoint)
             elif self.connected and not now:

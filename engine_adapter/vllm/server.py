@@ -39,6 +39,9 @@ class KvSource(msgspec.Struct, frozen=True):
     topic: str = ""
     publisher: str = "zmq"
     enable_kv_cache_events: bool = True
+    may_connect: bool = False
+    """The endpoint names one address: vLLM's publisher binds only "*" and connects to any other, unless it
+    chose the port itself. Not part of the answer."""
 
 
 class VllmServer:

@@ -178,7 +178,10 @@ async def test_a_nudge_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> N
     ("change", "why"),
     [
         (lambda worker: setattr(worker, "missing", ("EplbState.step",)), "lacks what the plugin needs"),
-        (lambda worker: setattr(worker, "targets", 1), "the workers form 1 data-parallel ranks, the server has 2"),
+        (
+            lambda worker: setattr(worker, "targets", 1),
+            "the workers form 1 data-parallel ranks, the server has 2",
+        ),
     ],
 )
 async def test_an_engine_whose_experts_cannot_be_moved_joins_without_them(

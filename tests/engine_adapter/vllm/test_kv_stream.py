@@ -5,15 +5,20 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from deploy.process import alongside, first_of
 from engine_adapter.engine import EngineFailed
+from engine_adapter.vllm import kv_stream
 from engine_adapter.vllm.kv_blocks import Change, KvBlocks
 from engine_adapter.vllm.kv_frames import events_of
 from engine_adapter.vllm.kv_stream import KvStream
 from engine_adapter.vllm.server import KvSource
+from tests.conftest import free_port
 from tests.engine_adapter.vllm.recorded_server import FRAMES, Publisher, recorded_vllm
 from tests.engine_adapter.vllm.test_kv_blocks import Mirror
 
@@ -186,3 +191,36 @@ async def test_a_publisher_is_alive_while_it_answers() -> None:
         assert await stream.alive()
         alone = KvStream("rank 0", KvSource(source.endpoint), KvBlocks(32), lambda changes: None)
         assert not await alone.alive()
+
+
+async def test_a_publisher_that_connects_is_listened_to(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM with an endpoint without "*": its publisher connects, and so nobody would be bound."""
+    caplog.set_level(logging.INFO)
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    mirror, context = Mirror(), zmq.asyncio.Context()
+    publisher: Any = context.socket(zmq.PUB)
+    publisher.connect(endpoint)
+    stream = KvStream("rank 0", KvSource(endpoint, may_connect=True), KvBlocks(32), mirror.apply)
+    try:
+        async with asyncio.timeout(30), alongside(stream.run(), "stream"):
+            while not stream.connected:  # noqa: ASYNC110 no event
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            await publisher.send_multipart([b"", (0).to_bytes(8, "big"), EVENTS[0]])
+            while set(mirror.blocks) != expected(EVENTS[:1]):  # noqa: ASYNC110 no event
+                await asyncio.sleep(0.01)
+    finally:
+        context.destroy(linger=0)
+    assert "vLLM connects to" in caplog.text
+
+
+async def test_a_publisher_that_connects_elsewhere_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_stream, "BIND_SECONDS", 0.05)
+    stream = KvStream(
+        "rank 0", KvSource("tcp://192.0.2.1:5557", may_connect=True), KvBlocks(32), lambda _: None
+    )
+    async with asyncio.timeout(30), alongside(stream.run(), "stream"):
+        while 'use "tcp://*:PORT"' not in caplog.text:  # noqa: ASYNC110 no event
+            await asyncio.sleep(0.01)
