@@ -35,7 +35,7 @@ _TEXT_DEFAULT = 16
 _CONTEXT_IDS = 32
 """Prompt ids sent before the answer's ids, since detokenizers look back a few ids."""
 _HALF = "\ufffd"
-_NO_LOGPROBS = msgspec.Raw(b"null")
+_EMPTY, _LOGPROBS = b'"delta":{}', b'"logprobs":{'
 
 
 class _Choice(msgspec.Struct):
@@ -46,13 +46,6 @@ class _Choice(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
     finish_reason: str | None = None
     stop_reason: Any = None
-    logprobs: msgspec.Raw = _NO_LOGPROBS
-
-    @property
-    def says_nothing(self) -> bool:
-        """True for a step of a chat that is sent only because ids were requested."""
-        nothing = not self.delta and not self.text and self.finish_reason is None
-        return nothing and self.token_ids is not None and bytes(self.logprobs) == b"null"
 
 
 class _Chunk(msgspec.Struct):
@@ -170,8 +163,9 @@ class Continuable:
             return event + b"\n\n"
         if chunk is None:
             return event + b"\n\n"
-        for choice in chunk.choices:
-            self.prompt = self.prompt or chunk.prompt_token_ids or choice.prompt_token_ids
+        if self.prompt is None:
+            of_choices = (choice.prompt_token_ids for choice in chunk.choices)
+            self.prompt = chunk.prompt_token_ids or next(of_choices, None)
         if self.obstacle is not None:
             self.other_ids += sum(len(choice.token_ids or ()) for choice in chunk.choices)
         else:
@@ -184,7 +178,7 @@ class Continuable:
                 self._given = self.ids
         if not self._ask:
             return event + b"\n\n"
-        if self._chat and chunk.choices and all(choice.says_nothing for choice in chunk.choices):
+        if _EMPTY in event and _says_nothing(event, chunk):
             return b""
         return without_ids(event) + b"\n\n"
 
@@ -371,6 +365,14 @@ class Continuable:
             if self._context >= UNKNOWN_CONTEXT or self.prompt is None
             else self._context - len(self.prompt)
         )
+
+
+def _says_nothing(event: bytes, chunk: _Chunk) -> bool:
+    """Return True for steps of a chat that are sent only because ids were requested."""
+    return _LOGPROBS not in event and all(
+        not choice.delta and choice.finish_reason is None and choice.token_ids is not None
+        for choice in chunk.choices
+    )
 
 
 def _chunk(event: bytes) -> _Chunk | None:

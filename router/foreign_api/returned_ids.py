@@ -13,9 +13,14 @@ from fleet.completions import UNREADABLE
 
 FIELD = "return_token_ids"
 _ASK = b'"return_token_ids":true'
-_IDS = re.compile(rb'(?<!\\)"(prompt_token_ids|token_ids)":\s*\[[0-9,\s]*\]')
-"""A key and its list. Within a string the quotes are escaped, so that texts never match."""
-_OPEN = re.compile(rb'(?<!\\)"(?:prompt_)?token_ids":\s*(?:\[[0-9,\s]*)?\Z')
+_IDS = re.compile(
+    rb'token_ids":(?:(?<="token_ids":)(?<!\\"token_ids":)|(?<="prompt_token_ids":)(?<!\\"prompt_token_ids":))'
+    rb"\s*\[[0-9,\s]*\]"
+)
+"""The end of a key and its list. Within a string the quotes are escaped, so that texts never match. It begins
+with a constant, for which the search is several times as fast.
+"""
+_OPEN = re.compile(rb'"(?<!\\")(?:prompt_)?token_ids":\s*(?:\[[0-9,\s]*)?\Z')
 _KEYS = (b'"prompt_token_ids":', b'"token_ids":')
 
 
@@ -29,7 +34,7 @@ def asking(body: bytes) -> bytes:
 
 def without_ids(data: bytes) -> bytes:
     """Return complete JSON, or complete events, with null in place of ids."""
-    return _IDS.sub(rb'"\1":null', data)
+    return _IDS.sub(b'token_ids":null', data)
 
 
 class IdsFilter:

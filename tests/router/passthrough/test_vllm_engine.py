@@ -208,6 +208,17 @@ async def test_streams_of_a_server_that_dies_are_continued_equal_to_unbroken_one
         assert rest.headers["x-request-id"].endswith("-a2")
 
 
+async def test_a_whole_answer_of_a_server_that_dies_is_asked_for_elsewhere(before: Open) -> None:
+    dying, other = VllmEngine("one", dead=True), VllmEngine("two")
+    house = await before(dying, other, policy="round_robin")
+    answers = [await house.post(CHAT, talk(f"{number}")) for number in range(6)]
+    assert [answer.status for answer in answers] == [200] * 6
+    assert all(b'"token_ids":null' in answer.body for answer in answers)
+    names = [taken.headers["x-request-id"] for taken in other.taken]
+    assert any(name.endswith("-a2") for name in names)
+    assert [answer.headers["x-roost-decision-id"] for answer in answers] == names
+
+
 async def test_an_answer_is_not_continued_by_other_weights_and_says_why(before: Open) -> None:
     dying, other = VllmEngine("one", die_after=6), VllmEngine("two")
     house = await before(dying)
