@@ -51,8 +51,9 @@ class Counters:
             )
 
     def launch(self) -> None:
-        """Start to copy the sums to the host, and begin anew. An earlier copy must have been landed."""
-        if not self._steps:
+        """Start to copy the sums to the host, and begin anew. Nothing happens while an earlier copy is under
+        way."""
+        if not self._steps or self._flying is not None:
             return
         event = None
         slots, balance = (

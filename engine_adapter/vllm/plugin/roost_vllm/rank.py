@@ -113,39 +113,47 @@ class ExpertRank:
 
     def schedule(self, runner: Any, scheduled: Any) -> None:
         """Note what vLLM's scheduler chose for the next step."""
-        with self._reporting():
-            self._step = (runner, scheduled)
-            for report in self.tap.begin(scheduled):
-                if self.identity.tells_demand:
-                    self.link.send(report)
-            if not scheduled.num_scheduled_tokens:  # the last requests ended: no step follows soon
-                self._report(is_due=True)
+        self._reporting(self._schedule, runner, scheduled)
 
     def begin_step(self) -> None:
         """Note that a forward pass of real tokens begins."""
-        with self._reporting():
-            self._counters.begin_step()
-            if self._step is not None and self.identity.tells_demand:
-                self.tap.forward(*self._step)
+        self._reporting(self._begin_step)
 
     def end_step(self, *, is_dummy: bool) -> None:
         """Count a step's load, before vLLM's own bookkeeping."""
-        with self._reporting():
-            if self._reports and not is_dummy and self.tap.is_counted:
-                self._counters.add(self._engine.load())
-            self.tap.end_forward()
-            self._step = None
+        self._reporting(self._end_step, is_dummy)
 
-    @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Reports read fields of vLLM that another release may lack: a failure ends them, and not vLLM."""
+    def _reporting(self, work: Callable[..., None], *given: Any) -> None:
+        """Do work that only reports. It reads fields of vLLM that another release may lack: a failure ends
+        the reports, and not vLLM."""
+        if not self._reports:
+            return
         try:
-            yield
+            work(*given)
         except Exception as error:
             self._reports = False
             logger.exception("roost: reports of this worker end")
             reason = f"reports of this worker end: {type(error).__name__}: {error}"
             self.link.send(LinkError(reason=reason))
+
+    def _schedule(self, runner: Any, scheduled: Any) -> None:
+        self._step = (runner, scheduled)
+        for report in self.tap.begin(scheduled):
+            if self.identity.tells_demand:
+                self.link.send(report)
+        if not scheduled.num_scheduled_tokens:  # the last requests ended: no step follows soon
+            self._report(True)
+
+    def _begin_step(self) -> None:
+        self._counters.begin_step()
+        if self._step is not None and self.identity.tells_demand:
+            self.tap.forward(*self._step)
+
+    def _end_step(self, is_dummy: bool) -> None:
+        if not is_dummy and self.tap.is_counted:
+            self._counters.add(self._engine.load())
+        self.tap.end_forward()
+        self._step = None
 
     def after_step(self) -> None:
         """Count the step, vote if all ranks do, check some digests, and report."""
@@ -156,8 +164,7 @@ class ExpertRank:
             self._vote()
         if not self._engine.is_moving():
             self._check_digests()
-        with self._reporting():
-            self._report(is_due=time.monotonic() - self._reported >= self._report_seconds)
+        self._reporting(self._report, time.monotonic() - self._reported >= self._report_seconds)
 
     def refuse(self, reason: str) -> None:
         """Take no maps, and do not vote. Every rank must be told so before the first step."""
@@ -280,11 +287,12 @@ class ExpertRank:
         self.link.send(self._digests.told(self._mailbox.served))
 
     def _refuse_after_mismatch(self) -> None:
-        for first in self._digests.mismatches[:1]:
-            self._mailbox.refusal = (
-                f"slot {first.slot} of layer {first.layer} does not hold expert {first.expert}"
-            )
-            logger.error("roost: %s", self._mailbox.refusal)
+        if self._mailbox.refusal or not self._digests.mismatches:
+            return
+        first = self._digests.mismatches[0]
+        slot = f"slot {first.slot} of layer {first.layer}"
+        self._mailbox.refusal = f"{slot} does not hold expert {first.expert}"
+        logger.error("roost: %s", self._mailbox.refusal)
 
     # Reports
 
@@ -294,7 +302,7 @@ class ExpertRank:
         self._counters.launch()
         self._tell_demand(self._counters.land(wait=True))
 
-    def _report(self, *, is_due: bool) -> None:
+    def _report(self, is_due: bool) -> None:
         """Report what was counted. Never waits for the device: what it is still copying is told later."""
         self._tell_demand(self._counters.land())
         if is_due:

@@ -307,7 +307,8 @@ def test_the_map_stays_without_an_agent_unless_told_otherwise(ranks: Ranks) -> N
 
 
 def test_a_report_that_fails_ends_the_reports_and_not_the_worker(ranks: Ranks) -> None:
-    ranks.ranks[0].rank.schedule(None, None)  # no scheduler of any release hands that over
+    for _ in range(3):
+        ranks.ranks[0].rank.schedule(None, None)  # no scheduler of any release hands that over
     assert [one.reason for one in ranks.ranks[0].heard(LinkError)] == [
         "reports of this worker end: AttributeError: 'NoneType' object has no attribute 'finished_req_ids'"
     ]
