@@ -54,6 +54,28 @@ def test_every_promise_holds_in_every_state_and_every_run_ends(size: VoteSize, l
     assert explore(Votes(size), most=MOST).states > least, "the model does less than it should"
 
 
+class _Impatient(Votes):
+    """Coordinators that abort do not wait for silent ranks, but repeat the abort to ranks found with an ended
+    handover.
+    """
+
+    silence_ends_aborts = clears_strays = True
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        VoteSize(2, 1, Faults(leaders=1)),
+        VoteSize(2, 1, Faults(agents=1)),
+        pytest.param(VoteSize(2, 2, Faults()), marks=pytest.mark.slow),
+        pytest.param(VoteSize(2, 1, Faults(drops=1, deaths=1)), marks=pytest.mark.slow),
+    ],
+    ids=["two coordinators", "the agent dies", "2 handovers", "a drop and a death"],
+)
+def test_an_abort_need_not_wait_for_ranks_that_are_silent_if_they_are_told_later(size: VoteSize) -> None:
+    explore(_Impatient(size), most=MOST)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "size",

@@ -374,10 +374,14 @@ class Votes(Coordinators):
         hopeless = self.hears_refusals and self._hopeless(experts, handover)
         decided = world.key == (CoordinatorState.COMMITTING, handover)
         votes = mine and one.state.state is RankState.READY
+        last = world.key[1] + (world.key[0] is CoordinatorState.IDLE)
+        aborts = world.key == (CoordinatorState.ABORTING, handover) or (
+            self.clears_strays and handover < last
+        )
         repeated = {
             STAGE: mine and one.state.state is RankState.STAGING and not one.aborting,
             PERMIT: decided and not hopeless,
-            DROP: world.key == (CoordinatorState.ABORTING, handover) or (hopeless and (decided or votes)),
+            DROP: aborts or (hopeless and (decided or votes)),
         }[message]
         return Kind.DUE if repeated else Kind.MAY
 
