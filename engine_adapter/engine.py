@@ -67,6 +67,10 @@ class RankLoad:
     step_seconds: float | None = field(default=None, compare=False)
     """Median duration of the engine's recent decode-only steps. None: there were none recently. The value
     changes with every step, so a change of this field alone does not trigger a load report."""
+    reading: int = 0
+    """Number of the reading, of an engine whose load is read from time to time: each reading is reported
+    once, even if it equals the one before. A report that repeats an old reading would hide what was booked
+    since."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from fleet.text import counted
 EXPECTED = (BusError, EngineFailed, NameTaken)
 _MAX_LEAVES = 10_000
 """Leaves of one start of vLLM that are told apart."""
+_NEVER_SECONDS = 1e9
 _EXPLAIN_SECONDS = 60.0
 """Interval of the log lines of a vLLM that is not there."""
 log = logging.getLogger(__name__)
@@ -99,7 +100,9 @@ async def represent(
     async with alongside(workers.serve(), "workers of vLLM") as serving:
         await until_ready(workers.listening, serving)
         log.info("the plugin connects with ROOST_AGENT=%s:%d", *workers.address)
-        about = _Represented(bus, subjects, name, config, agent_config, servers, workers)
+        # each reading is reported when it is made, and never again
+        reporting = replace(agent_config, load_seconds=_NEVER_SECONDS)
+        about = _Represented(bus, subjects, name, config, reporting, servers, workers)
         replaces: int | None = None
         absence = _Absence(name)
         while True:

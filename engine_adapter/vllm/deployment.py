@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine_adapter.engine import EngineDescription, EngineFailed
 from engine_adapter.vllm.config import VllmConfig
@@ -52,6 +53,7 @@ class VllmDeployment:
             for number, target in enumerate(found.targets)
             if target.kv is not None and self.exact
         ]
+        self._reading = 0
         self._readings: list[RankLoadReading | None] = [None] * len(found.targets)
         if self.maps is not None:
             hello = self.maps.hello
@@ -208,7 +210,8 @@ class VllmDeployment:
             now, before = found[source.server].load(source.rank), self._readings[number]
             load = rank_load(now, before, kv_blocks=source.kv_blocks, cached_blocks=len(self._blocks[number]))
             cached = 0 if before is None else int(now.cached_tokens - before.cached_tokens)
-            self.targets[number].loaded(load, cached)
+            self._reading += 1
+            self.targets[number].loaded(replace(load, reading=self._reading), cached)
             self._readings[number] = now
 
 

@@ -29,7 +29,7 @@ CHECK_SECONDS = 10.0
 REPLAY_SECONDS = 5.0
 """Time limit of each message of a replay."""
 BIND_SECONDS = 2.0
-"""Time after which a publisher that is not there is expected to connect by itself."""
+"""Time after which a publisher that is not there is expected to connect to the agent."""
 _RECENT = 4096
 """Numbers whose payloads are remembered, to tell repetitions from a new start."""
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")

@@ -144,6 +144,18 @@ async def test_load_and_cached_tokens_are_polled() -> None:
         assert sum(cached) == 352  # vllm:prompt_tokens_cached_total
 
 
+async def test_each_reading_of_the_load_is_told_once() -> None:
+    async with followed() as vllm:
+        target = vllm.deployment.targets[0]
+        seen = []
+        for _ in range(4):
+            await target.wait_facts()
+            seen.append(target.take_facts().load.reading)
+        asked = vllm.server.readings - 1  # the first one was of the discovery
+    assert seen == sorted(set(seen))
+    assert len(seen) <= asked
+
+
 async def test_a_nudge_is_short_salted_and_marked() -> None:
     async with followed(vote_steps=8) as vllm:
         maps = vllm.deployment.maps
