@@ -57,6 +57,9 @@ class Eplb:
     ask: Callable[[], torch.Tensor | None] = lambda: None
     steps: list[int] = field(default_factory=list)
     step: int = 0
+    is_layered: bool = False
+    """layers come into force one at a step, as under asynchronous EPLB"""
+    waiting: list[tuple[int, np.ndarray]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.weights = [[self.own(self.table)[layer]] for layer in range(LAYERS)]
@@ -76,14 +79,19 @@ class Eplb:
     def rearrange(self) -> None:
         agreed = self.ask()
         assert agreed is not None
-        self.table = agreed.numpy().astype(np.int16)
-        for layer, new in enumerate(self.own(self.table)):
-            kept = [slot for slot in range(SLOTS) if slot != self.forgets]
-            self.weights[layer][0][kept] = new[kept]
         self.steps.append(self.step)
+        self.waiting = list(enumerate(agreed.numpy().astype(np.int16)))
+        while self.waiting and not self.is_layered:
+            self.commit_layer()
+
+    def commit_layer(self) -> None:
+        layer, row = self.waiting.pop(0)
+        self.table[layer] = row
+        kept = [slot for slot in range(SLOTS) if slot != self.forgets]
+        self.weights[layer][0][kept] = self.own(self.table)[layer][kept]
 
     def is_moving(self) -> bool:
-        return False
+        return bool(self.waiting)
 
 
 class Rank:
@@ -106,6 +114,8 @@ class Rank:
         self.eplb.step = number
         self.rank.begin_step()
         self.rank.end_step(is_dummy=False)
+        if self.eplb.waiting:
+            self.eplb.commit_layer()
         self.rank.after_step()
 
     @property
@@ -317,3 +327,22 @@ def test_a_report_that_fails_ends_the_reports_and_not_the_worker(ranks: Ranks) -
     ranks.steps(5)
     assert [len(rank.eplb.steps) for rank in ranks.ranks] == [1, 1], "maps are carried out all the same"
     assert ranks.ranks[0].heard(WorkerDemand) == []
+
+
+def test_a_map_that_comes_layer_by_layer_is_in_force_with_the_last_one(ranks: Ranks) -> None:
+    for rank in ranks.ranks:
+        rank.eplb.is_layered = True
+    ranks.to([0, 1], staging())
+    ranks.to([0, 1], PermitVote(handover=1))
+    ranks.steps(2)
+    ranks.to([0, 1], DropMap(handover=1, reason="too late"))
+    for rank in ranks.ranks:
+        assert (rank.status.state, rank.status.layers_done, rank.status.flipped) == ("voting", 1, 0)
+        assert rank.status.served == map_digest(INITIAL, EXPERTS)
+        assert rank.heard(MapMoved) == []
+    ranks.steps(1)
+    for rank in ranks.ranks:
+        assert (rank.status.state, rank.status.layers_done, rank.status.flipped) == ("idle", LAYERS, 1)
+        assert rank.status.served == map_digest(OTHER, EXPERTS)
+    ranks.steps_until_checked(map_digest(OTHER, EXPERTS))
+    assert all(rank.heard(SlotMismatch) == [] for rank in ranks.ranks)

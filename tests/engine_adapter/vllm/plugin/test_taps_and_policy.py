@@ -1,5 +1,6 @@
 """What the plugin listens to inside vLLM, with stand-ins of the few fields that it reads."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from roost_vllm.hooks import MapPolicy
-from roost_vllm.taps import RequestTap, follow_captures
+from roost_vllm.taps import RequestTap, follow_captures, follow_copies
 
 LAYERS = 2
 
@@ -89,6 +90,35 @@ def test_who_captured_before_still_captures() -> None:
     tap.end_forward()
     assert seen == [[[4, 2]]] * LAYERS
     assert len(tap.begin(scheduled({}, ended=("a",)))) == 1
+
+
+def test_rows_that_vllm_copies_to_the_host_are_read_without_rejected_tokens_and_dense_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class AuxOutputWorkerConnector:
+        """Field by field as in vLLM 0.32."""
+
+        def process_output(self, pending: Any) -> str:
+            return f"outputs of {len(pending.request_ids)}"
+
+    name = "vllm.distributed.aux_output_connector.worker"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(AuxOutputWorkerConnector=AuxOutputWorkerConnector))
+    tap = RequestTap(LAYERS)
+    model = SimpleNamespace(moe_layers=[SimpleNamespace(layer_id=1), SimpleNamespace(layer_id=2)])
+    follow_copies(tap, model)
+    follow_copies(tap, model)
+    tap.begin(scheduled({"a": 3, "b": 1}, new={"a": 2, "b": 1}))
+    pending = SimpleNamespace(
+        request_ids=["a", "b"],
+        token_starts=np.array([4, 0]),
+        query_start_loc=np.array([0, 3, 4]),
+        num_rejected=np.array([1, 0]),
+        routed_experts=np.arange(4 * 3, dtype=np.uint8).reshape(4, 3, 1),
+    )
+    assert AuxOutputWorkerConnector().process_output(pending) == "outputs of 2"
+    (report,) = tap.begin(scheduled({}, ended=("a",)))
+    assert (report.first, report.positions) == (4, 2)
+    assert np.frombuffer(report.experts, "<i2").tolist() == [1, 2, 4, 5]
 
 
 OLD = torch.tensor([[0, 1, 2, 0]])
