@@ -314,7 +314,8 @@ class WorkerMap(NamedTuple):
     reason: str = ""
     """Why the map was refused or dropped."""
     layers_done: int = 0
-    """Layers of the new map that are in force already, while layers are committed one at a time."""
+    """Layers of the new map that are in force already, while layers are committed one at a time. Otherwise 0
+    or the number of layers."""
 
 
 class Rearranger(Protocol):

@@ -363,8 +363,9 @@ class VoteProtocol:
     def _pending(self, rank: _Rank) -> str:
         if not rank.voting or rank.worker is None:
             return ""
-        if rank.worker.layers_done:
-            return f"{rank.worker.layers_done} of {self.placement.layers} layers"
+        done = rank.worker.layers_done  # all of them: those of the map before
+        if 0 < done < self.placement.layers:
+            return f"{done} of {self.placement.layers} layers"
         if not self._stalled:
             return ""
         return "idle" if all(one.voting for one in self._ranks) else "unknown"

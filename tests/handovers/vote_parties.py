@@ -81,9 +81,13 @@ class VoteWorld(World):
         self.life, self.alive, self.messages = self.life + 1, True, []
         self.bases.append(epoch)
         self.maps.append(first(epoch))
-        self.workers = [Worker(first(epoch)) for _ in range(RANKS)]
+        self.workers = [self.worker(first(epoch)) for _ in range(RANKS)]
         self.begin_agent()
         self.tell(f"life {self.life} begins with epoch {epoch}")
+
+    def worker(self, placement: Placement) -> Worker:
+        """Return a new worker process, which serves this map."""
+        return Worker(placement)
 
     def begin_agent(self) -> None:
         """Start an agent process, which has heard of no worker yet."""
