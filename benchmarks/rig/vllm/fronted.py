@@ -116,8 +116,10 @@ def _last_words(folder: Path) -> str:
 
 
 def kv_events(ranks: int) -> tuple[str, str]:
-    """Return the flag that makes a vLLM of this many data-parallel ranks publish its KV events. Rank r binds
-    the r-th port after the first. vLLM binds only an endpoint with a wildcard; to any other one it connects."""
+    """Return the flag that makes a vLLM of this many data-parallel ranks publish its KV events.
+
+    Rank r binds the r-th port after the first. vLLM binds only an endpoint with a wildcard; to any other one
+    it connects."""
     first = _ports(2 * ranks)
     config = {
         "enable_kv_cache_events": True,
