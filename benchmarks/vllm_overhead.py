@@ -44,7 +44,7 @@ from tests.vllm.worker_agent import WorkerAgent
 LEAST, WIDTH = 0.97, 0.02
 MUCH = Plenty(16, 8, 64, 96)
 LEAST_ROUNDS = 5
-_SECRET = b"benchmark"
+_SECRET = b"a secret of the benchmark"
 _COLUMNS = ["", "tokens/s", "processor ms per token"]
 Python = typer.Option(None, help=f"Python of vLLM's environment; default: ${PYTHON}, .venv-vllm")
 

@@ -125,7 +125,7 @@ class RoostArm(NamedTuple):
 async def commanded(python: Path, settings: Settings, folder: Path) -> AsyncIterator[Fronted]:
     """Run a vLLM with the plugin, behind Roost; yield once it has joined with its placement."""
     secret, agent = folder / "secret", f"127.0.0.1:{free_port()}"
-    secret.write_text("benchmark")
+    secret.write_text("a secret of the benchmark")
     secret.chmod(0o600)
     own = {FOLDER: str(folder), "ROOST_AGENT": agent, "ROOST_SECRET_FILE": str(secret)}
     server = Server(python, (STAND_INS, RECORDER, ROOST), NEVER, kv_events(2), own)
