@@ -31,14 +31,16 @@ FILE = "roost.toml"
 PREFIX = "ROOST_"
 FILE_VARIABLE = "ROOST_CONFIG"
 """Variable with the path of the file; the flag overrides it."""
-PLUGIN_VARIABLES = (
+OTHER_VARIABLES = (
     "ROOST_AGENT",
     "ROOST_SECRET_FILE",
     "ROOST_FALLBACK",
     "ROOST_ASYNC",
     "ROOST_PATIENCE_SECONDS",
+    "ROOST_VLLM_PYTHON",
 )
-"""Variables of the plugin in vLLM's workers. They may be set where Roost runs, too, and mean nothing here."""
+"""Variables that are no settings: those of the plugin in vLLM's workers, and the environment that tests start
+vLLM in. They may be set where Roost runs, too."""
 
 Part = TypeVar("Part")
 Key = tuple[str, str]
@@ -272,7 +274,7 @@ def _from_environment(
     remedies = {variable_of(*key): remedy for key, remedy in former.items()}
     found: dict[Key, Setting] = {}
     for variable, text in sorted(environment.items()):
-        if variable.startswith(PREFIX) and variable not in (FILE_VARIABLE, *PLUGIN_VARIABLES):
+        if variable.startswith(PREFIX) and variable not in (FILE_VARIABLE, *OTHER_VARIABLES):
             if variable in remedies:
                 raise ConfigError(f"{variable} {remedies[variable]}")
             _known(variable, names, f"environment: no setting {variable}")

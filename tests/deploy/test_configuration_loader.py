@@ -89,7 +89,7 @@ def test_values_in_the_environment_are_read_by_the_type_of_their_key(tmp_path: P
     assert read(tmp_path, ROOST_DOOR_KEY_FILE="").part(Door).key_file is None
 
 
-def test_variables_of_the_plugin_in_vllms_workers_are_no_settings(tmp_path: Path) -> None:
+def test_variables_of_vllms_workers_are_no_settings(tmp_path: Path) -> None:
     configuration = read(
         tmp_path, ROOST_AGENT="127.0.0.1:7200", ROOST_SECRET_FILE="/secret", ROOST_DOOR_MODE="safe"
     )

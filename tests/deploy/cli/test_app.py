@@ -122,6 +122,7 @@ def test_a_bad_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
         (["worker", "--engine", "vllm"], "--engine vllm needs --url"),
         (["worker", "--engine", "vllm", "--url", "server:80"], "must start with http:// or https://"),
         (["worker", "--engine", "vllm", "--url", "http://a", "--listen", "x"], "must be HOST:PORT"),
+        (["worker", "--engine", "vllm", "--url", "http://a", "--listen", "0.0.0.0:1"], "without encryption"),
         (["worker", "--engine", "vllm", "--ranks", "2"], "--ranks is of no use with --engine vllm"),
         (["worker", "--listen", "a:1"], "--listen belongs to --engine vllm"),
         (["worker", "--host", "0.0.0.0"], "host must be an address under which routers reach this machine"),

@@ -1,0 +1,195 @@
+"""Two workers with the plugin's mailboxes behind connections that delay and lose messages: what the agent
+believes of them."""
+
+from collections import deque
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+from roost_vllm import wire as worker_side
+
+from engine_adapter.vllm import wire
+from engine_adapter.vllm.worker_maps import WorkerMaps
+from tests.engine_adapter.vllm.plugin_workers import PluginWorker, placement
+
+
+class Connection:
+    """Both directions of one connection, and the worker behind it. Nothing arrives before `deliver`."""
+
+    def __init__(self, worker: PluginWorker) -> None:
+        self.worker = worker
+        self.to_worker: deque[Any] = deque()
+        self.to_agent: deque[Any] = deque()
+
+    def send(self, message: wire.FromAgent) -> None:
+        self.to_worker.append(message)
+
+    def answer(self) -> None:
+        """The worker takes one message."""
+        if self.to_worker:
+            raw = msgspec.msgpack.encode(self.to_worker.popleft())
+            reply = self.worker.receive(worker_side.decode(raw))
+            if reply is not None:
+                self.to_agent.append(reply)
+
+    def carry_out(self) -> None:
+        held = self.worker.mailbox.pass_vote()
+        self.worker.mailbox.come_into_force(held.table)
+        content = held.table.astype("<i2").tobytes()
+        moved = worker_side.MapMoved(handover=held.handover, map=content, received=1, seconds=0.1)
+        self.to_agent += [moved, self.worker.mailbox.status()]
+
+
+class World:
+    """The agent's view, the workers, and the coordinator's numbers."""
+
+    def __init__(self) -> None:
+        self.workers = [PluginWorker(0), PluginWorker(1)]
+        self.maps = WorkerMaps(self.hello(0), 4)
+        self.links: list[Connection | None] = [None, None]
+        self.handover = 0
+        self.epoch = 4
+        self.proposed = placement(0, 4)
+        for rank in range(2):
+            self.connect(rank)
+
+    def hello(self, rank: int) -> wire.WorkerHello:
+        raw = msgspec.msgpack.encode(self.workers[rank].hello(proof=b"", nonce=b""))
+        return msgspec.msgpack.decode(raw, type=wire.WorkerHello)
+
+    def connect(self, rank: int) -> None:
+        if self.links[rank] is not None:
+            return
+        link = Connection(self.workers[rank])
+        self.maps.join(self.hello(rank), link)
+        self.workers[rank].mailbox.epoch = self.workers[rank].mailbox.epoch or self.maps.epoch
+        link.to_agent.append(self.workers[rank].mailbox.status())
+        self.links[rank] = link
+
+    def disconnect(self, rank: int) -> None:
+        link = self.links[rank]
+        if link is not None:
+            self.maps.leave(rank, link)
+            self.links[rank] = None
+
+    def hear(self, rank: int) -> None:
+        """The agent takes one message of a worker."""
+        link = self.links[rank]
+        if link is not None and link.to_agent:
+            raw = msgspec.msgpack.encode(link.to_agent.popleft())
+            self.maps.receive(rank, msgspec.msgpack.decode(raw, type=wire.FromWorker))
+
+    def propose(self, shift: int) -> None:
+        self.handover += 1
+        self.epoch = max(worker.mailbox.epoch for worker in self.workers) + 1
+        self.proposed = placement(shift % 6, self.epoch)
+
+    def prepare(self, shift: int) -> None:
+        """Most of a handover at once: chance alone rarely gets as far as a vote."""
+        self.propose(shift)
+        for rank, link in enumerate(self.links):
+            self.maps.stage(rank, self.handover, self.proposed)
+            self.maps.permit(rank, self.handover)
+            while link is not None and link.to_worker:
+                link.answer()
+
+    def step(self, what: str, rank: int, shift: int) -> None:
+        link = self.links[rank]
+        match what:
+            case "propose":
+                self.propose(shift)
+            case "stage":
+                self.maps.stage(rank, self.handover, self.proposed)
+            case "permit":
+                self.maps.permit(rank, self.handover)
+            case "drop":
+                self.maps.drop(rank, self.handover, "over")
+            case "worker" if link is not None:
+                link.answer()
+            case "agent":
+                self.hear(rank)
+            case "cut":
+                self.disconnect(rank)
+            case "connect":
+                self.connect(rank)
+            case "prepare":
+                self.prepare(shift)
+            case "vote":
+                self.vote()
+
+    def vote(self) -> None:
+        held = [worker.mailbox.proposal() for worker in self.workers]
+        first, second = held
+        if (
+            first is None
+            or second is None
+            or (first.digest, first.handover) != (second.digest, second.handover)
+        ):
+            return
+        for rank, worker in enumerate(self.workers):
+            link = self.links[rank]
+            (link or Connection(worker)).carry_out()
+
+    def settle(self) -> None:
+        """All connections work, and everything arrives."""
+        for rank in range(2):
+            self.connect(rank)
+            link = self.links[rank]
+            while link is not None and (link.to_worker or link.to_agent):
+                link.answer()
+                self.hear(rank)
+
+
+WHAT = (
+    *("propose", "stage", "permit", "drop", "prepare", "prepare", "vote", "vote"),
+    *("worker", "worker", "agent", "agent", "agent", "cut", "connect"),
+)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(WHAT), st.integers(0, 1), st.integers(0, 5)), min_size=10, max_size=80
+)
+
+
+@given(STEPS)
+def test_the_agent_believes_only_what_all_workers_serve(steps: list[tuple[str, int, int]]) -> None:
+    world = World()
+    served = {(4, world.workers[0].mailbox.served)}
+    for what, rank, shift in steps:
+        before = world.maps.placement.epoch
+        world.step(what, rank, shift)
+        for worker in world.workers:
+            served.add((worker.mailbox.epoch or 4, worker.mailbox.served))
+        now = world.maps.placement
+        digest = wire.map_digest(now.expert_of_slot, now.experts)
+        assert now.epoch >= before
+        assert (now.epoch, digest) in served
+        if now.epoch > before:
+            statuses = [world.maps.status(at) for at in range(2)]
+            assert all(status is not None and status.served == digest for status in statuses)
+        for at in range(2):
+            assert (world.maps.status(at) is None) == (world.links[at] is None)
+    world.settle()
+    first, second = (worker.mailbox for worker in world.workers)
+    assert first.served == second.served, "a vote moves both or none"
+    assert (world.maps.placement.expert_of_slot == first.table).all()
+    assert world.maps.placement.epoch == first.epoch == second.epoch
+    for rank, worker in enumerate(world.workers):
+        status = world.maps.status(rank)
+        assert status is not None
+        mine = worker.mailbox.status()
+        assert (status.state, status.handover, status.flipped) == (mine.state, mine.handover, mine.flipped)
+    assert not world.maps.replaced
+    assert not world.maps.fault
+
+
+def test_the_random_steps_reach_new_maps() -> None:
+    """The property above is empty unless maps come into force."""
+    world = World()
+    world.propose(2)
+    for rank in range(2):
+        world.maps.stage(rank, world.handover, world.proposed)
+        world.maps.permit(rank, world.handover)
+    world.settle()
+    world.vote()
+    world.settle()
+    assert world.maps.placement == world.proposed
