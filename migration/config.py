@@ -21,11 +21,13 @@ Policy = Literal["roost", "replicate", "reweight", "uniform", "full", "eplb", "e
   re-placement only if it pays.
 - replicate: new shares, few copies and swaps, for balance only.
 - reweight: new shares only; no weights are moved.
-- uniform: few copies, for engines whose replicas always share evenly (the even split), such as vLLM with its
-  expert-parallel load balancer (EPLB).
+- uniform: few copies, for engines whose replicas always share evenly (the even split).
 - full: Roost's own placement from scratch, with as few moves as possible.
 - eplb, eplb_hierarchical: the published EPLB algorithm, without and with expert groups kept on nodes, for
   comparison.
+
+Engines that move their experts themselves (vLLM with its expert-parallel load balancer, EPLB) take whole maps
+with even shares under every policy (`migration.planning.planner.REARRANGING`).
 """
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
@@ -64,7 +66,8 @@ class MigrationConfig:
     """limit on the ranks that hold one expert of a layer, including the first; unset: no limit"""
     critical_experts: Share = 0.0
     """share of a layer's experts, those with the highest demand first, that must survive the loss of any one
-    rank. They have two replicas, on two nodes if there are several"""
+    rank. They have two replicas, on two nodes if there are several. Not for engines that move their experts
+    themselves (vLLM), which end with any of their ranks"""
     cooldown_seconds: NonNegative = 300.0
     """cooldown of a moved expert"""
     layer_cooldown_seconds: NonNegative = 0.0

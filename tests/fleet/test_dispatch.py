@@ -283,7 +283,9 @@ def test_where_there_is_no_choice_it_is_a_table() -> None:
 # Row hash: the replica is chosen by the token's row in the step's batch
 
 RECORDED = msgspec.json.decode((Path(__file__).parent / "row_hash_vllm.json").read_bytes())
-"""Outputs of vLLM's own functions (`source` names them) for random maps and routings."""
+"""Outputs of vLLM's own functions (`source` names them) for random maps and routings. To record them again,
+run the kernel's text from vLLM's file with TRITON_INTERPRET=1: the CPU build defines it only for GPUs.
+"""
 
 
 def slots_of(table: NDArray[Any], routed: NDArray[Any]) -> NDArray[np.int64]:

@@ -42,7 +42,9 @@ def view_of(*engines: dict[str, Any], clusters: ClusterModel | None = None) -> t
         view.sign_of_life(joined.worker_id, 0.0)
         state = view.engine(joined.worker_id)
         assert state is not None
-        found = locality(numbered(state.nodes), joined.shape, state.layout, state.placement, clusters)
+        found = locality(
+            numbered(state.nodes), joined.shape, state.layout, state.placement, clusters, state.rules
+        )
         view.price(joined.worker_id, None if state.placement is None else state.placement.epoch, found)
     return view, reservations
 

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleet.dispatch import ROW_HASH
 from fleet.layout import EP
 from fleet.placement import Placement, linear
 from fleet.signatures import ClusterModel
@@ -174,3 +175,18 @@ def test_before_anything_is_priced_homes_wait() -> None:
     assert waiting.now is None
     assert waiting.reaching(0).now is published
     assert EngineHomes().reaching(None) == EngineHomes()
+
+
+def test_every_rank_receives_every_token_so_experts_cost_nothing_and_the_decision_says_so() -> None:
+    gathering = {"gathers_all": True, "dispatch": ROW_HASH, "rearranges": True}
+    view = view_of(gathering, {}, clusters=clusters(1))[0]
+    table, found = view.target_table("demo"), view.prices("demo")
+    notes = {target.engine.engine: target.note for target in table.targets}
+    assert notes == {
+        "e0": "every rank receives every token: it costs nothing where the experts are",
+        "e1": None,
+    }
+    of_first = np.array([target.engine.engine == "e0" for target in table.targets])
+    assert not found.priced[of_first].any()
+    assert (found.remote[of_first] == 0.0).all()
+    assert (found.remote[~of_first] > 0.0).all()
