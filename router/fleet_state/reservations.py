@@ -150,9 +150,12 @@ class Reservations:
                 booking.rank = None
             self._free.append(rank.row)
 
-    def report(self, key: Hashable, amounts: Sequence[int], now: float) -> bool:
+    def report(
+        self, key: Hashable, amounts: Sequence[int], now: float, *, prefill_known: bool = True
+    ) -> bool:
         """Apply a rank's report of its load ([AMOUNTS]; STEPS: an estimate for all of its sequences). False
-        if the rank is unknown.
+        if the rank is unknown. prefill_known: False for ranks that cannot tell how much of their running
+        prompts is left: these count until their first token, as booked.
         """
         rank = self._ranks.get(key)
         if rank is None:
@@ -166,6 +169,9 @@ class Reservations:
                 booking.counted_in = None
                 rank.beside.remove(booking)
         reported = rank.reported = [max(amount, 0) for amount in amounts]
+        if not prefill_known:
+            booked = rank.own[PREFILL] - rank.young[PREFILL] - rank.held[PREFILL]
+            reported[PREFILL] = max(reported[PREFILL], booked)
         reported[STEPS] = rank.steps_of_others(reported[SEQUENCES], reported[STEPS])
         rank.reported_at, rank.stale_at = now, now + self._stale
         self._first_stale = min(self._first_stale, rank.stale_at)

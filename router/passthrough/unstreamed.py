@@ -20,6 +20,8 @@ APART_SECONDS = 0.01
 """Least interval of wake-ups for prompts that should be computed. Answers that arrive sooner never need an
 expectation, which would cost more than deciding about the request.
 """
+EVENTS_LATE = 4.0
+"""Multiple of the expected time after which KV events that should tell of a prompt are awaited no longer."""
 MAX_PREFILL_SECONDS = 3600.0
 """Longest time after which a prompt counts as computed."""
 SILENT = "its probes went unanswered while an answer was awaited"
@@ -33,7 +35,7 @@ class UnstreamedAnswers:
     def __init__(self, service: RouterService) -> None:
         self._service = service
         self._calls: dict[Call, tuple[Decision, Booking]] = {}
-        self._new: dict[Call, tuple[float, Decision, Booking]] = {}
+        self._new: dict[Call, tuple[float, Decision, Booking, float]] = {}
         self._due: list[tuple[float, int, Booking]] = []
         self._numbers = count()
         self._next: asyncio.Handle | None = None
@@ -43,15 +45,15 @@ class UnstreamedAnswers:
 
     def begin(self, decision: Decision, booking: Booking, call: Call, prompt: Prompt) -> None:
         """Supervise a call until `end`, that is until it was answered or failed. There is no first token to
-        observe: its prompt counts as computed when KV events say so, without them after the expected time.
-        The call is cut when its server is found dead.
+        observe: its prompt counts as computed when KV events say so, or after the expected time if none will
+        (if they are late, after a multiple of it). The call is cut when its server is found dead.
         """
         loop = call.loop
         now = loop.time()
         self._calls[call] = decision, booking
-        if not self._service.await_prompt(decision, booking, prompt):
-            self._new[call] = now, decision, booking
-            self._wake_at(now + APART_SECONDS, loop)
+        times = EVENTS_LATE if self._service.await_prompt(decision, booking, prompt) else 1.0
+        self._new[call] = now, decision, booking, times
+        self._wake_at(now + APART_SECONDS, loop)
         if self._look is None:
             self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop)
 
@@ -69,8 +71,8 @@ class UnstreamedAnswers:
 
     def _compute_due(self, loop: asyncio.AbstractEventLoop) -> None:
         self._next = None
-        for began, decision, booking in self._new.values():
-            expected = min(self._service.expected_prefill_seconds(decision), MAX_PREFILL_SECONDS)
+        for began, decision, booking, times in self._new.values():
+            expected = min(times * self._service.expected_prefill_seconds(decision), MAX_PREFILL_SECONDS)
             heappush(self._due, (began + expected, next(self._numbers), booking))
         self._new.clear()
         while self._due and self._due[0][0] <= loop.time():

@@ -225,7 +225,11 @@ class FleetSubscriber:
         amounts = (load.active_prefill_tokens or 0, sequences, load.active_decode_blocks or 0, steps)
         if max(amounts) >= 2**62:
             raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports an absurd load {amounts}")
-        self._scheduler.reservations.report((load.worker_id, load.dp_rank), amounts, self._clock())
+        engine = self._view.engine(load.worker_id)
+        # vLLM counts sequences, not the prompt tokens that are left of them.
+        known = engine is None or not engine.joined.capabilities.returns_ids
+        rank = load.worker_id, load.dp_rank
+        self._scheduler.reservations.report(rank, amounts, self._clock(), prefill_known=known)
         self._reported(load)
 
     def learn_clusters(self, model: str, clusters: ClusterModel) -> None:

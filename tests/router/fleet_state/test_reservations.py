@@ -78,6 +78,21 @@ def test_a_booking_that_arrives_after_a_report_containing_it_is_not_counted_twic
     assert loads(reservations, row, 0.3)[STEPS] == (40 if reported_at == 0.0 else 20)
 
 
+def test_prompts_of_a_rank_that_does_not_count_their_tokens_count_until_their_first_token() -> None:
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    row = reservations.add_rank("a")
+    first = reservations.book("a", (100, 1, 8, 10), 0.0)
+    reservations.book("a", (70, 1, 8, 10), 0.0)
+    reservations.report("a", (0, 2, 16, 20), 0.2, prefill_known=False)
+    assert loads(reservations, row, 0.2)[PREFILL] == 170
+    reservations.first_token(first)
+    assert loads(reservations, row, 0.2)[PREFILL] == 70
+    reservations.report("a", (300, 2, 16, 20), 0.3, prefill_known=False)  # others wait there, too
+    assert loads(reservations, row, 0.3)[PREFILL] == 300
+    reservations.report("a", (0, 2, 16, 20), 0.4)
+    assert loads(reservations, row, 0.4)[PREFILL] == 0
+
+
 def test_what_others_have_sent_there_counts_beside_our_own() -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     row = reservations.add_rank("a")

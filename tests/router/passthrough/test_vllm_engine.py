@@ -11,6 +11,7 @@ import pytest
 
 from fleet.blocks import local_hashes, salted_seed, sequence_hashes
 from fleet.facts.engines import ServedModel
+from fleet.timing import EngineSpeed
 from tests.router.router_fixture import TEMPLATE, House, OpenHouse, archive, bpe, metric, served_web, until
 from tests.router.vllm_engine import BLOCK, CAPABILITIES, RANK_HEADER, VllmEngine
 from tests.router.vllm_like import TOKENIZER, summary, unbroken
@@ -241,35 +242,41 @@ async def test_each_attempt_is_named_by_its_decision_and_the_client_hears_its_ow
     assert len(set(sent)) == 2
 
 
-async def test_an_unstreamed_prompt_counts_as_computed_when_the_rank_says_that_it_holds_its_blocks(
-    before: Open,
+def promised(house: House) -> tuple[int, int]:
+    """Outstanding prefill tokens and requests, as the next decision would see them."""
+    table = house.service.view.target_table("demo")
+    load = house.service.scheduler.reservations.load(table.rows, house.service.clock())
+    return int(load[0].sum()), int(load[1].sum())
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_an_unstreamed_prompt_counts_as_computed_when_the_rank_holds_its_blocks_or_is_long_overdue(
+    before: Open, told: bool
 ) -> None:
-    engine = VllmEngine("vllm", ranks=1)
-    house = await before(engine)
+    """A minute is expected where events tell, and 40 ms where they are lost."""
+    engine, tokens = VllmEngine("vllm", ranks=1), len(ids_of(LONG))
+    seconds = 60.0 if told else 0.04
+    house = await before(engine, about={"speed": EngineSpeed(prefill_token=seconds / tokens)})
     engine.held.clear()
-
-    def promised() -> tuple[int, int]:
-        table = house.service.view.target_table("demo")
-        load = house.service.scheduler.reservations.load(table.rows, house.service.clock())
-        return int(load[0].sum()), int(load[1].sum())
-
-    compute = engine.caches[0].compute
-    may, tokens = asyncio.Event(), len(ids_of(LONG))
+    compute, may = engine.caches[0].compute, asyncio.Event()
 
     async def later(ids: Any, salt: str) -> None:
         await may.wait()
         await compute(ids, salt)
 
     engine.caches[0].compute = later  # type: ignore[method-assign]
+    begun = asyncio.get_running_loop().time()
     answer = asyncio.create_task(house.post(CHAT, talk(LONG)), name="asks")
     await until(lambda: engine.taken)
-    await asyncio.sleep(0.1)  # longer than a guess of its prefill would be
-    assert promised() == (tokens, 1)
+    if told:
+        assert promised(house) == (tokens, 1)
+        may.set()
+    await until(lambda: promised(house) == (0, 1))
+    assert told or asyncio.get_running_loop().time() - begun >= 4 * seconds
     may.set()
-    await until(lambda: promised() == (0, 1))
     engine.held.set()
     assert (await answer).status == 200
-    assert promised() == (0, 0)
+    assert promised(house) == (0, 0)
 
 
 async def test_ids_of_the_server_win_and_the_difference_is_counted_and_said_once(
