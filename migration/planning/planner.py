@@ -276,13 +276,13 @@ class _PlanningRun:
     def _doubt(self, tried: EvaluatedPlan, best: EvaluatedPlan | None) -> float:
         """Extra seconds that a strategy must gain because it copies more than the best one so far."""
         found = self._found
-        if found.question.policy != "roost":
+        # Moves that were found on samples were tested one by one, and each brings what its copy must.
+        if found.question.policy != "roost" or found.samples is not None:
             return 0.0
         more = max(tried.copies - (0 if best is None else best.copies), 0) / max(self._cells, 1)
         spent = found.before.figures.seconds
         touched = 0.0 if not more else tried.layers / len(found.chosen)
-        # Moves that were found on samples have been tested on them one by one.
-        noise = 0.0 if found.samples is not None else _NOISE_MARGIN * np.sqrt(touched) * found.noise_seconds
+        noise = _NOISE_MARGIN * np.sqrt(touched) * found.noise_seconds
         return self._worth(max(_COPY_MARGIN * more * (spent.experts + spent.dispatch), noise))
 
     @property
