@@ -241,7 +241,6 @@ class VoteProtocol:
             failure=failure,
             fault=fault,
             seconds=now - one.began if state.handover and one.began else one.seconds,
-            free=self.placement.layers * self.placement.slots_per_rank,
             pending=self._pending(one),
         )
 
@@ -256,7 +255,9 @@ class VoteProtocol:
             held = rank.held
             rank.worker = worker
             if worker is not None:
-                rank.concluded = max(rank.concluded, worker.flipped, 0 if rank.held else worker.handover)
+                # A worker never takes a number below the one that it holds.
+                over = worker.handover - 1 if rank.held else worker.handover
+                rank.concluded = max(rank.concluded, worker.flipped, over)
                 self._settle(rank)
                 if held and not rank.held:
                     rank.seconds = now - rank.began if rank.began else 0.0

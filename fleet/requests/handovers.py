@@ -105,7 +105,7 @@ class HandoverDescribed(Event, frozen=True, kw_only=True):
     """time since the open handover was proposed, or duration of the last one"""
     pulls: tuple[PullReport, ...] = ()
     free: int = 0
-    """cells available for incoming experts"""
+    """cells available for incoming experts; 0 for an engine that rearranges, which has no cells"""
     quarantined: int = 0
     """cells in which late bytes may still arrive"""
     draining: int = 0

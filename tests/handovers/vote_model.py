@@ -322,7 +322,7 @@ class Votes(Coordinators):
                 state = committed(state, state.token)
         elif number and heard.handover >= number:
             state = self._over(state, heard, aborting=one.aborting)
-        over = 0 if heard.hold else heard.handover
+        over = heard.handover - 1 if heard.hold else heard.handover
         state = state._replace(concluded=max(state.concluded, over, heard.made))
         aborting = one.aborting and state.handover == number != 0
         return self._saying(one._replace(state=state, aborting=aborting))
@@ -345,7 +345,7 @@ class Votes(Coordinators):
         """Return what a new agent knows of a rank."""
         state = {NONE: RankState.SERVING, HOLDS: RankState.STAGED, VOTES: RankState.READY}[heard.hold]
         number = heard.handover if heard.hold else 0
-        concluded = heard.made if heard.hold else heard.handover
+        concluded = heard.handover - 1 if heard.hold else heard.handover
         return ProtocolState(state, epoch, 0, number, concluded, heard.made)
 
     def _saying(self, one: Expert) -> Expert:

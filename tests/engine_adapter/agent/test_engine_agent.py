@@ -587,7 +587,7 @@ async def test_the_agent_of_the_first_target_takes_part_for_all_expert_ranks_of_
             subject = SUBJECTS.handover("a", WORKER, rank)
             described = await bus.request(subject, DescribeHandover(worker_id=WORKER, rank=rank))
             assert isinstance(described, HandoverDescribed)
-            assert (described.rank, described.state, described.free) == (rank, "serving", 2)
+            assert (described.rank, described.state, described.free) == (rank, "serving", 0)
         joined = await bus.request(SUBJECTS.describe_engine("a", WORKER), DescribeEngine(worker_id=WORKER))
         assert isinstance(joined, EngineJoined)
         assert joined.rearranges
