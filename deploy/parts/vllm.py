@@ -6,8 +6,8 @@ import hashlib
 import logging
 import socket
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EngineFailed
 from engine_adapter.vllm.config import VllmConfig
 from engine_adapter.vllm.deployment import ServerGone, VllmDeployment
-from engine_adapter.vllm.discovery import discover
+from engine_adapter.vllm.discovery import Deployment, discover
 from engine_adapter.vllm.server import VllmServer
 from engine_adapter.vllm.worker_maps import WorkerMaps
 from engine_adapter.vllm.worker_server import WorkerServer
@@ -67,6 +67,8 @@ class _Represented:
     agent_config: AgentConfig
     servers: tuple[VllmServer, ...]
     workers: WorkerServer
+    starts: dict[str, float | None] = field(default_factory=dict)
+    """By the workers' instance, the start time of the server that they belong to."""
 
 
 async def serve(
@@ -108,8 +110,8 @@ async def represent(
         while True:
             try:
                 replaces = await _incarnation(about, replaces)
-            except (EngineFailed, ExceptionGroup) as error:
-                failure = first_of(error, (EngineFailed,))
+            except (BusError, EngineFailed, ExceptionGroup) as error:
+                failure = first_of(error, (BusError, EngineFailed))
                 if failure is None:
                     raise
                 absence.explain(str(failure))
@@ -131,7 +133,7 @@ async def _incarnation(about: _Represented, replaces: int | None) -> int:
     """Represent one start of vLLM until it is gone, and return the worker_id that it had. EngineFailed,
     perhaps in a group, when it is not there."""
     found = await discover(about.config, about.servers)
-    maps = await about.workers.complete(about.config.plugin_seconds)
+    maps = await _workers_of(about, found)
     if maps is None:
         log.warning("%s joins without its experts: no plugin of its workers has connected", about.name)
     deployment = VllmDeployment(found, about.config, maps)
@@ -146,6 +148,27 @@ async def _incarnation(about: _Represented, replaces: int | None) -> int:
     if maps is not None and maps.replaced:
         about.workers.forget(maps)
     return who.worker_id
+
+
+async def _workers_of(about: _Represented, found: Deployment) -> WorkerMaps | None:
+    """Return the workers of this start of vLLM, once all are connected. None: they are not in time."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(about.config.plugin_seconds):
+            maps = await _next_workers(about, found, None)
+            about.starts[maps.instance] = found.started
+            return maps
+    return None
+
+
+async def _next_workers(about: _Represented, found: Deployment, than: str | None) -> WorkerMaps:
+    """Wait until all workers of another start of vLLM are connected. than: the instance of the present ones.
+
+    Workers of an earlier start may still be there, as an engine core outlives an API server that is killed.
+    """
+    maps = await about.workers.another(than)
+    while about.starts.get(maps.instance, found.started) != found.started:
+        maps = await about.workers.another(maps.instance)
+    return maps
 
 
 async def _identity(about: _Represented, deployment: VllmDeployment, replaces: int | None) -> AgentIdentity:
@@ -230,7 +253,9 @@ async def _follow(
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(deployment.run(), name=f"follow {about.name}")
-            tasks.create_task(_another(about, maps), name=f"further workers of {about.name}")
+            tasks.create_task(
+                _another(about, deployment.found, maps), name=f"further workers of {about.name}"
+            )
     except ExceptionGroup as error:
         failure = first_of(error, (EngineFailed,))
         if failure is None:
@@ -242,14 +267,12 @@ async def _follow(
         raise
 
 
-async def _another(about: _Represented, maps: WorkerMaps | None) -> None:
+async def _another(about: _Represented, found: Deployment, maps: WorkerMaps | None) -> None:
     """Wait until the workers of another start of vLLM are connected (EngineFailed)."""
-    await about.workers.another(None if maps is None else maps.instance)
-    raise EngineFailed(
-        "the plugin of its workers has connected"
-        if maps is None
-        else "another start of vLLM has taken its place"
-    )
+    than = None if maps is None else maps.instance
+    await _next_workers(about, found, than)
+    none = "the plugin of its workers has connected"
+    raise EngineFailed(none if maps is None else "another start of vLLM has taken its place")
 
 
 async def _name_survivors(name: str, deployment: VllmDeployment) -> None:

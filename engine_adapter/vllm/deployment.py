@@ -33,7 +33,7 @@ class VllmDeployment:
 
     def __init__(self, found: Deployment, config: VllmConfig, maps: WorkerMaps | None = None) -> None:
         """maps: the workers of this vLLM, all connected. None: the engine is a member without its experts."""
-        self._found = found
+        self.found = found
         self._config = config
         self.maps = maps if maps is not None and _fits(maps, found) else None
         self._shape = None if self.maps is None else engine_shape(self.maps.hello)
@@ -67,15 +67,15 @@ class VllmDeployment:
         """Identity of this start of vLLM."""
         if self.maps is not None:
             return self.maps.instance
-        return f"{' '.join(dict.fromkeys(self.urls))} {self._found.started}"
+        return f"{' '.join(dict.fromkeys(self.urls))} {self.found.started}"
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Base URL of each target."""
-        return tuple(target.server.base for target in self._found.targets)
+        return tuple(target.server.base for target in self.found.targets)
 
     def _description(self, number: int) -> EngineDescription:
-        found, shape = self._found, self._shape
+        found, shape = self.found, self._shape
         return EngineDescription(
             model=found.model,
             models=found.models,
@@ -122,7 +122,7 @@ class VllmDeployment:
         alive = await asyncio.gather(*(stream.alive() for stream in self._streams))
         publishers = [
             f"the publisher of KV events at {target.kv.endpoint}"
-            for target, there in zip(self._found.targets, alive, strict=False)
+            for target, there in zip(self.found.targets, alive, strict=False)
             if there and target.kv is not None
         ]
         pids = {} if self.maps is None else self.maps.pids
@@ -130,26 +130,26 @@ class VllmDeployment:
 
     def _explain(self) -> None:
         """Log what is missing for exact prefix routing."""
-        if self._found.tokenizer is None:
+        if self.found.tokenizer is None:
             log.warning(
                 "%s: its tokenizer is not on this machine: prompts are routed by guesses, not by exact"
                 " blocks; name a folder with tokenizer.json (--tokenizer DIR)",
-                self._found.model,
+                self.found.model,
             )
-        without = [number for number, target in enumerate(self._found.targets) if target.kv is None]
+        without = [number for number, target in enumerate(self.found.targets) if target.kv is None]
         if without:
             log.warning(
                 "%s: rank %s publishes no KV events: prompts are routed by guesses; start vLLM with"
                 ' --kv-events-config \'{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:5557",'
                 ' "endpoint": "tcp://*:5657"}\'',
-                self._found.model,
+                self.found.model,
                 ", ".join(map(str, without)),
             )
 
     async def _watch_maps(self, maps: WorkerMaps) -> None:
         while not maps.replaced:
             await maps.changed()
-        raise EngineFailed(f"vLLM's own policy has moved the experts of {self._found.model}")
+        raise EngineFailed(f"vLLM's own policy has moved the experts of {self.found.model}")
 
     def _reported(self, rank: int, message: Report, epoch: int | None) -> None:
         """Hand a report of an expert rank to its target. ValueError when it contradicts itself."""
@@ -176,18 +176,18 @@ class VllmDeployment:
     async def _nudge(self) -> None:
         """Make the engine take as many steps as lie between two votes, if that is allowed."""
         if not self._config.nudge:
-            log.info("%s is idle: its placement waits for traffic ([vllm] nudge is false)", self._found.model)
+            log.info("%s is idle: its placement waits for traffic ([vllm] nudge is false)", self.found.model)
             return
-        target = self._found.targets[0]
-        rank = target.rank if self._found.shares_url else None
+        target = self.found.targets[0]
+        rank = target.rank if self.found.shares_url else None
         try:
-            await target.server.nudge(self._found.model, rank, self._config.vote_steps + 1)
+            await target.server.nudge(self.found.model, rank, self._config.vote_steps + 1)
         except EngineFailed as error:
             log.warning("the agent's own request failed: %s", error)
 
     async def _poll(self) -> None:
         """Read the load until the server stays away."""
-        servers: Sequence[VllmServer] = list({target.server: None for target in self._found.targets})
+        servers: Sequence[VllmServer] = list({target.server: None for target in self.found.targets})
         misses = 0
         while True:
             try:
@@ -203,10 +203,10 @@ class VllmDeployment:
             await asyncio.sleep(self._config.load_seconds)
 
     def _take(self, found: dict[VllmServer, MetricsReading]) -> None:
-        started = found[self._found.targets[0].server].started
-        if None not in (started, self._found.started) and started != self._found.started:
-            raise EngineFailed(f"{self._found.targets[0].server.base} has started anew")
-        for number, source in enumerate(self._found.targets):
+        started = found[self.found.targets[0].server].started
+        if None not in (started, self.found.started) and started != self.found.started:
+            raise EngineFailed(f"{self.found.targets[0].server.base} has started anew")
+        for number, source in enumerate(self.found.targets):
             now, before = found[source.server].load(source.rank), self._readings[number]
             load = rank_load(now, before, kv_blocks=source.kv_blocks, cached_blocks=len(self._blocks[number]))
             cached = 0 if before is None else int(now.cached_tokens - before.cached_tokens)

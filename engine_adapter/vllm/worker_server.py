@@ -106,18 +106,8 @@ class WorkerServer:
         """Return the start of vLLM whose workers were complete last and still are. None: there is none."""
         return next((one for one in reversed(self._starts.values()) if one.complete), None)
 
-    async def complete(self, seconds: float) -> WorkerMaps | None:
-        """Wait until all workers of one start are connected. None: they are not after this time."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while (found := self.current()) is None:
-                    self._change.clear()
-                    await self._change.wait()
-                return found
-        return None
-
     async def another(self, than: str | None) -> WorkerMaps:
-        """Wait until another start than this one is complete. than: its instance; None: none was complete."""
+        """Return another start than this one, once it is complete. than: its instance; None: any start."""
         while (found := self.current()) is None or found.instance == than:
             self._change.clear()
             await self._change.wait()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,26 @@ async def test_a_restarted_vllm_joins_with_its_map_under_an_epoch_above_all_on_r
     assert (first.placement.epoch, second.placement.epoch) == (8, 9)
     assert first.worker_id != second.worker_id
     assert second.placement.slots == table().astype("<i2").tobytes()
+
+
+async def test_workers_that_outlive_their_server_are_not_taken_for_those_of_the_next(
+    server: RecordedVllm,
+) -> None:
+    """Its API server was killed, and the next vLLM runs without the plugin."""
+    broker = MemoryBroker(SUBJECTS)
+    async with with_workers(server) as (config, _), represented(broker, replace(config, plugin_seconds=1.0)):
+        received = MemoryBus(broker).replay(SUBJECTS.membership("v"))
+        first = (await anext(received)).message
+        server.up = False
+        await anext(received)
+        server.metrics = server.metrics.replace("process_start_time_seconds ", "process_start_time_seconds 1")
+        server.up = True
+        second = (await anext(received)).message
+        with pytest.raises(TimeoutError):  # it stays as it is
+            await asyncio.wait_for(anext(received), 0.5)
+    assert isinstance(first, EngineJoined)
+    assert isinstance(second, EngineJoined)
+    assert (first.rearranges, second.rearranges) == (True, False)
 
 
 async def test_wrong_weights_drain_the_engine(server: RecordedVllm) -> None:

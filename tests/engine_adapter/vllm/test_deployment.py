@@ -76,7 +76,7 @@ async def followed(**about: Any) -> AsyncIterator[Followed]:
         async with alongside(listening.serve(), "workers"):
             await listening.listening.wait()
             async with connected(listening, *workers):
-                maps = await listening.complete(10)
+                maps = await listening.another(None)
                 deployment = VllmDeployment(found, config, maps)
                 async with alongside(deployment.run(), "deployment"):
                     yield Followed(server, deployment, workers)
@@ -212,7 +212,7 @@ async def test_an_engine_whose_experts_cannot_be_moved_joins_without_them(
         async with alongside(listening.serve(), "workers"):
             await listening.listening.wait()
             async with connected(listening, *workers):
-                deployment = VllmDeployment(found, config, await listening.complete(10))
+                deployment = VllmDeployment(found, config, await listening.another(None))
     about = deployment.targets[0].description
     assert (about.rearranges, about.shape, about.capabilities.experts) == (False, None, False)
     assert deployment.targets[0].placement is None
