@@ -32,7 +32,7 @@ def _mixed(number: int) -> int:
 class ExpertHasher:
     """Digests on one device. rows: rows that one piece of work takes at most."""
 
-    def __init__(self, device: torch.device, rows: int = 64) -> None:
+    def __init__(self, device: torch.device, rows: int = 32) -> None:
         self._rows = rows
         self._words = torch.tensor([_signed(_mixed(i) | 1) for i in range(_ROW_WORDS)], device=device)
         powers = [pow(_BASE, rows - i, _WRAP) for i in range(rows + 1)]
