@@ -62,10 +62,10 @@ class _Moves(NamedTuple):
 
     def best(self, count: int) -> "_Moves":
         """Return those that lower the spread most."""
-        lower = np.flatnonzero(self.spread < 0)
-        if len(lower) > count:
-            lower = lower[np.argpartition(self.spread[lower], count)[:count]]
-        return _Moves._make(part[lower] for part in self)
+        if len(self.spread) <= count:
+            return self
+        lowest = np.argpartition(self.spread, count)[:count]
+        return _Moves._make(part[lowest] for part in self)
 
 
 class _Layer:
@@ -117,46 +117,46 @@ class _Layer:
     # Candidates, by their effect on the sum of squared loads: it needs no pass over the samples
 
     def _swaps(self) -> _Moves:
-        """Return all legal exchanges of two slots."""
-        first, second = np.triu_indices(len(self._row), 1)
-        a, b, here, there = self._row[first], self._row[second], self._rank[first], self._rank[second]
-        legal = ~(self._held[there, a] | self._held[here, b] | self._fixed[a] | self._fixed[b])
-        first, second, a, b, here, there = (part[legal] for part in (first, second, a, b, here, there))
-        part_a, part_b = 1.0 / self._count[a], 1.0 / self._count[b]
-        square = (
-            self._both[a, a] * part_a**2
-            + self._both[b, b] * part_b**2
-            - 2.0 * self._both[a, b] * part_a * part_b
+        """Return the legal exchanges of two slots that lower the spread."""
+        row, part = self._row, 1.0 / self._count[self._row]
+        both = self._both[np.ix_(row, row)] * part[:, None] * part
+        square = np.diagonal(both)
+        # [i, j]: the load of slot i's rank, times the demand for slot j's expert.
+        beside = self._beside[np.ix_(self._rank, row)]
+        own = np.diagonal(beside)
+        spread = (
+            square[:, None]
+            + square
+            - 2.0 * both
+            + part[:, None] * (beside.T - own[:, None])
+            + part * (beside - own)
         )
-        moved = self._beside[there, a] - self._beside[here, a]
-        returned = self._beside[there, b] - self._beside[here, b]
-        # Two received experts for twice the square and twice the products.
-        return _Moves(square + part_a * moved - part_b * returned, first, b.astype(np.intp), second)
+        held = self._held[np.ix_(self._rank, row)]
+        fixed = self._fixed[row]
+        legal = ~(held | held.T | fixed | fixed[:, None])
+        # Two received experts for twice the squares and twice the products.
+        first, second = np.nonzero(np.triu(legal & (spread < 0.0)))
+        return _Moves(spread[first, second], first, row[second].astype(np.intp), second)
 
     def _writes(self) -> _Moves:
-        """Return all legal writes of an expert over a redundant copy."""
-        redundant = np.flatnonzero((self._count[self._row] > 1) & ~self._fixed[self._row])
-        free = np.flatnonzero(~self._fixed & (self._count < self._most))
-        slot, new = np.repeat(redundant, len(free)), np.tile(free, len(redundant))
-        legal = ~self._held[self._rank[slot], new]
-        slot, new = slot[legal], new[legal]
+        """Return the legal writes of an expert over a redundant copy that lower the spread."""
+        slot = np.flatnonzero((self._count[self._row] > 1) & ~self._fixed[self._row])
+        new = np.flatnonzero(~self._fixed & (self._count < self._most))
         old, rank = self._row[slot], self._rank[slot]
         gone, come = self._count[old], self._count[new]
         more, less = 1.0 / (gone - 1) - 1.0 / gone, 1.0 / come - 1.0 / (come + 1)
-        beside = (self._beside * self._held).sum(axis=0)
-        products = (
-            more * beside[old]
-            - (more + 1.0 / gone) * self._beside[rank, old]
-            - less * beside[new]
-            + self._beside[rank, new] / (come + 1)
+        beside, own = (self._beside * self._held).sum(axis=0), np.diagonal(self._both)
+        leaves = 2.0 * (more * beside[old] - (more + 1.0 / gone) * self._beside[rank, old])
+        leaves += own[old] * (more**2 * (gone - 1) + 1.0 / gone**2)
+        comes = own[new] * (less**2 * come + 1.0 / (come + 1) ** 2) - 2.0 * less * beside[new]
+        shared = self._held[:, old].T.astype(np.float64) @ self._held[:, new]
+        together = self._both[np.ix_(old, new)] * (
+            shared * more[:, None] * less + 1.0 / (gone[:, None] * (come + 1))
         )
-        shared = self._held.T.astype(np.float64) @ self._held
-        squares = (
-            self._both[old, old] * (more**2 * (gone - 1) + 1.0 / gone**2)
-            + self._both[new, new] * (less**2 * come + 1.0 / (come + 1) ** 2)
-            - 2.0 * self._both[old, new] * (more * less * shared[old, new] + 1.0 / (gone * (come + 1)))
-        )
-        return _Moves(2.0 * products + squares, slot, new, np.full(len(slot), -1))
+        here = self._beside[np.ix_(rank, new)] / (come + 1)
+        spread = leaves[:, None] + comes + 2.0 * (here - together)
+        at, what = np.nonzero(~self._held[np.ix_(rank, new)] & (spread < 0.0))
+        return _Moves(spread[at, what], slot[at], new[what], np.full(len(at), -1))
 
     # The effect on the fullest rank
 
