@@ -146,3 +146,19 @@ def test_a_map_that_cannot_be_served_is_refused(table: list[list[int]], reason: 
     goal = Placement(np.array(table), experts=6, ranks=2, duplicates=True)
     with pytest.raises(ValueError, match=reason):
         requested_map(SERVED, goal, ROOM)
+
+
+def test_a_plan_of_one_map_survives_its_file() -> None:
+    plan = asked()
+    assert read(msgspec.json.encode(plan), SERVED, rearranges=True) == plan
+
+
+def test_layers_that_a_plan_does_not_touch_stay_as_the_engine_reported_them() -> None:
+    reported = Placement(
+        np.array([[0, 1, 2, 3, 4, 2, 3, 5], [0, 1, 2, 0, 3, 4, 5, 3]]), experts=6, ranks=2, duplicates=True
+    )
+    end = replay(
+        reported, one_expert_of_a_map(reported, MigrateExpert(engine="a", layer=0, expert=4, rank=0), ROOM)
+    )
+    assert (end[-1].expert_of_slot[1] == reported.expert_of_slot[1]).all()
+    assert end[-1].duplicates
