@@ -39,11 +39,14 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a vLLM. attention: the way two ranks share the attention; redundant: physical experts beyond
-    one of each; agent, secret: where its workers connect to (empty: the plugin is there, and does nothing);
-    paths: further entries of PYTHONPATH."""
+    """Options of a vLLM. attention: the way two ranks share the attention, or one process without EPLB;
+    port: of its HTTP server (0: a free one); kv_port: of its KV events, and those after it (0: none);
+    redundant: physical experts beyond one of each; agent, secret: where its workers connect to (empty: the
+    plugin is there, and does nothing); paths: further entries of PYTHONPATH."""
 
-    attention: Literal["tp", "dp"]
+    attention: Literal["tp", "dp", "alone"]
+    port: int = 0
+    kv_port: int = 0
     redundant: int = 8
     agent: str = ""
     secret: Path | None = None
@@ -100,8 +103,15 @@ def command(options: Options, port: int) -> list[str]:
     ways = {"tp": "--tensor-parallel-size", "dp": "--data-parallel-size"}
     words = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--port", str(port)]
     words += ["--served-model-name", SERVED, "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
-    words += ["--max-model-len", "1024", "--max-num-seqs", "16", ways[options.attention], "2"]
-    words += ["--enable-expert-parallel", "--enable-eplb", "--eplb-config", json.dumps(eplb)]
+    words += ["--max-model-len", "1024", "--max-num-seqs", "16"]
+    if options.attention in ways:
+        words += [ways[options.attention], "2", "--enable-expert-parallel", "--enable-eplb"]
+        words += ["--eplb-config", json.dumps(eplb)]
+    if options.kv_port:
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv"}
+        ports = {"endpoint": options.kv_port, "replay_endpoint": options.kv_port + 10}
+        events |= {name: f"tcp://127.0.0.1:{port}" for name, port in ports.items()}
+        words += ["--kv-events-config", json.dumps(events)]
     return [*words, *options.arguments]
 
 
@@ -119,7 +129,7 @@ async def vllm(options: Options, folder: Path) -> AsyncIterator[Vllm]:
 
 def _start(options: Options, folder: Path) -> Vllm:
     folder.mkdir(parents=True, exist_ok=True)
-    port, log = free_port(), folder / "vllm.log"
+    port, log = options.port or free_port(), folder / "vllm.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             command(options, port),
