@@ -66,7 +66,7 @@ class _Impatient(Votes):
     "size",
     [
         VoteSize(2, 1, Faults(leaders=1)),
-        VoteSize(2, 1, Faults(agents=1)),
+        pytest.param(VoteSize(2, 1, Faults(agents=1)), marks=pytest.mark.slow),
         pytest.param(VoteSize(2, 2, Faults()), marks=pytest.mark.slow),
         pytest.param(VoteSize(2, 1, Faults(drops=1, deaths=1)), marks=pytest.mark.slow),
     ],
@@ -77,6 +77,7 @@ def test_an_abort_need_not_wait_for_ranks_that_are_silent_if_they_are_told_later
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "size",
     [

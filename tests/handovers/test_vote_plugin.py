@@ -101,6 +101,7 @@ def test_whatever_happens_on_the_way_the_parties_keep_every_promise_and_come_to_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_same_on_many_long_walks() -> None:
     flips, refusals = walked(range(5000, 5150), 4000, PluginWorld)
     assert flips > 400
