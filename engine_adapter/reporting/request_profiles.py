@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from engine_adapter.batching.profile_signatures import max_together, request_profiles
 from engine_adapter.config import AgentConfig
@@ -177,7 +178,7 @@ class RequestProfiler:
         self, turn: Sequence[_Waiting], sampled: Sequence[bool], model: ClusterModel
     ) -> list[RequestProfile]:
         """Profile one turn. Runs in a thread, one turn at a time."""
-        return request_profiles(
+        profiles = request_profiles(
             [one.ended for one in turn],
             model,
             turn[0].placement,
@@ -187,6 +188,10 @@ class RequestProfiler:
             max_blocks=PROFILE_BLOCKS,
             sampled=sampled,
         )
+        if not self._context.about.rearranges:
+            return profiles
+        # its replicas share by the rows of a step: where a request's tokens went is not told by its experts
+        return [replace(one, local=None) for one in profiles]
 
     async def _publish(self) -> None:
         batch, self._batch, self._batch_bytes = self._batch, {}, 0

@@ -165,7 +165,7 @@ class VllmDeployment:
                 if dispatch is not None:
                     target.dispatched(dispatch)
             case RoutedRequest():
-                ended = ended_request(message, hello.layers)
+                ended = ended_request(message, hello)
                 if ended is not None:
                     target.ended(ended)
             case MapMoved():

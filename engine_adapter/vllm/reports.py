@@ -21,6 +21,7 @@ from fleet.layout import EP, TP_EP, Layout
 
 GATHERS = ("allgather_reducescatter", "naive")
 """vLLM's all2all backends that send every token to every rank."""
+_MAX_POSITION = 1 << 24
 _CHOICE = re.compile(r"^\d+_")
 _PROMPT = re.compile(r"-\d+$")
 
@@ -65,17 +66,20 @@ def decision_of(request: str) -> str:
     return _PROMPT.sub("", name.removeprefix("cmpl-")) if name.startswith("cmpl-") else name
 
 
-def ended_request(message: RoutedRequest, layers: int) -> EndedRequest | None:
+def ended_request(message: RoutedRequest, hello: WorkerHello) -> EndedRequest | None:
     """Return an ended request; None for one of the agent's own. ValueError when the message contradicts
-    itself.
+    itself or the introduction of its worker.
 
     Its blocks are unknown: the workers do not report its tokens."""
     if NUDGE in message.request:
         return None
-    trace = RoutedTrace(layers, message.top_k)
-    chosen = _table(message.experts, "<i2", (message.positions, layers, message.top_k), "experts")
-    if not 0 <= message.first <= 1 << 24:
-        raise ValueError(f"the first routed position is {message.first}")
+    if message.top_k != hello.top_k or not 0 <= message.first <= _MAX_POSITION:
+        raise ValueError(f"top_k is {message.top_k}, the first routed position {message.first}")
+    shape = (message.positions, hello.layers, hello.top_k)
+    chosen = _table(message.experts, "<i2", shape, "experts")
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < hello.experts:
+        raise ValueError(f"experts run from {chosen.min()} to {chosen.max()}, of {hello.experts}")
+    trace = RoutedTrace(hello.layers, hello.top_k)
     trace.note(message.first, chosen)
     return EndedRequest(decision_of(message.request), message.prompt_tokens, trace, ())
 

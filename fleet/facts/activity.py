@@ -113,7 +113,9 @@ class RequestProfile(msgspec.Struct, frozen=True, kw_only=True):
     signature: bytes
     """signature of the computed tokens, packed by `fleet.signatures.pack`"""
     local: float | None = None
-    """share of the computed (token, k) pairs that this rank served itself; None: nothing was computed"""
+    """share of the computed (token, k) pairs that this rank served itself; None: nothing was computed, or the
+    engine cannot tell
+    """
     parent: int | None = None
     """sequence hash of the block before the first of `blocks`; None: `blocks` start at the beginning of the
     prompt

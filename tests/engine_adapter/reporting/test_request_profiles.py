@@ -75,8 +75,10 @@ def broker() -> MemoryBroker:
 
 
 @asynccontextmanager
-async def running(broker: MemoryBroker, config: AgentConfig = CONFIG) -> AsyncIterator[RequestProfiler]:
-    profiles = RequestProfiler(RankContext(MemoryBus(broker), SUBJECTS, "a", 7, ABOUT), SHAPE, config)
+async def running(
+    broker: MemoryBroker, config: AgentConfig = CONFIG, about: EngineDescription = ABOUT
+) -> AsyncIterator[RequestProfiler]:
+    profiles = RequestProfiler(RankContext(MemoryBus(broker), SUBJECTS, "a", 7, about), SHAPE, config)
     task = asyncio.create_task(profiles.run())
     try:
         yield profiles
@@ -369,3 +371,22 @@ def test_a_token_bucket_gives_a_burst_and_then_its_rate() -> None:
 def test_settings_out_of_range_are_refused_by_name(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=setting):
         AgentConfig(**{setting: value})
+
+
+async def test_an_engine_that_moves_its_experts_itself_tells_no_local_share(broker: MemoryBroker) -> None:
+    """Its replicas share by the rows of a step; its tokens, and so the blocks of a request, are unknown, too."""
+    about = msgspec.structs.replace(ABOUT, rearranges=True)
+    routed = np.random.default_rng(1).integers(0, 4, (40, 2, 2)).astype(np.int16)
+    trace = RoutedTrace(2, 2)
+    trace.note(16, routed)
+    async with (
+        running(broker, about=about) as profiles,
+        tracking(broker, clusters()),
+        MemoryBus(broker).subscribe(SUBJECTS.requests_profiled("a")) as subscription,
+    ):
+        await known(profiles, subscription)
+        profiles.take([EndedRequest("d", 30, trace, ())], 0, HERE)
+        messages = await profiles_until(subscription, "d")
+    (one,) = [one for message in messages for one in message.requests if one.decision == "d"]
+    assert (one.local, one.blocks, one.block_signatures) == (None, b"", b"")
+    assert (one.tokens, one.cached_tokens) == (40, 16)

@@ -180,7 +180,7 @@ def test_cached_positions_are_unknown() -> None:
     message = RoutedRequest(
         request="cmpl-a-0", prompt_tokens=4, first=2, positions=3, top_k=TOP_K, experts=chosen.tobytes()
     )
-    ended = ended_request(message, LAYERS)
+    ended = ended_request(message, hello(experts=64))
     assert ended is not None
     assert (ended.decision, ended.prompt_tokens) == ("a", 4)
     assert (ended.routed[:2] == UNKNOWN).all()
@@ -191,21 +191,32 @@ def test_requests_of_the_agents_own_are_left_out() -> None:
     message = RoutedRequest(
         request="cmpl-roost-nudge-1f-0", prompt_tokens=1, first=0, positions=0, top_k=1, experts=b""
     )
-    assert ended_request(message, LAYERS) is None
+    assert ended_request(message, hello(experts=64)) is None
 
 
-@pytest.mark.parametrize("about", [{"experts": b"x"}, {"positions": -1}, {"first": -1}, {"first": 1 << 40}])
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"experts": b"x"},
+        {"positions": -1},
+        {"first": -1},
+        {"first": 1 << 40},
+        {"top_k": 3},
+        {"positions": 1, "experts": b"\x04\x00" * (LAYERS * TOP_K)},
+        {"positions": 1, "experts": b"\xff\xff" * (LAYERS * TOP_K)},
+    ],
+)
 def test_requests_that_contradict_themselves_are_refused(about: dict[str, Any]) -> None:
     known: dict[str, Any] = {
         "request": "a",
         "prompt_tokens": 1,
         "first": 0,
         "positions": 0,
-        "top_k": 1,
+        "top_k": TOP_K,
         "experts": b"",
     }
     with pytest.raises(ValueError, match=r"experts|first routed position"):
-        ended_request(RoutedRequest(**known | about), LAYERS)
+        ended_request(RoutedRequest(**known | about), hello())
 
 
 # Moves
