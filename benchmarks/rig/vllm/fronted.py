@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import psutil
 
 from benchmarks.rig.live.fleet import Settings, environment, merged, toml
 from benchmarks.rig.processes import ROOST, free_port, nats, process
@@ -69,16 +70,17 @@ async def fronted(servers: Sequence[Behind], settings: Settings, folder: Path) -
     """Run Roost before these servers; yield once the router serves their model and all have joined. Logs and
     settings lie in the folder."""
     async with AsyncExitStack() as stack:
-        bus, door = await stack.enter_async_context(nats()), free_port()
-        for part in ("tracker", "planner", "router"):
-            arguments = ["--port", str(door)] if part == "router" else []
-            await stack.enter_async_context(_part(part, arguments, bus, settings, folder))
+        bus, door, pids = await stack.enter_async_context(nats()), free_port(), []
+        for name in ("tracker", "planner", "router"):
+            arguments = ["--port", str(door)] if name == "router" else []
+            pids.append(await stack.enter_async_context(_part(name, arguments, bus, settings, folder)))
         for server in servers:
             own = merged(settings, {"vllm": server.settings})
             arguments = ["--engine", "vllm", "--url", server.url]
-            await stack.enter_async_context(_part("worker", arguments, bus, own, folder, server.name))
+            part = _part("worker", arguments, bus, own, folder, server.name)
+            pids.append(await stack.enter_async_context(part))
         fleet = Fronted(f"http://127.0.0.1:{door}", bus, folder)
-        await _joined(fleet, servers)
+        await _joined(fleet, servers, pids)
         yield fleet
 
 
@@ -94,12 +96,14 @@ def _part(
     return process(shell, None, environment={"XDG_STATE_HOME": str(folder)})
 
 
-async def _joined(fleet: Fronted, servers: Sequence[Behind]) -> None:
-    """Return once the router serves the model and every server has joined. Raises TimeoutError with what the
-    parts last said."""
+async def _joined(fleet: Fronted, servers: Sequence[Behind], pids: Sequence[int]) -> None:
+    """Return once the router serves the model and every server has joined. Raises TimeoutError, or
+    RuntimeError when a part has ended, with what the parts last said."""
     deadline = time.monotonic() + JOIN_SECONDS
     async with aiohttp.ClientSession(fleet.router) as http:
         while time.monotonic() < deadline:
+            if not all(map(psutil.pid_exists, pids)):
+                raise RuntimeError(f"a part has ended\n{await asyncio.to_thread(_last_words, fleet.folder)}")
             with contextlib.suppress(aiohttp.ClientError, RuntimeError):  # until they are up
                 async with http.get("/v1/models") as answer:
                     known = MODEL in await answer.text()
