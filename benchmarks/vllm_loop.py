@@ -177,7 +177,9 @@ def main(
     check: bool = Check,
     python: Path = Python,
     seeds: int = typer.Option(3, min=1, help="orders of requests (1 with --quick)"),
-    homes: bool = typer.Option(False, help="one more arm: Roost with homes forced on, for the remote pairs"),
+    homes: bool = typer.Option(
+        False, help="one more arm: Roost with homes used at any confidence, for the remote pairs"
+    ),
     keep: Path = Keep,
 ) -> None:
     """Compare vLLM's EPLB with Roost on a real vLLM."""
