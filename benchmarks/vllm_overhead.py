@@ -1,4 +1,4 @@
-"""What the plugin costs a real vLLM: processor time by step, as it counts it, and tokens per second against
+"""Cost of the plugin in a real vLLM: processor time by step, as it counts it, and tokens per second against
 the same vLLM with the plugin disabled (installed, without `ROOST_AGENT`).
 
 Two vLLMs run, each of two data-parallel ranks with expert parallelism and EPLB; the one that is not measured

@@ -40,7 +40,7 @@ Python = typer.Option(None, help=f"Python of vLLM's environment; default: ${PYTH
 
 
 class Answer(NamedTuple):
-    """What vLLM says about one answer: token ids of prompt and answer, and its text."""
+    """One answer of vLLM: token ids of prompt and answer, and its text."""
 
     prompt: list[int]
     ids: list[int]

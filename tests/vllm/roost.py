@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -37,13 +38,14 @@ PATIENCE_SECONDS = 240.0
 class Agent:
     """`roost worker --engine vllm`: to be killed and started again."""
 
-    def __init__(self, live: LiveFleet, url: str, port: int, name: str = NAME) -> None:
+    def __init__(self, live: LiveFleet, url: str, port: int, folder: Path, name: str = NAME) -> None:
+        """folder: for its log, which outlives the fleet's own folder."""
         self._live = live
         self._url = url
         self.port = port
         self.name = name
         self.secret = live.folder / f"{name}.secret"
-        self.log = live.folder / f"{name}.log"
+        self.log = folder / f"{name}.log"
         self._settings = live.folder / f"{name}.toml"
         self._process: asyncio.subprocess.Process | None = None
 
@@ -162,8 +164,8 @@ def _random_row(rng: np.random.Generator, experts: int, ranks: int, width: int) 
 
 
 @contextlib.asynccontextmanager
-async def roost() -> AsyncIterator[Fleet]:
-    """Router, tracker, planner and NATS, without an engine."""
+async def roost(folder: Path) -> AsyncIterator[Fleet]:
+    """Router, tracker, planner and NATS, without an engine. folder: for the planner's log, which is kept."""
     async with live_fleet(SETTINGS) as live:
         config = BusConfig(urls=(live.nats,), credentials_file=live.credentials)
         subjects = Subjects(config.namespace)
@@ -172,6 +174,7 @@ async def roost() -> AsyncIterator[Fleet]:
             yield Fleet(live, bus, subjects)
         finally:
             await bus.close()
+            (folder / "planner.log").write_text(live.log("planner", 1 << 20))
 
 
 async def until_served(fleet: Fleet) -> None:

@@ -33,8 +33,8 @@ async def stack(
 ) -> AsyncIterator[Stack]:
     """One vLLM behind Roost for all tests of a module: with tensor, then with data parallelism."""
     folder, port = tmp_path_factory.mktemp(f"roost-{request.param}"), free_port()
-    async with roost() as fleet:
-        agent = Agent(fleet.live, f"http://127.0.0.1:{port}", free_port())
+    async with roost(folder) as fleet:
+        agent = Agent(fleet.live, f"http://127.0.0.1:{port}", free_port(), folder)
         await agent.start()
         try:
             options = Options(

@@ -71,12 +71,12 @@ class World:
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     folder = tmp_path_factory.mktemp("kills")
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(roost())
+        fleet = await stack.enter_async_context(roost(folder))
         other_port, port = free_port(), free_port()
-        other = Agent(fleet.live, f"http://127.0.0.1:{other_port}", free_port(), OTHER)
+        other = Agent(fleet.live, f"http://127.0.0.1:{other_port}", free_port(), folder, OTHER)
         await other.start()
         stack.push_async_callback(other.end)
-        agent = Agent(fleet.live, f"http://127.0.0.1:{port}", free_port())
+        agent = Agent(fleet.live, f"http://127.0.0.1:{port}", free_port(), folder)
         await agent.start()
         stack.push_async_callback(agent.end)
         alone = Options(attention="alone", port=other_port)

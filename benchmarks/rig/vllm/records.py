@@ -1,4 +1,4 @@
-"""What the recorder in vLLM's workers wrote, put together over the ranks: balance by step, experts received,
+"""Records of the recorder in vLLM's workers, combined over the ranks: balance by step, experts received,
 pairs that left their rank."""
 
 import json
