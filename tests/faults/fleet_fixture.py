@@ -91,6 +91,9 @@ class Process:
         self.log = log
         self.ended = False
         """by us"""
+        self.caught_up = False
+        """Whether all that it was to say has been read. A test that fails while it waits for an answer leaves
+        one behind, and the next test would take it for its own."""
         self._process: asyncio.subprocess.Process | None = None
         self._asking = asyncio.Lock()
 
@@ -129,6 +132,7 @@ class Process:
     async def line(self, seconds: float) -> str:
         """The next line it says; AssertionError when it ends instead, or is silent."""
         assert self.running.stdout is not None
+        self.caught_up = False
         try:
             async with asyncio.timeout(seconds):
                 messages = await self.running.stdout.readline()
@@ -137,12 +141,14 @@ class Process:
                 f"{self.name} says nothing within {seconds} s; its log ends:\n{self.tail}"
             ) from None
         assert messages, f"{self.name} has ended; its log ends:\n{self.tail}"
+        self.caught_up = True
         return messages.decode()
 
     async def ask(self, question: str = "standing", seconds: float = 10.0) -> dict[str, Any]:
         """How it stands; or its belongings."""
         assert self.running.stdin is not None
         async with self._asking:
+            self.caught_up = False
             self.running.stdin.write(f"{question}\n".encode())
             await self.running.stdin.drain()
             found: dict[str, Any] = json.loads(await self.line(seconds))

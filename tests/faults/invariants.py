@@ -23,8 +23,9 @@ FREE = CELLS - SHAPE.layers * SLOTS
 
 
 def shared_memory() -> set[str]:
-    """Names in the machine's shared memory that could be ours."""
-    return {file.name for file in Path("/dev/shm").iterdir()}
+    """Names in the machine's shared memory that UCX gives: experts lie in memory without a name, and names of
+    other programs come and go as they like."""
+    return {file.name for file in Path("/dev/shm").glob("ucx_*")}
 
 
 def at_rest(messages: HandoverDescribed | None, states: Sequence[RankState]) -> bool:

@@ -64,7 +64,7 @@ class Fleet:
                 tasks.create_task(self._ready(engine), name=f"{engine.name} is ready")
 
     async def _ready(self, engine: Engine) -> None:
-        if not engine.ranks or not all(process.alive for process in engine.ranks):
+        if not engine.ranks or not all(process.alive and process.caught_up for process in engine.ranks):
             await reborn(engine)
         await judge(engine)
         await self.belongings.check(engine)
