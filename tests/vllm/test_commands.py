@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -99,17 +100,16 @@ async def test_a_turn_of_a_conversation_goes_where_its_prefix_is(stack: Stack) -
     fleet, asked = stack.fleet, prompts(4, seed=8)
     async with httpx.AsyncClient(timeout=120, base_url=fleet.url) as client:
 
-        async def rank_of(text: str) -> str:
+        async def decided(text: str) -> dict[str, Any]:
             body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 4}
             answer = await client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200, answer.text
             assert '"prompt_token_ids":null' in answer.text, "as vLLM answers those who do not ask for ids"
-            decision = (await client.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json()
-            return str(decision["chosen"])
+            return (await client.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json()
 
         for prompt in asked:
             text = "".join(map(chr, prompt)) * 2
-            ranks = [await rank_of(text)]
+            turns = [await decided(text)]
             await asyncio.sleep(1.5)  # events of its blocks arrive
-            ranks += [await rank_of(text + " and then?") for _ in range(3)]
-            assert len(set(ranks)) == 1
+            turns += [await decided(text + " and then?") for _ in range(3)]
+            assert len({turn["chosen"] for turn in turns}) == 1, json.dumps(turns, indent=1)
