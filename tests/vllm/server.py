@@ -25,8 +25,9 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("ROOST_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 PLUGIN = ROOT / "engine_adapter" / "vllm" / "plugin"
 STAND_INS = Path(__file__).parent / "cpu_stand_ins"
-MODEL = "deploy/demo_model/checkpoint"
+MODEL = str(ROOT / "deploy" / "demo_model" / "checkpoint")
 SERVED = "demo"
+BLOCK = 32
 NICE = 10
 START_SECONDS = 300.0
 _ENVIRONMENT = {
@@ -103,7 +104,15 @@ def command(options: Options, port: int) -> list[str]:
     }
     ways = {"tp": "--tensor-parallel-size", "dp": "--data-parallel-size"}
     words = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--port", str(port)]
-    words += ["--served-model-name", SERVED, "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+    words += [
+        "--served-model-name",
+        SERVED,
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--block-size",
+        str(BLOCK),
+    ]
     words += ["--max-model-len", "1024", "--max-num-seqs", "16"]
     if options.attention in ways:
         words += [ways[options.attention], "2", "--enable-expert-parallel", "--enable-eplb"]

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from tests.conftest import free_port
 from tests.vllm.roost import NAME, Agent, Fleet, random_map, roost, until_served
-from tests.vllm.server import Options, Vllm, vllm
+from tests.vllm.server import BLOCK, Options, Vllm, vllm
 from tests.vllm.traffic import Prompt, prompts, streaming, unbroken
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
@@ -96,7 +96,7 @@ async def test_the_last_plan_is_rolled_back(stack: Stack) -> None:
 
 
 async def test_a_turn_of_a_conversation_goes_where_its_prefix_is(stack: Stack) -> None:
-    """The chosen rank, by the router's own records."""
+    """The chosen rank and the blocks that lie there, by the router's own records."""
     fleet, asked = stack.fleet, prompts(4, seed=8)
     async with httpx.AsyncClient(timeout=120, base_url=fleet.url) as client:
 
@@ -108,8 +108,13 @@ async def test_a_turn_of_a_conversation_goes_where_its_prefix_is(stack: Stack) -
             return (await client.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json()
 
         for prompt in asked:
-            text = "".join(map(chr, prompt)) * 2
+            text = "".join(map(chr, prompt)) * 6
             turns = [await decided(text)]
             await asyncio.sleep(1.5)  # events of its blocks arrive
             turns += [await decided(text + " and then?") for _ in range(3)]
             assert len({turn["chosen"] for turn in turns}) == 1, json.dumps(turns, indent=1)
+            shared = turns[0]["prompt_tokens"] // BLOCK - 1  # what ends a prompt differs
+            for turn in turns[1:]:
+                there = next(one for one in turn["candidates"] if f"vllm/{one['rank']}" == turn["chosen"])
+                assert turn["hashed"] == "ids"
+                assert there["overlap_blocks"] >= shared > 0, json.dumps(turns, indent=1)
