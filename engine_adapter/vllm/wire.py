@@ -181,7 +181,8 @@ class SlotMismatch(msgspec.Struct, frozen=True, kw_only=True, tag="mismatch"):
 
 class ExpertDigests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
     """Digest of each expert's weights and scales on this rank, in hexadecimal: [layers][slots of this rank].
-    Sent after the start and after each change, when all are checked."""
+    Sent after each change when all are checked, and at the start of a connection, when some may be empty: not
+    checked yet under the map in force."""
 
     served: str
     digests: tuple[tuple[str, ...], ...]

@@ -28,7 +28,6 @@ STAND_INS = Path(__file__).parent / "cpu_stand_ins"
 MODEL = str(ROOT / "deploy" / "demo_model" / "checkpoint")
 SERVED = "demo"
 BLOCK = 32
-NICE = 10
 START_SECONDS = 300.0
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -44,7 +43,7 @@ class Options:
     """Options of a vLLM. attention: the way two ranks share the attention, or one process without EPLB;
     port: of its HTTP server (0: a free one); kv_port: of its KV events, and those after it (0: none);
     redundant: physical experts beyond one of each; agent, secret: where its workers connect to (empty: the
-    plugin is there, and does nothing); paths: further entries of PYTHONPATH."""
+    plugin is there, and does nothing); paths: further entries of PYTHONPATH; nice: niceness."""
 
     attention: Literal["tp", "dp", "alone"]
     port: int = 0
@@ -57,6 +56,7 @@ class Options:
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     paths: tuple[Path, ...] = ()
+    nice: int = 10
 
 
 @dataclass
@@ -149,18 +149,18 @@ def _start(options: Options, folder: Path) -> Vllm:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    _give_way(process.pid)
+    _give_way(process.pid, options.nice)
     return Vllm(f"http://127.0.0.1:{port}", options, process, log)
 
 
-def _give_way(pid: int) -> None:
+def _give_way(pid: int, nice: int) -> None:
     """Let others run first: an engine waits for its GPU, but these ranks spin and compute on the processors,
     and starve NATS and commands where there are only two. The kernel weighs sessions against each other, and
     niceness within one (sched(7), autogroups)."""
     group = Path(f"/proc/{pid}/autogroup")
     if group.exists():
-        group.write_text(str(NICE))
-    os.setpriority(os.PRIO_PROCESS, pid, NICE)
+        group.write_text(str(nice))
+    os.setpriority(os.PRIO_PROCESS, pid, nice)
 
 
 def _environment(options: Options, folder: Path) -> dict[str, str]:

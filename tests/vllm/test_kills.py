@@ -79,7 +79,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         agent = Agent(fleet.live, f"http://127.0.0.1:{port}", free_port(), folder)
         await agent.start()
         stack.push_async_callback(agent.end)
-        alone = Options(attention="alone", port=other_port)
+        alone = Options(attention="alone", port=other_port, nice=15)  # the one that starts again comes first
         await stack.enter_async_context(vllm(alone, folder / "other"))
         there = World(fleet, folder, agent, port, free_port())
         await there.start_vllm()

@@ -101,7 +101,8 @@ class RoostArm(NamedTuple):
     """Roost supplies the maps: router, tracker, planner, agent, and the plugin in vLLM's workers."""
 
     homes: bool = False
-    """requests go to the rank that the planner gave their cluster"""
+    """requests go to the rank that the planner gave their cluster; its agent hides that vLLM sends every
+    token to every rank, without which there are no homes"""
     settings: Settings = CADENCE
 
     @property
@@ -114,7 +115,8 @@ class RoostArm(NamedTuple):
 
     async def run(self, python: Path, several: Sequence[Request], much: Plenty, folder: Path) -> Run:
         homes = {"router": {"home_confidence": 0.0 if self.homes else 1.0}}
-        async with commanded(python, merged(self.settings, homes), folder) as fleet:
+        settings = merged(self.settings, homes)
+        async with commanded(python, settings, folder, is_dispatching=self.homes) as fleet:
             run = await sent(fleet.router, several, much)
             for shown in SHOWN:
                 (folder / f"{shown[0]}.txt").write_text(await fleet.said(*shown))
@@ -122,7 +124,9 @@ class RoostArm(NamedTuple):
 
 
 @asynccontextmanager
-async def commanded(python: Path, settings: Settings, folder: Path) -> AsyncIterator[Fronted]:
+async def commanded(
+    python: Path, settings: Settings, folder: Path, *, is_dispatching: bool = False
+) -> AsyncIterator[Fronted]:
     """Run a vLLM with the plugin, behind Roost; yield once it has joined with its placement."""
     secret, agent = folder / "secret", f"127.0.0.1:{free_port()}"
     secret.write_text("a secret of the benchmark")
@@ -131,7 +135,8 @@ async def commanded(python: Path, settings: Settings, folder: Path) -> AsyncIter
     server = Server(python, (STAND_INS, RECORDER, ROOST), NEVER, kv_events(2), own)
     async with serving(server, folder / "vllm.log") as vllm:
         about = {"listen": agent, "secret_file": str(secret)}
-        async with fronted([Behind(ENGINE, vllm.url, about)], settings, folder) as fleet:
+        behind = Behind(ENGINE, vllm.url, about, is_dispatching)
+        async with fronted([behind], settings, folder) as fleet:
             await _placed(fleet)
             yield fleet
 

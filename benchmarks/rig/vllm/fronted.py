@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -20,6 +21,11 @@ from benchmarks.rig.processes import ROOST, free_port, nats, process
 from benchmarks.rig.vllm.server import MODEL
 
 JOIN_SECONDS = 90.0
+_DISPATCHING = (
+    sys.executable,
+    "-c",
+    "from engine_adapter.vllm import reports; reports.GATHERS = (); from deploy.cli import main; main()",
+)
 _PAUSE_SECONDS = 1.0
 
 
@@ -31,6 +37,9 @@ class Behind(NamedTuple):
     url: str
     settings: dict[str, Any]
     """keys of `[vllm]`"""
+    is_dispatching: bool = False
+    """its agent takes vLLM's backend for one that sends a token only where its experts are: plans then have
+    homes, which nothing on a processor can gain from"""
 
 
 class Fronted(NamedTuple):
@@ -77,7 +86,8 @@ async def fronted(servers: Sequence[Behind], settings: Settings, folder: Path) -
         for server in servers:
             own = merged(settings, {"vllm": server.settings})
             arguments = ["--engine", "vllm", "--url", server.url]
-            part = _part("worker", arguments, bus, own, folder, server.name)
+            roost = _DISPATCHING if server.is_dispatching else ROOST
+            part = _part("worker", arguments, bus, own, folder, server.name, roost)
             pids.append(await stack.enter_async_context(part))
         fleet = Fronted(f"http://127.0.0.1:{door}", bus, folder)
         await _joined(fleet, servers, pids)
@@ -85,13 +95,19 @@ async def fronted(servers: Sequence[Behind], settings: Settings, folder: Path) -
 
 
 def _part(
-    part: str, arguments: list[str], bus: str, settings: Settings, folder: Path, name: str = ""
+    part: str,
+    arguments: list[str],
+    bus: str,
+    settings: Settings,
+    folder: Path,
+    name: str = "",
+    roost: Sequence[str] = ROOST,
 ) -> AbstractAsyncContextManager[int]:
     """Run one part of Roost with its own settings file and log."""
     file, log = folder / f"{name or part}.toml", folder / f"{name or part}.log"
     file.write_text(toml(settings))
     named = ["--name", name] if name else []
-    command = [*ROOST, part, *arguments, *named, "--nats", bus, "--config", str(file)]
+    command = [*roost, part, *arguments, *named, "--nats", bus, "--config", str(file)]
     shell = ["bash", "-c", 'exec "$@" > "$0" 2>&1', str(log), *command]
     return process(shell, None, environment={"XDG_STATE_HOME": str(folder)})
 

@@ -55,9 +55,9 @@ class SlotDigests:
         check.advance(_CHECK_SECONDS)
         if not check.is_done:
             return None
-        self._check = None
         found = list(self._differences(table, check))
         self.mismatches += found
+        self._check = None
         return found
 
     def _differences(self, table: Table, check: SlotCheck) -> Iterable[SlotMismatch]:
@@ -72,9 +72,13 @@ class SlotDigests:
                 )
 
     def told(self, served: str) -> ExpertDigests:
-        """Return the message with the digests of all slots of this rank. served: digest of the map in
-        force."""
-        rows = tuple(tuple(digest_text(int(value)) for value in row) for row in self._own)
+        """Return the message with the digests of all slots of this rank, those still to be checked left
+        empty: they are of the map before. served: digest of the map in force."""
+        unchecked = set() if self._check is None else set(self._check.slots)
+        rows = tuple(
+            tuple("" if (layer, slot) in unchecked else digest_text(int(value)) for slot, value in row)
+            for layer, row in enumerate(map(enumerate, self._own))
+        )
         return ExpertDigests(served=served, digests=rows)
 
 

@@ -134,7 +134,8 @@ class SlotMismatch(msgspec.Struct, frozen=True, kw_only=True, tag="mismatch"):
 
 
 class ExpertDigests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """Digest of each expert's weights and scales on this rank, [layers][slots of this rank]."""
+    """Digest of each expert's weights and scales on this rank, [layers][slots of this rank]. Empty: not
+    checked yet under the map in force."""
 
     served: str
     digests: tuple[tuple[str, ...], ...]
