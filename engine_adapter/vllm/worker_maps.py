@@ -45,6 +45,10 @@ class WorkerConnection(Protocol):
         """Send a message, or lose it. Never blocks."""
         ...
 
+    def close(self) -> None:
+        """End the connection soon."""
+        ...
+
 
 class BadWorker(ValueError):
     """A worker says what cannot be true; the text goes back to it."""
@@ -154,7 +158,8 @@ class WorkerMaps:
         return self._epochs.get(digest)
 
     def join(self, hello: WorkerHello, link: WorkerConnection) -> None:
-        """Add a worker, or one that has connected again. BadWorker when it contradicts the others."""
+        """Add a worker, or one that has connected again: its earlier connection is closed. BadWorker when it
+        contradicts the others."""
         for name in _SHARED:
             mine, others = getattr(hello, name), getattr(self.hello, name)
             if mine != others:
@@ -165,6 +170,9 @@ class WorkerMaps:
             )
         table = self._table(hello.map)
         digest = self._remember(table)
+        earlier = self._links.get(hello.rank)
+        if earlier is not None:
+            earlier.close()
         self._links[hello.rank], self._hellos[hello.rank] = link, hello
         status = MapStatus(
             state=hello.state,
@@ -186,8 +194,12 @@ class WorkerMaps:
             del self._links[rank]
             self._changed()
 
-    def receive(self, rank: int, message: msgspec.Struct) -> None:
-        """Take a message of a worker. BadWorker for one that cannot be true."""
+    def receive(self, rank: int, link: WorkerConnection, message: msgspec.Struct) -> None:
+        """Take a message of a worker. BadWorker for one that cannot be true.
+
+        What an earlier connection still brings is dropped: it is older than the worker's introduction."""
+        if self._links.get(rank) is not link:
+            return
         match message:
             case MapStatus():
                 self._said(rank, message)

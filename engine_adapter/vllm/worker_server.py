@@ -166,7 +166,7 @@ class WorkerServer:
         self._change.set()
         try:
             while True:
-                maps.receive(hello.rank, await _read(reader, MAX_FRAME_BYTES))
+                maps.receive(hello.rank, link, await _read(reader, MAX_FRAME_BYTES))
         finally:
             self._left(maps, hello, link)
 

@@ -21,6 +21,10 @@ class Connection:
         self.worker = worker
         self.to_worker: deque[Any] = deque()
         self.to_agent: deque[Any] = deque()
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
     def send(self, message: wire.FromAgent) -> None:
         self.to_worker.append(message)
@@ -48,6 +52,11 @@ class World:
         self.workers = [PluginWorker(0), PluginWorker(1)]
         self.maps = WorkerMaps(self.hello(0), 4)
         self.links: list[Connection | None] = [None, None]
+        """As the workers see it."""
+        self.believed: list[Connection | None] = [None, None]
+        """As the agent sees it: it may not have noticed yet that a connection has ended."""
+        self.ended: list[list[Connection]] = [[], []]
+        """Connections that have ended, whose last messages may still reach the agent."""
         self.handover = 0
         self.epoch = 4
         self.proposed = placement(0, 4)
@@ -65,20 +74,29 @@ class World:
         self.maps.join(self.hello(rank), link)
         self.workers[rank].mailbox.epoch = self.workers[rank].mailbox.epoch or self.maps.epoch
         link.to_agent.append(self.workers[rank].mailbox.status())
-        self.links[rank] = link
+        self.links[rank] = self.believed[rank] = link
 
-    def disconnect(self, rank: int) -> None:
+    def cut(self, rank: int) -> None:
+        """A worker loses its connection, and what was on the way to it."""
         link = self.links[rank]
         if link is not None:
-            self.maps.leave(rank, link)
+            link.to_worker.clear()
+            self.ended[rank].append(link)
             self.links[rank] = None
 
-    def hear(self, rank: int) -> None:
-        """The agent takes one message of a worker."""
-        link = self.links[rank]
+    def notice(self, rank: int) -> None:
+        """The agent sees the end of a connection: nothing more comes over it."""
+        if self.ended[rank]:
+            link = self.ended[rank].pop(0)
+            self.maps.leave(rank, link)
+            if self.believed[rank] is link:
+                self.believed[rank] = None
+
+    def hear(self, rank: int, link: Connection | None) -> None:
+        """The agent takes one message of a connection."""
         if link is not None and link.to_agent:
             raw = msgspec.msgpack.encode(link.to_agent.popleft())
-            self.maps.receive(rank, msgspec.msgpack.decode(raw, type=wire.FromWorker))
+            self.maps.receive(rank, link, msgspec.msgpack.decode(raw, type=wire.FromWorker))
 
     def propose(self, shift: int) -> None:
         self.handover += 1
@@ -108,9 +126,13 @@ class World:
             case "worker" if link is not None:
                 link.answer()
             case "agent":
-                self.hear(rank)
+                self.hear(rank, link)
+            case "late" if self.ended[rank]:
+                self.hear(rank, self.ended[rank][0])
             case "cut":
-                self.disconnect(rank)
+                self.cut(rank)
+            case "notice":
+                self.notice(rank)
             case "connect":
                 self.connect(rank)
             case "prepare":
@@ -132,18 +154,22 @@ class World:
             (link or Connection(worker)).carry_out()
 
     def settle(self) -> None:
-        """All connections work, and everything arrives."""
+        """All connections work, and everything arrives, that of ended ones last."""
         for rank in range(2):
             self.connect(rank)
             link = self.links[rank]
             while link is not None and (link.to_worker or link.to_agent):
                 link.answer()
-                self.hear(rank)
+                self.hear(rank, link)
+            for old in tuple(self.ended[rank]):
+                while old.to_agent:
+                    self.hear(rank, old)
+                self.notice(rank)
 
 
 WHAT = (
     *("propose", "stage", "permit", "drop", "prepare", "prepare", "vote", "vote"),
-    *("worker", "worker", "agent", "agent", "agent", "cut", "connect"),
+    *("worker", "worker", "agent", "agent", "agent", "cut", "connect", "late", "notice"),
 )
 STEPS = st.lists(
     st.tuples(st.sampled_from(WHAT), st.integers(0, 1), st.integers(0, 5)), min_size=10, max_size=80
@@ -167,7 +193,7 @@ def test_the_agent_believes_only_what_all_workers_serve(steps: list[tuple[str, i
             statuses = [world.maps.status(at) for at in range(2)]
             assert all(status is not None and status.served == digest for status in statuses)
         for at in range(2):
-            assert (world.maps.status(at) is None) == (world.links[at] is None)
+            assert (world.maps.status(at) is None) == (world.believed[at] is None)
     world.settle()
     first, second = (worker.mailbox for worker in world.workers)
     assert first.served == second.served, "a vote moves both or none"

@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
 import pytest
+from roost_vllm.wire import AgentWelcome as PluginWelcome
 from roost_vllm.wire import MapStatus as PluginStatus
-from roost_vllm.wire import SlotMismatch
+from roost_vllm.wire import SlotMismatch, frame, proof
 
 from deploy.process import alongside
 from engine_adapter.engine import EngineFailed
@@ -134,6 +135,42 @@ async def test_a_worker_that_is_not_connected_has_no_status_and_keeps_what_it_ho
         assert await complete(server) is maps
         await until(lambda: states(maps) == ["staged", "staged"])
         assert workers[1].mailbox.proposal() is None
+
+
+async def introduced(
+    server: WorkerServer, worker: PluginWorker
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection over which a worker has introduced itself and was welcomed."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    size = int.from_bytes(await reader.readexactly(4), "big")
+    asked = msgspec.msgpack.decode(await reader.readexactly(size), type=AgentHello)
+    writer.write(frame(worker.hello(proof=proof(SECRET, "worker", asked.nonce), nonce=b"n" * 32)))
+    size = int.from_bytes(await reader.readexactly(4), "big")
+    worker.welcomed(msgspec.msgpack.decode(await reader.readexactly(size), type=PluginWelcome))
+    return reader, writer
+
+
+async def test_a_worker_that_connects_anew_is_not_spoken_for_by_its_earlier_connection() -> None:
+    """Its network stood still: what it sent before arrives after it has connected again."""
+    worker = PluginWorker(0)
+    async with serving() as server, connected(server, PluginWorker(1)):
+        earlier, delayed = await introduced(server, worker)
+        maps = await complete(server)
+        voting = PluginStatus(
+            state="voting", handover=7, digest="d", served=worker.mailbox.served, flipped=0, epoch=4
+        )
+        _, writer = await introduced(server, worker)
+        with suppress(ConnectionError):
+            delayed.write(frame(voting))
+            await delayed.drain()
+        assert await earlier.read() == b"", "the agent closes the earlier connection"
+        await asyncio.sleep(0.05)
+        status = maps.status(0)
+        assert status is not None
+        assert (status.state, status.handover) == ("idle", 0)
+        assert server.current() is maps
+        delayed.close()
+        writer.close()
 
 
 async def test_a_restarted_agent_learns_the_epoch_and_never_names_one() -> None:
