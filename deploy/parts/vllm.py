@@ -234,8 +234,8 @@ async def _while_up(
             await start(agent.run(), f"agent of {who.engine}/{rank}") for rank, agent in enumerate(agents)
         ]
         tasks.append(await start(_follow(about, deployment, agents, maps), f"follow {who.engine}"))
-        if moving is not None:
-            tasks.append(await start(_drain_at_fault(about, moving, who), f"digests of {who.engine}"))
+        if maps is not None:
+            tasks.append(await start(_drain_at_fault(about, maps, who), f"digests of {who.engine}"))
         log.info(
             "%s serves %s with %s at %s",
             who.engine,

@@ -35,6 +35,7 @@ class VllmDeployment:
         """maps: the workers of this vLLM, all connected. None: the engine is a member without its experts."""
         self.found = found
         self._config = config
+        self._workers_instance = None if maps is None else maps.instance
         self.maps = maps if maps is not None and _fits(maps, found) else None
         self._shape = None if self.maps is None else engine_shape(self.maps.hello)
         self.exact = found.tokenizer is not None and all(target.kv is not None for target in found.targets)
@@ -64,9 +65,10 @@ class VllmDeployment:
 
     @property
     def instance(self) -> str:
-        """Identity of this start of vLLM."""
-        if self.maps is not None:
-            return self.maps.instance
+        """Identity of this start of vLLM: that of its workers, also where their experts cannot be
+        represented."""
+        if self._workers_instance is not None:
+            return self._workers_instance
         return f"{' '.join(dict.fromkeys(self.urls))} {self.found.started}"
 
     @property

@@ -311,6 +311,49 @@ async def test_wrong_weights_drain_the_engine(server: RecordedVllm) -> None:
     assert "the copy of expert 4 of layer 0" in drained.reason
 
 
+async def test_wrong_weights_stay_drained_when_the_agent_starts_again(server: RecordedVllm) -> None:
+    """Drains are kept by worker_id, and this vLLM is still the same one."""
+    broker = MemoryBroker(SUBJECTS)
+    async with with_workers(server) as (config, workers):
+        async with represented(broker, config):
+            first = (await anext(MemoryBus(broker).replay(SUBJECTS.membership("v")))).message
+            workers[1].find_mismatch()
+            await anext(MemoryBus(broker).replay(SUBJECTS.drains("v", None)))
+        async with represented(broker, config):
+            received = MemoryBus(broker).replay(SUBJECTS.membership("v"))
+            assert (await anext(received)).message == first
+            second = (await anext(received)).message
+    assert isinstance(first, EngineJoined)
+    assert isinstance(second, EngineJoined)
+    assert second.worker_id == first.worker_id
+    assert not second.rearranges
+
+
+async def test_wrong_weights_are_drained_again_after_an_outage(server: RecordedVllm) -> None:
+    """Its workers have connected anew meanwhile, so they refuse maps from the start."""
+    broker = MemoryBroker(SUBJECTS)
+    async with with_workers(server) as (config, workers), represented(broker, config):
+        received = MemoryBus(broker).replay(SUBJECTS.membership("v"))
+        await anext(received)
+        drains = MemoryBus(broker).replay(SUBJECTS.drains("v", None))
+        workers[1].find_mismatch()
+        first = (await anext(drains)).message
+        for worker in workers:
+            await disconnect(worker)
+            worker.connect(config.address)
+        server.up = False
+        await anext(received)
+        server.up = True
+        again = (await anext(received)).message
+        second = (await anext(drains)).message
+    assert isinstance(first, RankDrained)
+    assert isinstance(again, EngineJoined)
+    assert isinstance(second, RankDrained)
+    assert second.worker_id == again.worker_id != first.worker_id
+    assert second.draining
+    assert "slot 3 of layer 1" in second.reason
+
+
 async def test_a_proposed_map_reaches_the_workers_and_comes_into_force(server: RecordedVllm) -> None:
     broker = MemoryBroker(SUBJECTS)
     async with with_workers(server) as (config, workers), represented(broker, config):

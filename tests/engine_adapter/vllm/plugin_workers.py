@@ -18,6 +18,7 @@ from roost_vllm.wire import (
     FromWorker,
     MapMoved,
     PermitVote,
+    SlotMismatch,
     StageMap,
     WorkerHello,
 )
@@ -47,6 +48,7 @@ class PluginWorker:
         self.rank, self.ranks, self.targets, self.instance = rank, ranks, targets, instance
         self.mailbox = Mailbox(table(0, ranks), EXPERTS)
         self.missing: tuple[str, ...] = ()
+        self.mismatches: list[SlotMismatch] = []
         self.protocol = 1
         self.slots = SLOTS
         self.welcomes: list[AgentWelcome] = []
@@ -78,6 +80,7 @@ class PluginWorker:
             plugin="test",
             engine="0.32.0",
             missing=self.missing,
+            refuses=self.mailbox.refusal,
             instance=self.instance,
             pid=1000 + self.rank,
             rank=self.rank,
@@ -102,7 +105,14 @@ class PluginWorker:
     def welcomed(self, welcome: AgentWelcome) -> Sequence[FromWorker]:
         self.welcomes.append(welcome)
         self.mailbox.epoch = self.mailbox.epoch or welcome.epoch
-        return [self.mailbox.status(), self.digests()]
+        return [self.mailbox.status(), self.digests(), *self.mismatches]
+
+    def find_mismatch(self) -> None:
+        """Notice that a slot holds other weights than its map says, and take no map from then on."""
+        found = SlotMismatch(layer=1, slot=3, expert=3, expected="a", found="b")
+        self.mailbox.refusal = "slot 3 of layer 1 does not hold expert 3"
+        self.mismatches.append(found)
+        self.send(found)
 
     def digests(self, wrong: tuple[int, int] | None = None) -> ExpertDigests:
         """Digests of what this rank holds. wrong: (layer, slot) whose weights are others."""
