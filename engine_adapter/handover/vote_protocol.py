@@ -91,6 +91,11 @@ class _Proposal:
     fault: str = ""
     aborted: bool = False
 
+    @property
+    def due(self) -> float:
+        """Time at which it is sent again or fails. An aborted one is not sent again."""
+        return self.until if self.aborted else min(self.sent + REPEAT_SECONDS, self.until)
+
 
 @dataclass(slots=True)
 class _Rank:
@@ -279,7 +284,7 @@ class VoteProtocol:
         due = [float("inf")]
         for rank in self._ranks:
             if rank.standing()[0] is RankState.STAGING and rank.proposal is not None:
-                due.append(min(rank.proposal.sent + REPEAT_SECONDS, rank.proposal.until))
+                due.append(rank.proposal.due)
             if rank.voting and self._hopeless(rank.voting):
                 due.append(rank.dropped_at + REPEAT_SECONDS)
         if self._waits_for_steps:

@@ -319,6 +319,18 @@ def test_a_restarted_agent_learns_everything_from_the_workers() -> None:
     assert bench.protocol.verdict_on_proposal(proposal(1, handover=9)) is CommandVerdict.PAST
 
 
+def test_an_abort_that_no_worker_answers_waits_for_its_deadline() -> None:
+    bench = Bench()
+    bench.propose(deadline_seconds=10.0)
+    bench.deliver(lost=(0, 1))
+    for rank in range(RANKS):
+        bench.protocol.abort(abort(rank))
+    bench.deliver(lost=(0, 1))
+    bench.wait(1.0)
+    assert bench.protocol.wakes == 10.0
+    assert bench.deliver() == [], "the coordinator repeats the abort"
+
+
 def test_an_abort_before_the_proposal_arrives_makes_its_number_past() -> None:
     bench = Bench()
     assert bench.protocol.abort(abort(0)) is CommandVerdict.TAKE
@@ -392,6 +404,7 @@ def test_whatever_happens_a_rank_moves_along_the_table_and_reports_only_what_its
     for what, rank, number in events:
         happen(bench, what, rank, number)
         bench.protocol.tick(bench.now)
+        assert bench.protocol.wakes > bench.now, "its owner would call tick again and again"
         for at in range(RANKS):
             said = bench.said(at)
             assert (said.handover == 0) == (said.state == "serving")
