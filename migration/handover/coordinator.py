@@ -369,9 +369,13 @@ class HandoverState:
         if self.failure is not None:
             return self.failure
         if self.left:
+            start = (
+                "its initial map, not the one on record"
+                if self.what.rearranges
+                else "the placement in the log"
+            )
             return HandoverFailure(
-                f"engine {self.what.engine!r} is gone: {self.left}; its next incarnation starts from the"
-                " placement in the log",
+                f"engine {self.what.engine!r} is gone: {self.left}; its next incarnation starts from {start}",
                 ENGINE_GONE,
             )
         if self.state is CoordinatorState.PROPOSING and now >= self.deadline:

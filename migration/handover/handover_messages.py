@@ -86,6 +86,7 @@ def left_open(
         bytes=left.bytes,
         stage_seconds=config.stage_seconds,
         highest_assigned=left.highest_assigned,
+        rearranges=entry is not None and entry.rearranges,
     )
 
 

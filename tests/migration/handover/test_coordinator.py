@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet.facts.engines import EngineJoined
 from fleet.facts.migrations import (
     ExpertArrival,
     MigrationAborted,
@@ -26,6 +27,8 @@ from fleet.requests.handovers import (
     HandoverDescribed,
     ProposeHandover,
 )
+from migration.config import MigrationConfig
+from migration.engine_state.placement_registry import EngineEntry
 from migration.handover.coordinator import (
     Command,
     HandoverSpec,
@@ -34,6 +37,7 @@ from migration.handover.coordinator import (
     begun,
     taken_over,
 )
+from migration.handover.handover_messages import left_open
 
 PACE = HandoverTimes(repeat=0.5, grace=1.0, commit=5.0)
 RANKS = 3
@@ -306,6 +310,37 @@ def test_ranks_that_move_experts_themselves_are_told_the_map_alone_and_the_copie
     (staged,) = transition.records
     assert isinstance(staged, MigrationStaged)
     assert (staged.copies, staged.bytes, staged.arrivals) == (1, 100, (ExpertArrival(0, 1, 0, 1),))
+
+
+@pytest.mark.parametrize(
+    ("rearranges", "words"),
+    [(True, "its initial map, not the one on record"), (False, "the placement in the log")],
+)
+def test_what_an_engine_starts_from_after_its_end_depends_on_its_kind(rearranges: bool, words: str) -> None:
+    gone = begun(undertaking(rearranges=rearranges), 3, PACE, 10.0).gone("it has left")
+    transition = gone.next_transition(20.0)
+    assert transition is not None
+    (aborted,) = transition.records
+    assert isinstance(aborted, MigrationAborted)
+    assert words in aborted.reason
+
+
+def test_a_successor_knows_of_which_kind_the_engine_was() -> None:
+    left = proposing().durable(CoordinatorState.PROPOSING, 11.0)
+    joined = EngineJoined(
+        engine="a",
+        worker_id=1,
+        model="m",
+        node="n",
+        urls=("http://a",),
+        block_size=16,
+        kv_blocks=1,
+        max_context=1,
+        max_batch_tokens=1,
+        rearranges=True,
+    )
+    entry = EngineEntry("a", 1, EP, PLACEMENT, joined)
+    assert left_open("a", left, None, entry, MigrationConfig()).rearranges
 
 
 # Successors
