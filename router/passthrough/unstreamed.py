@@ -25,6 +25,7 @@ EVENTS_LATE = 4.0
 MAX_PREFILL_SECONDS = 3600.0
 """Longest time after which a prompt counts as computed."""
 SILENT = "its probes went unanswered while an answer was awaited"
+NO_HEARTBEATS = "its heartbeats stopped while an answer was awaited"
 
 
 class UnstreamedAnswers:
@@ -82,16 +83,23 @@ class UnstreamedAnswers:
 
     def _look_around(self, loop: asyncio.AbstractEventLoop) -> None:
         for call, (decision, _) in list(self._calls.items()):
-            if self._is_dead(decision.target.key):
-                call.cut(SILENT)
+            why = self._why_dead(decision.target.key)
+            if why is not None:
+                call.cut(why)
         self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop) if self._calls else None
 
-    def _is_dead(self, key: RankKey) -> bool:
-        """True when the server's probes go unanswered or its engine is dead. A refused connection does not
-        count: a server that is stopping refuses new requests but finishes open ones, and if its process has
-        ended the open connection breaks.
+    def _why_dead(self, key: RankKey) -> str | None:
+        """Return why a server will not answer; None: it may. Its probes go unanswered, or its heartbeats
+        stopped and came from its own process.
+
+        The heartbeats of an engine without `token_ids` (vLLM, a static backend on the bus) come from an agent
+        beside the server, which may end while the server computes on. If the server ends, its connections
+        break; if its machine vanishes, TCP keepalive breaks them. A refused connection does not count: a
+        server that is stopping refuses new requests but finishes open ones.
         """
+        if self._service.backends.is_silent(key[0]):
+            return SILENT
         state = self._service.view.engine(key[0])
-        return self._service.backends.is_silent(key[0]) or (
-            state is not None and state.status is EngineStatus.DEAD
-        )
+        if state is None or state.status is not EngineStatus.DEAD or not state.joined.capabilities.token_ids:
+            return None
+        return NO_HEARTBEATS

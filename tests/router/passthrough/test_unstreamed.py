@@ -6,6 +6,7 @@ import pytest
 from aiohttp import web
 
 from router.config import BackendConfig
+from router.fleet_state.engine_state import EngineStatus
 from tests.router.foreign_servers import ForeignServer, Handler, in_front_of, saying, serving
 from tests.router.router_fixture import House, OpenHouse, chat, until
 
@@ -82,6 +83,26 @@ async def test_an_answer_is_requested_elsewhere_when_probes_show_that_its_server
         hung.listing.clear()  # its event loop hangs: requests stay open, probes go unanswered
         answer = await pending
         assert answer.status == 503
+        assert house.service.scheduler.reservations.open_bookings == 0
+
+
+async def test_an_answer_is_given_up_when_the_heartbeats_of_the_server_itself_stop(
+    open_house: OpenHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of ours without a tokenizer: the process that should answer is the one that beats."""
+    monkeypatch.setattr("router.passthrough.unstreamed.LOOK_SECONDS", 0.01)
+    held = Held()
+    async with serving(ForeignServer("own", held.answer)) as hung:
+        house = await open_house(dead_after_seconds=600.0, max_attempts=1)
+        joined = await house.join("own", [hung.url], None)
+        pending = asyncio.create_task(house.post(CHAT, chat()), name="asks")
+        await held.requested.wait()
+        house.service.view.sweep(house.service.clock() + 601.0, 600.0, 9e9)
+        answer = await pending
+        assert (answer.status, answer.json["error"]["code"]) == (503, "upstream_failed")
+        state = house.service.view.engine(joined.worker_id)
+        assert state is not None
+        assert state.status is EngineStatus.DEAD
         assert house.service.scheduler.reservations.open_bookings == 0
 
 

@@ -18,6 +18,7 @@ from tests.router.vllm_like import TOKENIZER, summary, unbroken
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG = "The quick brown fox jumps over the lazy dog, and then it tells everybody about it. " * 4
+DEAD_AFTER = 600.0
 PACKED = archive(bpe(257), {"eos_token": "<eos>", "chat_template": TEMPLATE})
 Open = Callable[..., Awaitable[House]]
 
@@ -28,7 +29,7 @@ async def before(open_house: OpenHouse) -> AsyncIterator[Open]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*engines: VllmEngine, about: dict[str, Any] | None = None, **settings: Any) -> House:
-            house = await open_house(dead_after_seconds=600.0, **settings)  # they beat only once
+            house = await open_house(dead_after_seconds=DEAD_AFTER, **settings)  # they beat only once
             for engine in engines:
                 engine.held.set()
                 await stack.enter_async_context(engine.snapshots(house))
@@ -218,6 +219,26 @@ async def test_a_whole_answer_of_a_server_that_dies_is_asked_for_elsewhere(befor
     names = [taken.headers["x-request-id"] for taken in other.taken]
     assert any(name.endswith("-a2") for name in names)
     assert [answer.headers["x-roost-decision-id"] for answer in answers] == names
+
+
+async def test_a_whole_answer_is_awaited_though_the_agent_beside_its_server_is_dead(
+    before: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats come from the agent: when it is killed, vLLM computes on."""
+    monkeypatch.setattr("router.passthrough.unstreamed.LOOK_SECONDS", 0.01)
+    engine, other = VllmEngine("one"), VllmEngine("two")
+    house = await before(engine, other)
+    engine.held.clear()
+    other.held.clear()
+    answer = asyncio.create_task(house.post(CHAT, talk("x")), name="asks")
+    await until(lambda: engine.taken or other.taken)
+    house.service.view.sweep(house.service.clock() + DEAD_AFTER + 1, DEAD_AFTER, 9e9)
+    assert not house.service.view.models(live=True)
+    await asyncio.sleep(0.1)  # it looks several times
+    engine.held.set()
+    other.held.set()
+    assert (await answer).status == 200
+    assert len(engine.taken) + len(other.taken) == 1
 
 
 async def test_an_answer_is_not_continued_by_other_weights_and_says_why(before: Open) -> None:
