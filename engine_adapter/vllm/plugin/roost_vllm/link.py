@@ -6,12 +6,12 @@ import hmac
 import logging
 import random
 import secrets
-import select
+import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from roost_vllm.settings import Settings
@@ -41,23 +41,29 @@ _OUTBOX = 10_000
 
 
 class Worker(Protocol):
-    """Side of the worker process that a link speaks for. All methods are called from the link's thread."""
+    """Side of the worker process that a link speaks for. All methods are called from the link's thread. What
+    it says goes through `Link.send`, under the lock that guards its state: so it is sent in the order in
+    which it became true."""
 
     def hello(self, *, proof: bytes, nonce: bytes) -> WorkerHello:
         """Return the introduction."""
         ...
 
-    def welcomed(self, welcome: AgentWelcome) -> Sequence[FromWorker]:
-        """Take the agent's wishes, and return what it must know first."""
+    def welcomed(self, welcome: AgentWelcome) -> None:
+        """Take the agent's wishes, and send what it must know first."""
         ...
 
-    def receive(self, message: FromAgent) -> FromWorker:
-        """Return the answer to a message."""
+    def receive(self, message: FromAgent) -> None:
+        """Take a message, and send the answer."""
         ...
 
 
 class Refused(Exception):
     """Raised when the other side is no agent of this protocol and secret."""
+
+
+_EXPECTED = (OSError, WireError, Refused)
+"""Ends of a connection that need no trace in the log."""
 
 
 class Link(threading.Thread):
@@ -108,24 +114,31 @@ class Link(threading.Thread):
             woken.setblocking(False)
             self._waker.setblocking(False)
             while not self._stopped:
-                reason = self._try_one_connection(woken)
+                failure = self._try_one_connection(woken)
+                trace = None if isinstance(failure, _EXPECTED) else failure
                 if self._alone_since is None:
-                    self._alone_since, pause, told = self._clock(), _FIRST_PAUSE, ""
+                    self._alone_since = self._clock()
+                    if trace is None:
+                        pause, told = _FIRST_PAUSE, ""
+                reason = "stopped" if failure is None else str(failure) or type(failure).__name__
                 if reason != told:
                     told = reason
-                    logger.warning("roost: no agent at %s:%d: %s", *self._settings[:2], reason)
+                    logger.warning(
+                        "roost: no agent at %s:%d: %s", *self._settings[:2], reason, exc_info=trace
+                    )
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _try_one_connection(self, woken: socket.socket) -> str:
-        """Connect and serve; return why that ended."""
+    def _try_one_connection(self, woken: socket.socket) -> Exception | None:
+        """Connect and serve; return why that ended. No failure ends the thread: the agent would never see
+        this rank again."""
         try:
             self._one_connection(woken)
-        except (OSError, WireError, Refused) as error:
-            return str(error)
+        except Exception as error:  # noqa: BLE001 - told in the log
+            return error
         finally:
             self.processor_seconds = time.thread_time()
-        return "stopped"
+        return None
 
     def _one_connection(self, woken: socket.socket) -> None:
         address = (self._settings.host, self._settings.port)
@@ -135,11 +148,9 @@ class Link(threading.Thread):
             frames = Frames()
             welcome, early = self._shake_hands(connection, frames)
             self._outbox.clear()
-            first = self._worker.welcomed(welcome)
-            self._alone_since = None
+            self._alone_since = None  # first, so that nothing is lost which changes after the introduction
+            self._worker.welcomed(welcome)
             logger.info("roost: connected to the agent at %s:%d", *address)
-            for message in first:
-                connection.sendall(frame(message))
             for body in early:
                 self._answer(connection, body)
             self._serve(connection, frames, woken)
@@ -170,16 +181,19 @@ class Link(threading.Thread):
         return decode(bodies.pop(0))
 
     def _serve(self, connection: socket.socket, frames: Frames, woken: socket.socket) -> None:
-        while not self._stopped:
-            readable, _, _ = select.select([connection, woken], [], [], 0.5)
-            if woken in readable:
-                woken.recv(4096)
-            if connection in readable:
-                for body in frames.feed(_received(connection)):
-                    self._answer(connection, body)
-            while self._outbox:
-                connection.sendall(frame(self._outbox.popleft()))
-            self.processor_seconds = time.thread_time()
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            selector.register(woken, selectors.EVENT_READ)
+            while not self._stopped:
+                readable = [key.fileobj for key, _ in selector.select(0.5)]
+                if woken in readable:
+                    woken.recv(4096)
+                if connection in readable:
+                    for body in frames.feed(_received(connection)):
+                        self._answer(connection, body)
+                while self._outbox:
+                    connection.sendall(frame(self._outbox.popleft()))
+                self.processor_seconds = time.thread_time()
 
     def _answer(self, connection: socket.socket, body: bytes) -> None:
         try:
@@ -189,7 +203,7 @@ class Link(threading.Thread):
             return
         if isinstance(message, LinkError):
             raise Refused(f"the agent says: {message.reason}")
-        connection.sendall(frame(self._worker.receive(message)))
+        self._worker.receive(message)
 
 
 def _received(connection: socket.socket) -> bytes:

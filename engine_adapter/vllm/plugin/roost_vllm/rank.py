@@ -338,26 +338,30 @@ class ExpertRank:
         with self._lock:
             return self.identity.hello(self._mailbox, proof=proof, nonce=nonce)
 
-    def welcomed(self, welcome: AgentWelcome) -> Sequence[FromWorker]:
-        """Take the agent's wishes, and return the state, the digests and the slots that are wrong."""
+    def welcomed(self, welcome: AgentWelcome) -> None:
+        """Take the agent's wishes, and send the state, the digests and the slots that are wrong."""
         with self._lock:
             self._wished_every = max(1, welcome.vote_steps)
             self._report_seconds = max(_LEAST_REPORT_SECONDS, welcome.report_seconds)
             if not self._mailbox.epoch:
                 self._mailbox.epoch = welcome.epoch
             told = self._digests.told(self._mailbox.served)
-            return [self._mailbox.status(), told, *self._digests.mismatches]
+            for message in (self._mailbox.status(), told, *self._digests.mismatches):
+                self.link.send(message)
 
-    def receive(self, message: FromAgent) -> FromWorker:
-        """Return the answer to a message of the agent."""
+    def receive(self, message: FromAgent) -> None:
+        """Take a message of the agent, and send the answer."""
         with self._lock:
-            match message:
-                case StageMap():
-                    return self._mailbox.stage(message)
-                case PermitVote():
-                    return self._mailbox.permit(message)
-                case DropMap():
-                    return self._mailbox.drop(message)
-                case DescribeWorker():
-                    return self._mailbox.status()
+            self.link.send(self._answer(message))
+
+    def _answer(self, message: FromAgent) -> FromWorker:
+        match message:
+            case StageMap():
+                return self._mailbox.stage(message)
+            case PermitVote():
+                return self._mailbox.permit(message)
+            case DropMap():
+                return self._mailbox.drop(message)
+            case DescribeWorker():
+                return self._mailbox.status()
         return LinkError(reason=f"{type(message).__name__} belongs to the start of a connection")

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import resource
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -21,9 +23,13 @@ TABLE = np.array([[0, 1, 1, 0]], np.int16)
 class Parrot:
     """A worker that answers everything with its status."""
 
+    link: Link
+
     def __init__(self) -> None:
         self.welcomes: list[worker_side.AgentWelcome] = []
         self.heard: list[worker_side.FromAgent] = []
+        self.failures = 0
+        """messages that it fails at from now on"""
 
     def hello(self, *, proof: bytes, nonce: bytes) -> worker_side.WorkerHello:
         return worker_side.WorkerHello(
@@ -36,19 +42,24 @@ class Parrot:
     def status(self) -> worker_side.MapStatus:
         return worker_side.MapStatus(state="idle", handover=3, digest="", served="ab", flipped=3, epoch=7)
 
-    def welcomed(self, welcome: worker_side.AgentWelcome) -> Sequence[worker_side.FromWorker]:
+    def welcomed(self, welcome: worker_side.AgentWelcome) -> None:
         self.welcomes.append(welcome)
-        return [self.status]
+        self.link.send(self.status)
 
-    def receive(self, message: worker_side.FromAgent) -> worker_side.FromWorker | None:
+    def receive(self, message: worker_side.FromAgent) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("what no one expects")
         self.heard.append(message)
-        return self.status
+        self.link.send(self.status)
 
 
 @contextlib.asynccontextmanager
-async def linked(port: int, secret: bytes = SECRET) -> AsyncIterator[tuple[Link, Parrot]]:
-    worker = Parrot()
-    link = Link(Settings("127.0.0.1", port, secret), worker)
+async def linked(
+    port: int, secret: bytes = SECRET, worker: Parrot | None = None
+) -> AsyncIterator[tuple[Link, Parrot]]:
+    worker = worker or Parrot()
+    worker.link = link = Link(Settings("127.0.0.1", port, secret), worker)
     link.start()
     try:
         yield link, worker
@@ -96,6 +107,52 @@ async def test_a_worker_connects_again_when_the_agent_is_gone() -> None:
             assert len(worker.welcomes) == connections
             agent.forget()
             link.send(worker.status)  # may be lost, and must not hurt
+
+
+async def test_a_failure_that_no_one_expects_ends_the_connection_and_not_the_link() -> None:
+    async with WorkerAgent(SECRET).serving() as agent, linked(agent.port) as (link, worker):
+        await agent.until(lambda: bool(agent.statuses()))
+        worker.failures = 1
+        agent.workers[0].send(wire.DescribeWorker())
+        await agent.until(lambda: len(worker.welcomes) == 2)
+        assert link.is_alive()
+        await agent.until(lambda: bool(agent.statuses()))
+        agent.workers[0].send(wire.DescribeWorker())
+        await agent.until(lambda: worker.heard == [worker_side.DescribeWorker()])
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """More files are open than `select` can tell apart, as in a server of many requests."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    with contextlib.ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(Path("/dev/null").open())
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+async def test_a_worker_with_more_than_a_thousand_open_files_connects() -> None:
+    async with WorkerAgent(SECRET).serving() as agent, linked(agent.port) as (_, worker):
+        await agent.until(lambda: bool(agent.statuses()))
+        agent.workers[0].send(wire.PermitVote(handover=9))
+        await agent.until(lambda: bool(worker.heard))
+        assert len(worker.welcomes) == 1
+
+
+async def test_what_changes_while_the_agent_is_welcomed_is_told() -> None:
+    moved = worker_side.MapMoved(handover=3, map=TABLE.tobytes(), received=2, seconds=0.5)
+
+    class Moving(Parrot):
+        def welcomed(self, welcome: worker_side.AgentWelcome) -> None:
+            self.link.send(moved)  # from the stepping thread, which does not wait
+            super().welcomed(welcome)
+
+    async with WorkerAgent(SECRET).serving() as agent, linked(agent.port, worker=Moving()):
+        await agent.until(lambda: bool(agent.statuses()))
+        assert [one.received for one in agent.workers[0].moved] == [2]
 
 
 async def test_a_worker_that_waits_for_an_agent_says_how_long() -> None:

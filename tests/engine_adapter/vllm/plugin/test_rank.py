@@ -108,7 +108,7 @@ class Rank:
         self.told: list[FromWorker] = []
         self.rank.link.send = self.told.append  # type: ignore[method-assign]
         welcome = AgentWelcome(proof=b"", epoch=1, report_seconds=0.05, vote_steps=4)
-        self.told += self.rank.welcomed(welcome)
+        self.rank.welcomed(welcome)
 
     def step(self, number: int) -> None:
         self.eplb.step = number
@@ -120,9 +120,8 @@ class Rank:
 
     @property
     def status(self) -> MapStatus:
-        status = self.rank.receive(DescribeWorker())
-        assert isinstance(status, MapStatus)
-        return status
+        self.rank.receive(DescribeWorker())
+        return self.heard(MapStatus)[-1]
 
     def heard(self, kind: type) -> list:
         return [message for message in self.told if isinstance(message, kind)]
@@ -258,9 +257,8 @@ def test_a_slot_that_does_not_hold_its_expert_is_told_and_ends_all_maps(ranks: R
     mismatches = ranks.ranks[1].heard(SlotMismatch)
     assert [(one.layer, one.slot, one.expert) for one in mismatches] == [(0, 5, 2), (1, 5, 2)]
     assert ranks.ranks[0].heard(SlotMismatch) == []
-    status = ranks.ranks[1].rank.receive(staging(2))
-    assert isinstance(status, MapStatus)
-    assert "does not hold expert 2" in status.reason
+    ranks.to([1], staging(2))
+    assert "does not hold expert 2" in ranks.ranks[1].heard(MapStatus)[-1].reason
 
 
 def test_counters_are_told_with_the_map_that_they_were_counted_under(ranks: Ranks) -> None:
@@ -327,6 +325,30 @@ def test_a_report_that_fails_ends_the_reports_and_not_the_worker(ranks: Ranks) -
     ranks.steps(5)
     assert [len(rank.eplb.steps) for rank in ranks.ranks] == [1, 1], "maps are carried out all the same"
     assert ranks.ranks[0].heard(WorkerDemand) == []
+
+
+@pytest.mark.parametrize(
+    "message", [staging(), AgentWelcome(proof=b"", epoch=1, report_seconds=1, vote_steps=4)]
+)
+def test_nothing_changes_between_an_answer_and_its_sending(
+    ranks: Ranks, message: StageMap | AgentWelcome
+) -> None:
+    rank = ranks.ranks[0].rank
+    waited = []
+
+    def send(sent: FromWorker) -> None:
+        other = threading.Thread(target=rank.hello, kwargs={"proof": b"", "nonce": b""})
+        other.start()
+        other.join(0.1)
+        waited.append(other.is_alive())
+
+    rank.link.send = send  # type: ignore[method-assign]
+    if isinstance(message, AgentWelcome):
+        rank.welcomed(message)
+    else:
+        rank.receive(message)
+    assert waited
+    assert all(waited), "the state is locked until its message is sent"
 
 
 def test_a_map_that_comes_layer_by_layer_is_in_force_with_the_last_one(ranks: Ranks) -> None:
