@@ -8,8 +8,9 @@ import functools
 import logging
 import secrets
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from roost_vllm.digests import ExpertHasher
 from roost_vllm.identity import Identity
 from roost_vllm.maps import Table
 from roost_vllm.names import TESTED, engine_version, missing_names
-from roost_vllm.rank import ExpertRank
+from roost_vllm.rank import Exchange, ExpertRank
 from roost_vllm.settings import Settings
 from roost_vllm.slot_digests import SlotDigests
 from roost_vllm.taps import follow_captures, follow_copies
@@ -54,7 +55,7 @@ def install(settings: Settings) -> None:
         _around_rearrange(EplbState)
         _before_forward(EplbState)
         # The counters of each step are needed, not only those of the window before a rearrangement.
-        EplbState._should_record_current_step = lambda self, log_stats=False: True
+        _record_all_steps(EplbState)
 
 
 def _after_add_model(owner: Any, settings: Settings, missing: tuple[str, ...]) -> None:
@@ -63,37 +64,43 @@ def _after_add_model(owner: Any, settings: Settings, missing: tuple[str, ...]) -
     @functools.wraps(original)
     def add_model(self: Any, model: Any, model_config: Any, *rest: Any, **named: Any) -> Any:
         result = original(self, model, model_config, *rest, **named)
-        if self.parallel_config.enable_elastic_ep:
-            logger.error("roost: elastic EP changes the expert ranks: no placements and no reports")
-            return result
-        if len(self.model_states) > 1:
-            rank = rank_of(self)
-            if rank is not None:
-                rank.refuse("a second model (a draft model) has experts, too")
-            return result
-        if missing:
-            _introduce_only(self, model, model_config, settings, missing)
-            return result
-        rank = _expert_rank(self, model, model_config, settings)
-        setattr(self, _RANK, rank)
-        self.policy = MapPolicy(rank, self.policy)
-        _around_execute_model()
-        if rank.identity.tells_demand:
-            (follow_captures if self.device.type == "cpu" else follow_copies)(rank.tap, model)
-        rank.link.start()
+        try:
+            _added(self, model, model_config, settings, missing)
+        except Exception:
+            # It failed on all ranks alike (see `_together`), and vLLM serves without the plugin.
+            logger.exception("roost: this worker gets no placements and tells no demand")
         return result
 
     owner.add_model = add_model
 
 
-def _introduce_only(
-    state: Any, model: Any, model_config: Any, settings: Settings, missing: tuple[str, ...]
-) -> None:
-    """Tell the agent what this vLLM lacks, if that can be done without it."""
-    try:
-        _expert_rank(state, model, model_config, settings, missing).link.start()
-    except Exception:
-        logger.exception("roost: this vLLM cannot be introduced to the agent")
+def _added(state: Any, model: Any, model_config: Any, settings: Settings, missing: tuple[str, ...]) -> None:
+    """Make the rank of a model that vLLM has just added."""
+    if getattr(state.parallel_config, "enable_elastic_ep", False):
+        logger.error("roost: elastic EP changes the expert ranks: no placements and no reports")
+        return
+    if len(state.model_states) > 1:
+        rank = rank_of(state)
+        if rank is not None:
+            rank.refuse("a second model (a draft model) has experts, too")
+        return
+    rank = _expert_rank(state, model, model_config, settings, missing)
+    if not missing:
+        setattr(state, _RANK, rank)
+        state.policy = MapPolicy(rank, state.policy)
+        rank.reporting(_follow_requests, state, rank, model)
+    rank.link.start()
+
+
+def _follow_requests(state: Any, rank: ExpertRank, model: Any) -> None:
+    """Listen to what vLLM tells of single requests."""
+    _around_execute_model()
+    if not rank.identity.tells_demand:
+        return
+    if state.device.type == "cpu":
+        follow_captures(rank.tap, model)
+    else:
+        follow_copies(rank.copied, model)
 
 
 def _around_step(owner: Any) -> None:
@@ -112,6 +119,16 @@ def _around_step(owner: Any) -> None:
             rank.after_step()
 
     owner.step = step
+
+
+def _record_all_steps(owner: Any) -> None:
+    original = owner._should_record_current_step
+
+    @functools.wraps(original)
+    def record(self: Any, *given: Any, **named: Any) -> bool:
+        return rank_of(self) is not None or original(self, *given, **named)
+
+    owner._should_record_current_step = record
 
 
 def _around_rearrange(owner: Any) -> None:
@@ -158,7 +175,7 @@ def _around_execute_model() -> None:
 
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
-        rank = rank_of(getattr(self.model_runner, "eplb_state", None))
+        rank = rank_of(getattr(getattr(self, "model_runner", None), "eplb_state", None))
         if rank is not None:
             with rank.spending():
                 rank.schedule(self.model_runner, scheduler_output)
@@ -229,25 +246,63 @@ def _exchange(group: Any, numbers: Sequence[int]) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
+_Made = TypeVar("_Made")
+
+
+class RankFailed(Exception):
+    """Raised on all ranks alike when one of them cannot take part."""
+
+
+def _together(exchange: Exchange, work: Callable[[], _Made]) -> _Made:
+    """Do work that may fail on one rank alone, and return its result once all ranks have done theirs. A
+    collective. RankFailed on all ranks when it failed on one: a rank whose votes the others wait for, or that
+    is left with another policy than theirs, would hang them."""
+    made, failure = None, None
+    try:
+        made = work()
+    except Exception as error:  # noqa: BLE001 - the cause of RankFailed
+        failure = error
+    failed = [rank for rank, row in enumerate(exchange([int(failure is not None)])) if row[0]]
+    if failed:
+        raise RankFailed(f"expert ranks {failed} cannot take part") from failure
+    return cast(_Made, made)
+
+
 def _expert_rank(
-    state: Any, model: Any, model_config: Any, settings: Settings, missing: tuple[str, ...] = ()
+    state: Any, model: Any, model_config: Any, settings: Settings, missing: tuple[str, ...]
 ) -> ExpertRank:
+    """Return the rank of a model. A collective. RankFailed on all ranks when one cannot have it."""
     from vllm.distributed.parallel_state import get_ep_group, get_eplb_group
 
-    parallel = state.parallel_config
-    is_async = parallel.eplb_config.use_async
-    coordinator = get_ep_group() if is_async else get_eplb_group()
+    coordinator = get_ep_group() if state.parallel_config.eplb_config.use_async else get_eplb_group()
     exchange = functools.partial(_exchange, coordinator.cpu_group)
-    refusal = f"vLLM lacks {', '.join(missing)}" if missing else _refusal(parallel, model_config, settings)
-    hasher = ExpertHasher(state.device)
-    engine = _Eplb(state)
-    slots = model.num_physical_experts // coordinator.world_size
-    own = _own_digests(hasher, model.expert_weights, slots, state.device)
+    hasher, own, identity = _together(
+        exchange, lambda: _facts(state, model, model_config, settings, coordinator, missing)
+    )
     rows = exchange([secrets.randbits(62), *own.reshape(-1).tolist()])
     digests = np.concatenate([np.array(row[1:]).reshape(own.shape) for row in rows], axis=1)
-    identity = _identity(parallel, model, model_config, coordinator, missing, f"{rows[0][0]:016x}")
-    checked = SlotDigests(identity, engine.read_map(), digests, hasher, model.expert_weights, state.device)
-    return ExpertRank(identity, engine, exchange, checked, state.device, settings, refusal)
+    identity = replace(identity, instance=f"{rows[0][0]:016x}")
+
+    def made() -> ExpertRank:
+        engine = _Eplb(state)
+        refusal = _refusal(state.parallel_config, model_config, settings, missing)
+        weights, device = model.expert_weights, state.device
+        checked = SlotDigests(identity, engine.read_map(), digests, hasher, weights, device)
+        return ExpertRank(identity, engine, exchange, checked, device, settings, refusal)
+
+    return _together(exchange, made)
+
+
+def _facts(
+    state: Any, model: Any, model_config: Any, settings: Settings, group: Any, missing: tuple[str, ...]
+) -> tuple[ExpertHasher, np.ndarray, Identity]:
+    """Return what this rank finds alone: digests of its slots, and its identity without an instance."""
+    if settings.fault:
+        raise ValueError(settings.fault)
+    hasher = ExpertHasher(state.device)
+    slots = model.num_physical_experts // group.world_size
+    own = _own_digests(hasher, model.expert_weights, slots, state.device)
+    return hasher, own, _identity(state.parallel_config, model, model_config, group, missing)
 
 
 def _own_digests(
@@ -261,8 +316,10 @@ def _own_digests(
     return found.cpu().numpy()
 
 
-def _refusal(parallel: Any, model_config: Any, settings: Settings) -> str:
+def _refusal(parallel: Any, model_config: Any, settings: Settings, missing: tuple[str, ...]) -> str:
     """Return why this vLLM gets no placements; empty: it gets them."""
+    if missing:
+        return f"vLLM lacks {', '.join(missing)}"
     if model_config.runner_type == "pooling":
         return "a pooling model: its workers count steps differently"
     if parallel.pipeline_parallel_size > 1:
@@ -277,9 +334,7 @@ def _refusal(parallel: Any, model_config: Any, settings: Settings) -> str:
     return ""
 
 
-def _identity(
-    parallel: Any, model: Any, model_config: Any, group: Any, missing: tuple[str, ...], instance: str
-) -> Identity:
+def _identity(parallel: Any, model: Any, model_config: Any, group: Any, missing: tuple[str, ...]) -> Identity:
     rank, ranks = group.rank_in_group, group.world_size
     targets = parallel.data_parallel_size
     own_tokens_only = bool(getattr(parallel, "use_sequence_parallel_moe", False))
@@ -287,7 +342,7 @@ def _identity(
     return Identity(
         missing=missing,
         engine=engine_version(),
-        instance=instance,
+        instance="",
         rank=rank,
         ranks=ranks,
         target=parallel.data_parallel_rank,

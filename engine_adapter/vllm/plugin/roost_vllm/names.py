@@ -11,7 +11,8 @@ TESTED = "0.32"
 
 
 class Name(NamedTuple):
-    """A name of vLLM, with the parameters or annotated fields that must be there."""
+    """A name of vLLM, with what must be there: parameters of a function or names that its code uses (as it
+    sets attributes), annotated fields of a class."""
 
     module: str
     path: str
@@ -20,7 +21,7 @@ class Name(NamedTuple):
 
 _EPLB = "vllm.distributed.eplb.eplb_state"
 NAMES = (
-    Name(_EPLB, "EplbState"),
+    Name(_EPLB, "EplbState.__init__", ("parallel_config", "device", "model_states", "policy", "is_async")),
     Name(_EPLB, "EplbState.add_model", ("model", "model_config", "model_name")),
     Name(_EPLB, "EplbState.step", ("is_dummy", "is_profile", "log_stats")),
     Name(_EPLB, "EplbState.rearrange", ("is_profile", "rank_mapping")),
@@ -43,6 +44,22 @@ NAMES = (
         "MixtureOfExperts",
         ("expert_weights", "num_moe_layers", "num_logical_experts", "num_physical_experts", "moe_layers"),
     ),
+    Name(
+        "vllm.config.parallel",
+        "ParallelConfig",
+        (
+            "eplb_config",
+            "enable_elastic_ep",
+            "all2all_backend",
+            "data_parallel_rank",
+            "data_parallel_size",
+            "pipeline_parallel_size",
+        ),
+    ),
+    Name("vllm.config.parallel", "EPLBConfig", ("use_async",)),
+    Name("vllm.config.model", "ModelConfig", ("model", "served_model_name", "dtype", "quantization")),
+    Name("vllm.config.model", "ModelConfig.__post_init__", ("runner_type",)),
+    Name("vllm.config.model", "ModelConfig.get_num_experts_per_tok"),
 )
 
 
@@ -75,4 +92,7 @@ def _lacks(name: Name) -> list[str]:
 def _has(found: object) -> set[str]:
     if inspect.isclass(found):
         return {field for base in found.__mro__ for field in inspect.get_annotations(base)}
-    return set(inspect.signature(found).parameters) if callable(found) else set()
+    if not callable(found):
+        return set()
+    code = getattr(inspect.unwrap(found), "__code__", None)
+    return {*inspect.signature(found).parameters, *(code.co_names if code is not None else ())}

@@ -104,7 +104,7 @@ class ExpertRank:
         self._move_started = 0.0
         self._report_seconds = _REPORT_SECONDS
         self._reported = time.monotonic()
-        self._reports = True
+        self._reports = self._checks = True
         self._votes, self._vote_seconds = 0, 0.0
         self._step_seconds, self._told_seconds = 0.0, 0.0
         self.link = Link(settings, self)
@@ -113,17 +113,21 @@ class ExpertRank:
 
     def schedule(self, runner: Any, scheduled: Any) -> None:
         """Note what vLLM's scheduler chose for the next step."""
-        self._reporting(self._schedule, runner, scheduled)
+        self.reporting(self._schedule, runner, scheduled)
 
     def begin_step(self) -> None:
         """Note that a forward pass of real tokens begins."""
-        self._reporting(self._begin_step)
+        self.reporting(self._begin_step)
 
     def end_step(self, *, is_dummy: bool) -> None:
         """Count a step's load, before vLLM's own bookkeeping."""
-        self._reporting(self._end_step, is_dummy)
+        self.reporting(self._end_step, is_dummy)
 
-    def _reporting(self, work: Callable[..., None], *given: Any) -> None:
+    def copied(self, layers: Sequence[int], pending: Any) -> None:
+        """Take the experts of a step that vLLM copied to the host; see `RequestTap.copied`."""
+        self.reporting(self.tap.copied, layers, pending)
+
+    def reporting(self, work: Callable[..., None], *given: Any) -> None:
         """Do work that only reports. It reads fields of vLLM that another release may lack: a failure ends
         the reports, and not vLLM."""
         if not self._reports:
@@ -164,7 +168,7 @@ class ExpertRank:
             self._vote()
         if not self._engine.is_moving():
             self._check_digests()
-        self._reporting(self._report, time.monotonic() - self._reported >= self._report_seconds)
+        self.reporting(self._report, time.monotonic() - self._reported >= self._report_seconds)
 
     def refuse(self, reason: str) -> None:
         """Take no maps, and do not vote. Every rank must be told so before the first step."""
@@ -189,7 +193,7 @@ class ExpertRank:
         if np.array_equal(table, old):
             return
         with self._lock:
-            self._flush()
+            self.reporting(self._flush)
             self._mailbox.replaced_by_vllm(table)
             self._tell_moved(old, 0, 0.0)
 
@@ -237,7 +241,7 @@ class ExpertRank:
 
     def _carry_out(self) -> None:
         """Call vLLM's rearrangement with the map that all ranks have just voted for."""
-        self._flush()
+        self.reporting(self._flush)
         held = self._mailbox.pass_vote()
         self._agreed = torch.from_numpy(held.table.astype(np.int64))
         self._move_started = time.perf_counter()
@@ -277,6 +281,21 @@ class ExpertRank:
     # Digests
 
     def _check_digests(self) -> None:
+        """Check some digests. When that fails, this rank takes no maps any more: no one would know whether
+        they are right."""
+        if not self._checks:
+            return
+        try:
+            self._compare_digests()
+        except Exception as error:
+            self._checks = False
+            logger.exception("roost: digests of this worker end")
+            reason = f"digests cannot be computed: {type(error).__name__}: {error}"
+            with self._lock:
+                self._mailbox.refusal = self._mailbox.refusal or reason
+            self.link.send(LinkError(reason=reason))
+
+    def _compare_digests(self) -> None:
         found = self._digests.advance(self._mailbox.table)
         if found is None:
             return

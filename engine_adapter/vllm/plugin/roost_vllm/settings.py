@@ -1,5 +1,6 @@
 """Settings of the plugin, from the environment of vLLM's processes."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,8 @@ class Settings(NamedTuple):
     asynchronous: bool = False
     """maps are taken under asynchronous EPLB, which no test has run"""
     patience: float = PATIENCE_SECONDS
+    fault: str = ""
+    """why there are no settings: this worker takes part in nothing, and tells the other ranks so"""
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings | None:
@@ -36,7 +39,7 @@ def from_environment(environment: Mapping[str, str]) -> Settings | None:
         secret=_secret(environment.get("ROOST_SECRET_FILE", "")),
         fallback=_option(environment, "ROOST_FALLBACK", "vllm"),
         asynchronous=_option(environment, "ROOST_ASYNC", "experimental"),
-        patience=float(environment.get("ROOST_PATIENCE_SECONDS", PATIENCE_SECONDS)),
+        patience=_seconds(environment, "ROOST_PATIENCE_SECONDS", PATIENCE_SECONDS),
     )
 
 
@@ -52,6 +55,19 @@ def _secret(name: str) -> bytes:
     if not secret:
         raise ValueError(f"ROOST_SECRET_FILE {name!r} is empty; put the agent's secret into it")
     return secret
+
+
+def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
+    value = environment.get(name, "")
+    if not value:
+        return default
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{name} is {value!r}; give a number of seconds, for example {default:.0f}")
+    return seconds
 
 
 def _option(environment: Mapping[str, str], name: str, word: str) -> bool:

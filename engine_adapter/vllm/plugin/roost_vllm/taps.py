@@ -9,7 +9,7 @@ import functools
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,9 +71,12 @@ class RequestTap:
             table = torch.stack([layer[:count] for layer in known], dim=1)
             self._requests.add(spans, table.to(torch.int16).numpy())
 
-    def copied(self, spans: list[Span], rows: np.ndarray) -> None:
-        """Take rows [rows, layers, k] that vLLM copied to the host itself. Called from its output thread."""
-        self._copied.append((spans, rows.astype(np.int16)))
+    def copied(self, layers: Sequence[int], pending: Any) -> None:
+        """Take the rows of a `PendingAuxOutput`, which vLLM copied to the host itself. Called from its output
+        thread. layers: numbers of the MoE layers."""
+        spans, rows = _host_rows(pending, layers)
+        if spans:
+            self._copied.append((spans, np.concatenate(rows).astype(np.int16)))
 
 
 def follow_captures(tap: RequestTap, model: Any) -> None:
@@ -99,8 +102,9 @@ def _chained(
     return both
 
 
-def follow_copies(tap: RequestTap, model: Any) -> None:
-    """Read the rows that `--enable-return-routed-experts` copies to the host."""
+def follow_copies(copied: Callable[[Sequence[int], Any], None], model: Any) -> None:
+    """Hand over the rows that `--enable-return-routed-experts` copies to the host. copied: takes the numbers
+    of the MoE layers and a `PendingAuxOutput`. It must not raise."""
     module = sys.modules.get("vllm.distributed.aux_output_connector.worker")
     owner = getattr(module, "AuxOutputWorkerConnector", None)
     if owner is None or hasattr(owner, _PATCHED):
@@ -112,19 +116,19 @@ def follow_copies(tap: RequestTap, model: Any) -> None:
     @functools.wraps(original)
     def process_output(self: Any, pending: Any) -> Any:
         result = original(self, pending)
-        tap.copied(*_host_rows(pending, layers))
+        copied(layers, pending)
         return result
 
     owner.process_output = process_output
 
 
-def _host_rows(pending: Any, layers: list[int]) -> tuple[list[Span], np.ndarray]:
-    """Return spans and rows [rows, MoE layers, k] of a `PendingAuxOutput`, without the tokens that
-    speculative decoding rejected."""
+def _host_rows(pending: Any, layers: Sequence[int]) -> tuple[list[Span], list[np.ndarray]]:
+    """Return the spans of a `PendingAuxOutput` and the rows of each, [rows, MoE layers, k], without the
+    tokens that speculative decoding rejected."""
     spans, rows = [], []
     ends = pending.query_start_loc
     for at, name in enumerate(pending.request_ids):
         part = pending.routed_experts[ends[at] : ends[at + 1] - int(pending.num_rejected[at])]
         spans.append(Span(name, int(pending.token_starts[at]), len(part)))
-        rows.append(part[:, layers])
-    return spans, np.concatenate(rows)
+        rows.append(part[:, list(layers)])
+    return spans, rows

@@ -327,6 +327,36 @@ def test_a_report_that_fails_ends_the_reports_and_not_the_worker(ranks: Ranks) -
     assert ranks.ranks[0].heard(WorkerDemand) == []
 
 
+def test_rows_of_an_unknown_form_end_the_reports_and_not_vllms_output(ranks: Ranks) -> None:
+    ranks.ranks[0].rank.copied([0, 1], None)
+    assert [one.reason for one in ranks.ranks[0].heard(LinkError)] == [
+        "reports of this worker end: AttributeError: 'NoneType' object has no attribute 'query_start_loc'"
+    ]
+
+
+def test_a_rank_that_cannot_check_its_slots_takes_no_further_maps(ranks: Ranks) -> None:
+    no_tensor: list = ranks.ranks[1].eplb.weights[0]
+    no_tensor.append("no tensor")
+    ranks.to([0, 1], staging())
+    ranks.to([0, 1], PermitVote(handover=1))
+    ranks.steps(5)
+    assert [len(rank.eplb.steps) for rank in ranks.ranks] == [1, 1]
+    (told,) = ranks.ranks[1].heard(LinkError)
+    assert told.reason.startswith("digests cannot be computed: AttributeError: ")
+    ranks.to([1], staging(2))
+    assert ranks.ranks[1].heard(MapStatus)[-1].reason == told.reason
+
+
+def test_counters_that_cannot_be_told_do_not_keep_a_rank_from_the_common_move(ranks: Ranks) -> None:
+    ranks.steps(1)
+    ranks.ranks[0].rank.link.processor_seconds = None  # type: ignore[assignment]
+    ranks.to([0, 1], staging())
+    ranks.to([0, 1], PermitVote(handover=1))
+    ranks.steps(2)
+    assert [len(rank.eplb.steps) for rank in ranks.ranks] == [1, 1]
+    assert len(ranks.ranks[0].heard(LinkError)) == 1
+
+
 @pytest.mark.parametrize(
     "message", [staging(), AgentWelcome(proof=b"", epoch=1, report_seconds=1, vote_steps=4)]
 )

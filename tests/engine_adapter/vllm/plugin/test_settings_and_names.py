@@ -41,12 +41,24 @@ def test_address_and_secret_are_read(secret: str) -> None:
         ("ROOST_SECRET_FILE", "/nowhere/at/all", "cannot be read"),
         ("ROOST_FALLBACK", "yes", "'vllm' or unset"),
         ("ROOST_ASYNC", "1", "'experimental' or unset"),
+        ("ROOST_PATIENCE_SECONDS", "ten", "ROOST_PATIENCE_SECONDS is 'ten'; give a number of seconds"),
+        ("ROOST_PATIENCE_SECONDS", "-1", "'-1'; give a number of seconds"),
+        ("ROOST_PATIENCE_SECONDS", "nan", "'nan'; give a number of seconds"),
     ],
 )
 def test_a_wrong_value_is_named_with_the_remedy(secret: str, name: str, value: str, words: str) -> None:
     environment = {"ROOST_AGENT": "localhost:7200", "ROOST_SECRET_FILE": secret, name: value}
     with pytest.raises(ValueError, match=words):
         from_environment(environment)
+
+
+def test_a_wrong_value_does_not_end_vllm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ROOST_AGENT", "localhost:7200")
+    monkeypatch.setenv("ROOST_SECRET_FILE", "/nowhere/at/all")
+    roost_vllm.register()
+    assert "'/nowhere/at/all' cannot be read" in caplog.text
 
 
 def test_options_are_taken(secret: str) -> None:
@@ -61,6 +73,18 @@ def test_options_are_taken(secret: str) -> None:
     )
     assert settings is not None
     assert (settings.fallback, settings.asynchronous, settings.patience) == (True, True, 5.0)
+
+
+class Box:
+    """A class that sets its attributes in its code."""
+
+    def __init__(self) -> None:
+        self.colour = "red"
+
+
+def test_attributes_are_found_in_the_code_that_sets_them() -> None:
+    boxes = Name(__name__, "Box.__init__", ("colour", "weight"))
+    assert missing_names((boxes,)) == (f"{__name__}.Box.__init__(weight)",)
 
 
 def test_names_that_lack_are_told_with_the_parameter() -> None:

@@ -105,8 +105,8 @@ def test_rows_that_vllm_copies_to_the_host_are_read_without_rejected_tokens_and_
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(AuxOutputWorkerConnector=AuxOutputWorkerConnector))
     tap = RequestTap(LAYERS)
     model = SimpleNamespace(moe_layers=[SimpleNamespace(layer_id=1), SimpleNamespace(layer_id=2)])
-    follow_copies(tap, model)
-    follow_copies(tap, model)
+    follow_copies(tap.copied, model)
+    follow_copies(tap.copied, model)
     tap.begin(scheduled({"a": 3, "b": 1}, new={"a": 2, "b": 1}))
     pending = SimpleNamespace(
         request_ids=["a", "b"],
@@ -116,10 +116,20 @@ def test_rows_that_vllm_copies_to_the_host_are_read_without_rejected_tokens_and_
         routed_experts=np.arange(4 * 3, dtype=np.uint8).reshape(4, 3, 1),
     )
     assert AuxOutputWorkerConnector().process_output(pending) == "outputs of 2"
+    assert AuxOutputWorkerConnector().process_output(NOTHING) == "outputs of 0"
     (report,) = tap.begin(scheduled({}, ended=("a",)))
     assert (report.first, report.positions) == (4, 2)
     assert np.frombuffer(report.experts, "<i2").tolist() == [1, 2, 4, 5]
 
+
+NOTHING = SimpleNamespace(
+    request_ids=[],
+    token_starts=np.array([], int),
+    query_start_loc=np.array([0]),
+    num_rejected=np.array([], int),
+    routed_experts=np.zeros((0, 3, 1), np.uint8),
+)
+"""Outputs of a step without requests."""
 
 OLD = torch.tensor([[0, 1, 2, 0]])
 AGREED = torch.tensor([[2, 1, 0, 2]])
