@@ -4,7 +4,6 @@ vllm`, and a vLLM whose workers connect to that agent."""
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 
 from benchmarks.rig.live.fleet import LiveFleet, environment, live_fleet, toml
 from benchmarks.rig.processes import ROOST
@@ -67,11 +67,22 @@ class Agent:
             )
         await until(self.secret.exists, f"{self.name} writes its secret")
 
-    async def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send a signal, and wait for the end."""
+    @property
+    def process(self) -> psutil.Process:
+        """Its process, which must live."""
+        assert self._process is not None
+        return psutil.Process(self._process.pid)
+
+    async def end(self) -> None:
+        """Ask it to end, and wait for the end."""
         assert self._process is not None
         if self._process.returncode is None:
-            self._process.send_signal(number)
+            self._process.terminate()
+        await self.ended()
+
+    async def ended(self) -> None:
+        """Wait for the end."""
+        assert self._process is not None
         async with asyncio.timeout(30):
             await self._process.wait()
 
