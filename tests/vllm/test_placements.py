@@ -12,7 +12,7 @@ import pytest
 from engine_adapter.vllm import wire
 from tests.vllm.conftest import Deployment
 from tests.vllm.traffic import prompts, stream, streaming
-from tests.vllm.worker_agent import wrong_slots
+from tests.vllm.worker_agent import slots_by_rows, wrong_slots
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 logger = logging.getLogger(__name__)
@@ -91,6 +91,35 @@ async def test_counters_and_captured_experts_agree(deployment: Deployment) -> No
                 captured[layer] += np.bincount(rows[:, layer].ravel(), minlength=experts)
     assert counted.sum() > 0
     assert counted.tolist() == captured.tolist()
+
+
+async def test_copies_are_chosen_by_the_row_as_the_planner_assumes(deployment: Deployment) -> None:
+    """vLLM's counters of each physical expert, and the planner's rule over the captured experts. The requests
+    run one after another, so that every row is known. The hash itself is a stand-in's on the CPU (`tests/fleet`
+    compares it with vLLM's kernel); the order of the copies and the rows are vLLM's own."""
+    agent, server, table = deployment.agent, deployment.server, deployment.random_map(78)
+    async with streaming(server, deployment.expected):
+        await agent.carry_out(table)
+    await asyncio.sleep(2)
+    for worker in agent.workers.values():
+        worker.demand.clear()
+        worker.routed.clear()
+    asked = prompts(6, seed=78)
+    async with httpx.AsyncClient(timeout=120) as client:
+        for at, prompt in enumerate(asked):
+            await stream(client, server, prompt, at % server.targets)
+    await agent.until(lambda: sum(len(one.routed) for one in agent.workers.values()) == len(asked))
+    await asyncio.sleep(2)
+    served = deployment.digest(table)
+    predicted = np.zeros((server.targets, *table.shape), np.int64)
+    for worker in agent.workers.values():
+        for request in worker.routed:
+            predicted[worker.hello.target] += slots_by_rows(table, request)
+    for worker in agent.workers.values():
+        assert {told.served for told in worker.demand} == {served}
+        assert worker.counted().tolist() == predicted[worker.hello.target].tolist()
+    used = [np.count_nonzero(predicted.sum(axis=0)[0][table[0] == expert]) for expert in np.unique(table[0])]
+    assert max(used) > 1, "later copies served, too"
 
 
 async def test_workers_come_back_to_an_agent_that_restarts_and_tell_what_they_serve(

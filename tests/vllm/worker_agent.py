@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.vllm import wire
+from fleet.dispatch import row_copies
 
 Table = NDArray[np.int16]
 _decode: "msgspec.msgpack.Decoder[wire.FromWorker]" = msgspec.msgpack.Decoder(wire.FromWorker)
@@ -41,6 +42,11 @@ class Worker:
         """Map at the start of the connection."""
         table = np.frombuffer(self.hello.map, "<i2").reshape(self.hello.layers, -1)
         return table.astype(np.int16)
+
+    def counted(self) -> NDArray[np.int64]:
+        """Return the pairs by physical expert that it has told, [layers, slots of all ranks]."""
+        told = [np.frombuffer(one.slots, "<i8").reshape(self.hello.layers, -1) for one in self.demand]
+        return np.asarray(np.sum(told, axis=0), np.int64)
 
 
 def framed(message: msgspec.Struct) -> bytes:
@@ -219,6 +225,25 @@ def random_map(rng: np.random.Generator, layers: int, slots: int, experts: int) 
         for _ in range(layers)
     ]
     return np.stack(rows).astype(np.int16)
+
+
+def slots_by_rows(table: Table, request: wire.RoutedRequest) -> NDArray[np.int64]:
+    """Return the pairs by physical expert, [layers, slots], of a request that ran alone, by the planner's rule
+    (`fleet.dispatch.ROW_HASH`). Its prompt was one step, whose rows are its positions from the first that was
+    not cached; every later token was row 0 of a step of its own."""
+    layers, slots = table.shape
+    routed = np.frombuffer(request.experts, "<i2").reshape(request.positions, layers, request.top_k)
+    rows = np.zeros(request.positions, np.int64)
+    prompt = request.prompt_tokens - request.first
+    rows[:prompt] = np.arange(prompt)
+    found = []
+    for layer, of_slot in enumerate(table):
+        holders = [np.flatnonzero(of_slot == expert) for expert in range(of_slot.max() + 1)]  # lowest first
+        copies = np.array([len(held) for held in holders])
+        chosen = row_copies(rows[:, None], copies[routed[:, layer]])
+        pairs = zip(routed[:, layer].ravel().tolist(), chosen.ravel().tolist(), strict=True)
+        found.append(np.bincount([holders[expert][nth] for expert, nth in pairs], minlength=slots))
+    return np.array(found, np.int64)
 
 
 def wrong_slots(agent: WorkerAgent, table: Table) -> list[tuple[int, int]]:
