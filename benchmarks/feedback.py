@@ -162,7 +162,9 @@ def distinct(rounds: int) -> tuple[float, float]:
     chance = np.random.default_rng(0)
     profiles = chance.dirichlet(np.full(EXPERTS, 0.3), size=(CLUSTERS, LAYERS)).astype(np.float32)
     reading = ReadingGroup(
-        ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.1), TOP_K, 0
+        ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.1),
+        TOP_K,
+        tuple(range(LAYERS)),
     )
     misses = reading.misses()
     mixes = [20 * chance.dirichlet(np.full(CLUSTERS, 0.2)) for _ in range(ENGINES)]

@@ -5,7 +5,7 @@ states otherwise. Costs are expected added seconds, for the request itself and f
 delays.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -200,13 +200,18 @@ def distinct_seconds(
 
 
 def expected_remote(
-    profile: NDArray[Any], placement: Placement, top_k: int, node: NDArray[np.intp], boundary: int = 0
+    profile: NDArray[Any],
+    placement: Placement,
+    top_k: int,
+    node: NDArray[np.intp],
+    whole: Iterable[int] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the expected numbers of distinct remote ranks and of distinct remote nodes that a token reaches,
     per home rank.
 
     Result: float64 [..., ranks] each, summed over layers. profile: [..., layers, experts], probability of an
-    expert per routed pair. node: int [ranks], numbers from 0. boundary: layers below it are left out.
+    expert per routed pair. node: int [ranks], numbers from 0. whole: layers with whole experts; the others
+    are left out. None: all.
     Replicas serve by the rule of `fleet.dispatch`; tokens served on another rank of their node cross no
     machine. A token's k experts are treated as independent draws, so a rank or node of mass m is reached with
     probability 1 - (1 - m)^k.
@@ -216,7 +221,7 @@ def expected_remote(
     member = (node[:, None] == np.arange(int(node.max()) + 1)).astype(np.float64)
     masses, everyone = _Masses(placement, node), np.arange(ranks)
     found = np.zeros((2, ranks, len(demand)))
-    for layer in range(boundary, placement.layers):
+    for layer in range(placement.layers) if whole is None else whole:
         for homes, away in masses.of(demand[:, layer], layer):
             found[0][homes] += _elsewhere(_reached(away, top_k), everyone[homes])
             if member.shape[1] > 1:
@@ -281,20 +286,21 @@ def _reached(mass: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
 
 
 def expected_local_share(
-    profile: NDArray[Any], placement: Placement, node: NDArray[np.intp], boundary: int = 0
+    profile: NDArray[Any], placement: Placement, node: NDArray[np.intp], whole: Collection[int] | None = None
 ) -> NDArray[np.float64]:
     """Return the expected share of routed pairs that the home rank serves itself, mean over layers: float64
     [..., ranks].
 
-    Arguments as in `expected_remote`.
+    Arguments as in `expected_remote`; some layer must be whole.
     """
     layers, experts = placement.layers, placement.experts
     demand = np.asarray(profile, np.float64).reshape(-1, layers, experts)
     held, own = LocalReplicas.of(placement), own_part(placement, node)
     local = np.zeros((len(demand), placement.ranks))
-    for layer in range(boundary, layers):
+    counted = range(layers) if whole is None else whole
+    for layer in counted:
         local += demand[:, layer] @ held.by_rank(own[layer], layer).T
-    return local.reshape(*profile.shape[:-2], placement.ranks) / (layers - boundary)
+    return local.reshape(*profile.shape[:-2], placement.ranks) / len(counted)
 
 
 def surplus_pairs(served: NDArray[Any]) -> NDArray[np.float64]:

@@ -53,5 +53,5 @@ class LoopContext:
     ) -> DispatchWindow | None:
         """Return recent measurements of an engine; see `DispatchWindows.window`."""
         return self.dispatch.window(
-            entry.worker_id, entry.layout.boundary, self.clock(), epoch=epoch, seconds=seconds, since=since
+            entry.worker_id, entry.layout.sharded, self.clock(), epoch=epoch, seconds=seconds, since=since
         )

@@ -393,7 +393,7 @@ class DemandWindows:
                 f"engine {entry.engine!r} is not tracked: it is gone, or its demand exceeds"
                 " planner.max_cells",
             )
-        if entry.layout.boundary < entry.placement.layers:
+        if entry.layout.has_whole(entry.placement.layers):
             self._check_known(engine, now)
         self._count_all(engine, now)
         fit, later = self._windows(engine, now)

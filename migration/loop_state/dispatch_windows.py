@@ -7,7 +7,7 @@ sums, by linearisation).
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ class DispatchWindows:
     def window(
         self,
         worker_id: int,
-        first: int,
+        sharded: Sequence[int],
         now: float,
         *,
         epoch: int | None = None,
@@ -122,7 +122,7 @@ class DispatchWindows:
     ) -> DispatchWindow | None:
         """Return the recent measurements of an engine; None: too little was measured.
 
-        first: the first layer that is not sharded. epoch: the epoch served meanwhile; None: any. seconds:
+        sharded: layers that are left out. epoch: the epoch served meanwhile; None: any. seconds:
         length of the window; None: everything known. since: ignore slices that began earlier.
         """
         engine = self._engines.get(worker_id)
@@ -134,7 +134,7 @@ class DispatchWindows:
         ]
         if len(taken) < MIN_SLICES or not any(one.sums[2] for one in taken):
             return None
-        return _window(taken, engine.targets, first)
+        return _window(taken, engine.targets, sharded)
 
 
 def _checked(report: DispatchMeasured, engine: _Engine) -> FloatArray:
@@ -196,14 +196,14 @@ def _checked(report: DispatchMeasured, engine: _Engine) -> FloatArray:
     return np.asarray(numbers[:3])
 
 
-def _window(slices: list[_Slice], targets: int, first: int) -> DispatchWindow:
-    """Return the means over these slices, without the sharded layers (below `first`)."""
+def _window(slices: list[_Slice], targets: int, sharded: Sequence[int]) -> DispatchWindow:
+    """Return the means over these slices, without the sharded layers."""
     parts = [np.array([one.sums for one in slices]), np.array([one.layers for one in slices])]
     batches = min(BATCHES, len(slices))
     edges = np.linspace(0, len(slices), batches + 1).astype(np.intp)[:-1]
     sums, layers = (np.add.reduceat(part, edges, axis=0) for part in parts)
     steps, took, tokens, pairs, communication = sums.T
-    whole = layers[:, :, first:]
+    whole = np.delete(layers, sharded, axis=2)
     count = max(whole.shape[2], 1)
     # Each target reports the steps of the whole engine, but only its own tokens.
     token = _ratio(took, tokens * targets)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fleet.placement import Placement
 from migration.config import MigrationConfig
 from migration.model.engine_view import EngineView
-from migration.planning.problem import PlanningQuestion, from_layer, prepare
+from migration.planning.problem import PlanningQuestion, of_layers, prepare
 
 
 class Counterfactual(NamedTuple):
@@ -32,5 +32,5 @@ def counterfactual_gain(view: EngineView, placement: Placement, config: Migratio
     if not view.evaluation.rates.any():
         raise ValueError("there is no demand at present")
     found = prepare(view, PlanningQuestion(config.policy, 0), config)
-    gained = found.before.seconds - found.price(from_layer(placement, found.first)).seconds
+    gained = found.before.seconds - found.price(of_layers(placement, found.layers)).seconds
     return Counterfactual(float(gained.sum()), config.min_gain * found.even_step)

@@ -67,9 +67,9 @@ def routing_forecast(
 ) -> RoutingForecast | Finding:
     """Forecast the effect of sending requests to their homes, or return the reason why that is impossible.
 
-    fit, evaluation: [ranks, layers, experts], the last layers of the view's windows.
+    fit, evaluation: [ranks, layers, experts], the layers of the view's windows that hold whole experts.
     """
-    clusters, layers = view.clusters, fit.shape[1]
+    clusters = view.clusters
     if clusters is None:
         return Finding.of(FindingCode.NO_CLUSTERS)
     if clusters.profiles.shape[1:] != (view.shape.layers, view.shape.experts):
@@ -79,7 +79,7 @@ def routing_forecast(
     if int((clusters.shares > 0).sum()) < 2:
         return Finding.of(FindingCode.SINGLE_CLUSTER)
     known = _known(view, clusters.clusters)
-    profiles = clusters.profiles[:, -layers:]
+    profiles = clusters.profiles[:, view.layout.whole(view.shape.layers)]
     if known is None:
         found = gate(profiles, float(view.demand.pairs.sum()) * np.asarray(clusters.shares, np.float64))
         if not found.specialised:

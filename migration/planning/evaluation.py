@@ -2,6 +2,7 @@
 Pure."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,27 +132,30 @@ def _handovers(
     found: PlanningProblem, candidate: PlanCandidate, by_layer: NDArray[np.float64]
 ) -> tuple[Handover, ...]:
     changes = _in_seconds(candidate.changes, by_layer)
-    first, whole = found.first, found.view.placement
+    whole = found.view.placement
     split, limits = candidate.split, found.limits
     if found.question.dead:
         # A second holder may give way to an expert that has no holder at all.
         limits = Constraints(live=limits.live)
-    # Problems number layers from the layout's boundary, and plans number all layers of the model.
-    if first:
-        changes = changes._replace(layer=(changes.layer + first).astype(np.int32))
-        by_layer = np.concatenate([np.zeros(first), by_layer])
-        split = (
-            None
-            if split is None
-            else Split(
-                *(np.concatenate([old[:first], new]) for old, new in zip(whole.split, split, strict=True))
-            )
-        )
+    # Problems leave sharded layers out, and plans number all layers of the model.
+    if len(found.layers) < whole.layers:
+        changes = found.numbered(changes)
+        by_layer = _placed(np.zeros(whole.layers), found.layers, by_layer)
+        if split is not None:
+            parts = zip(whole.split, split, strict=True)
+            split = Split(*(_placed(old, found.layers, new) for old, new in parts))
         least = limits.min_replicas
         if least is not None:
-            least = np.concatenate([np.ones((first, whole.experts), np.int64), least])
+            least = _placed(np.ones((whole.layers, whole.experts), np.int64), found.layers, least)
         limits = Constraints(live=limits.live, min_replicas=least)
     return ordered(whole, changes, found.room, limits=limits, split=split, reweighted=by_layer)
+
+
+def _placed(every: NDArray[Any], layers: NDArray[np.intp], some: NDArray[Any]) -> NDArray[Any]:
+    """Return `every` with the rows of some layers replaced."""
+    placed = every.copy()
+    placed[layers] = some
+    return placed
 
 
 def _in_seconds(changes: PlacementChanges, by_layer: NDArray[np.float64]) -> PlacementChanges:

@@ -139,7 +139,7 @@ limits."""
 
 def decide(view: EngineView, question: PlanningQuestion, config: MigrationConfig) -> PlannerDecision:
     """Return a plan, or the reason for its absence. Equal views give equal answers."""
-    if view.layout.boundary >= view.shape.layers:
+    if not view.layout.has_whole(view.shape.layers):
         reason = Finding.of(FindingCode.SHARDED)
         return _nothing(_record(view, question), no_homes(view, sentence(reason)), reason)
     seen, needed = float(view.demand.pairs.sum()), config.min_pairs * view.shape.experts

@@ -75,14 +75,15 @@ class PlanningQuestion(NamedTuple):
 class PlanningProblem:
     """One engine and one planning request.
 
-    Layers below the layout's boundary are sharded over the ranks and are left out of everything here: layer 0
-    of these numbers is layer `first` of the model.
+    Sharded layers are left out of everything here: layer i of these numbers is layer `layers[i]` of the
+    model.
     """
 
     view: EngineView
     question: PlanningQuestion
     config: MigrationConfig
-    first: int
+    layers: NDArray[np.intp]
+    """Layers of the model that hold whole experts, ascending."""
     placement: Placement
     """Of the layers that hold whole experts."""
     fit: FloatArray
@@ -126,7 +127,7 @@ class PlanningProblem:
         if later is None:
             return 1.0
         first, last = (
-            window.evidence[:, self.first :].sum(axis=0, dtype=np.float64)
+            window.evidence[:, self.layers].sum(axis=0, dtype=np.float64)
             for window in (self.view.demand, later)
         )
         return min(scatter(first, last), _MAX_SCATTER)
@@ -144,11 +145,15 @@ class PlanningProblem:
         """bool [layers]: layers that may change."""
         if not self.question.layers:
             return np.ones(self.placement.layers, bool)
-        return np.isin(np.arange(self.first, self.first + self.placement.layers), self.question.layers)
+        return np.isin(self.layers, self.question.layers)
 
     @property
     def steps_per_second(self) -> float:
         return self.view.evaluation.tokens_per_second(self.terms.top_k) / self.terms.step_tokens
+
+    def numbered(self, changes: PlacementChanges) -> PlacementChanges:
+        """Return changes with the model's numbers of layers."""
+        return changes._replace(layer=self.layers[changes.layer].astype(np.int32))
 
     @property
     def links(self) -> LinkSpeeds:
@@ -275,14 +280,14 @@ class PlanningProblem:
     @cached_property
     def samples(self) -> FloatArray | None:
         """float64 [n, layers, experts]: samples of the demand that plans are fitted to; None: too few."""
-        return _usable(self.view.samples, self.first)
+        return _usable(self.view.samples, self.layers)
 
     @cached_property
     def later_samples(self) -> FloatArray | None:
         """The same of the demand that plans are evaluated on; None as well if there are none to fit to."""
         if self.samples is None:
             return None
-        found = _usable(self.view.later_samples, self.first)
+        found = _usable(self.view.later_samples, self.layers)
         return self.samples if found is None else found
 
     def _priced(
@@ -312,10 +317,10 @@ class PlanningProblem:
 def prepare(view: EngineView, question: PlanningQuestion, config: MigrationConfig) -> PlanningProblem:
     """Prepare a view for planning. The layout must hold whole experts in some layer, and demand must not be
     zero."""
-    first = view.layout.boundary
-    placement = from_layer(view.placement, first)
+    layers = view.layout.whole(view.shape.layers)
+    placement = of_layers(view.placement, layers)
     fit, evaluation = (
-        np.asarray(demand.rates[:, first:], np.float64) for demand in (view.demand, view.evaluation)
+        np.asarray(demand.rates[:, layers], np.float64) for demand in (view.demand, view.evaluation)
     )
     step_tokens = tokens_of_a_step(view)
     terms = CostTerms(
@@ -326,15 +331,15 @@ def prepare(view: EngineView, question: PlanningQuestion, config: MigrationConfi
         shape=view.shape,
     )
     limits = _limits(view, question, config, placement, fit.sum(axis=0), evaluation.sum(axis=0))
-    return PlanningProblem(view, question, config, first, placement, fit, evaluation, terms, limits)
+    return PlanningProblem(view, question, config, layers, placement, fit, evaluation, terms, limits)
 
 
-def _usable(samples: NDArray[np.float32] | None, first: int) -> FloatArray | None:
-    """Return the samples from a layer on, evenly chosen ones if there are many; None if there are too few."""
+def _usable(samples: NDArray[np.float32] | None, layers: NDArray[np.intp]) -> FloatArray | None:
+    """Return the samples of some layers, evenly chosen ones if there are many; None if there are too few."""
     if samples is None or len(samples) < MIN_SAMPLES:
         return None
     some = np.unique(np.linspace(0, len(samples) - 1, MAX_SAMPLES).round().astype(np.intp))
-    return np.asarray(samples[some, first:], np.float64)
+    return np.asarray(samples[np.ix_(some, layers)], np.float64)
 
 
 def priced_speed(view: EngineView, step_tokens: float) -> EngineSpeed:
@@ -368,16 +373,16 @@ def _limits(
     load: NDArray[np.float64],
     later: NDArray[np.float64],
 ) -> Constraints:
-    layers, experts = load.shape
+    layers, experts = view.layout.whole(view.shape.layers), load.shape[1]
     replicas = placement.replicas_on_rank.sum(axis=1) if config.critical_experts else None
     resting = (
         None
         if view.history is None
         else view.history.frozen(view.now, config.cooldown_seconds, config.layer_cooldown_seconds)
     )
-    frozen = np.zeros(load.shape, bool) if resting is None else resting[view.layout.boundary :]
+    frozen = np.zeros(load.shape, bool) if resting is None else resting[layers]
     if question.layers:
-        frozen = frozen | ~np.isin(np.arange(layers) + view.layout.boundary, question.layers)[:, None]
+        frozen = frozen | ~np.isin(layers, question.layers)[:, None]
     live = ~np.isin(np.arange(len(view.node)), question.dead) if question.dead else None
     return Constraints(
         max_copies=question.budget_bytes // view.shape.expert_bytes,
@@ -393,13 +398,13 @@ def _limits(
     )
 
 
-def from_layer(placement: Placement, first: int) -> Placement:
-    """Return the layers of a placement from one on."""
-    if not first:
+def of_layers(placement: Placement, layers: NDArray[np.intp]) -> Placement:
+    """Return some layers of a placement, ascending."""
+    if len(layers) == placement.layers:
         return placement
-    split = None if placement.even else Split(*(part[first:] for part in placement.split))
+    split = None if placement.even else Split(*(part[layers] for part in placement.split))
     return Placement(
-        placement.expert_of_slot[first:],
+        placement.expert_of_slot[layers],
         experts=placement.experts,
         ranks=placement.ranks,
         epoch=placement.epoch,

@@ -241,12 +241,11 @@ def open_layers(found: PlanningProblem) -> NDArray[np.bool_]:
 def without_reversals(found: PlanningProblem, changes: PlacementChanges) -> PlacementChanges:
     """Remove changes that undo recent moves. The history numbers all layers of the model, sharded ones
     included."""
-    view, first = found.view, np.int32(found.first)
+    view = found.view
     if view.past is None:
         return changes
-    whole = changes._replace(layer=changes.layer + first)
-    kept = view.past.without_reversals(whole, view.demand.evidence)
-    return kept._replace(layer=kept.layer - first)
+    kept = view.past.without_reversals(found.numbered(changes), view.demand.evidence)
+    return kept._replace(layer=np.searchsorted(found.layers, kept.layer).astype(np.int32))
 
 
 def shared(found: PlanningProblem, table: SlotTable, slack: float = SLACK) -> Split:

@@ -72,7 +72,7 @@ class OperatorCommands:
                 f"no engine {engine!r} with experts is present; there are:"
                 f" {', '.join(sorted(self._placements.engines())) or 'none'}"
             )
-        if entry.layout.boundary:
+        if entry.layout.sharded:
             raise ValueError(
                 f"engine {engine!r} holds experts sharded over its ranks ({entry.layout}); they can move"
                 " under expert parallelism only"

@@ -104,13 +104,13 @@ class ClusterMixes:
 
 
 class ReadingGroup(NamedTuple):
-    """Facts shared by engines that read the same experts. boundary: the layers below are sharded and always
-    read.
+    """Facts shared by engines that read the same experts. whole: layers of whole experts, ascending; of a
+    sharded layer every rank reads its part of all experts.
     """
 
     clusters: ClusterModel
     top_k: int
-    boundary: int
+    whole: tuple[int, ...]
 
     def misses(self) -> NDArray[np.float32]:
         """Return `fleet.timing.log_misses`, float32 [K, cells]. Clusters without traffic use the mean profile
@@ -118,7 +118,7 @@ class ReadingGroup(NamedTuple):
         """
         model = self.clusters
         profiles = np.where((model.shares > 0)[:, None, None], model.profiles, model.mean)
-        return log_misses(profiles[:, self.boundary :], self.top_k)
+        return log_misses(profiles[:, self.whole], self.top_k)
 
 
 class DistinctReads(NamedTuple):

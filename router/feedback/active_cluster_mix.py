@@ -20,6 +20,9 @@ from router.fleet_state.reservations import SEQUENCES, Reservations
 from router.fleet_state.view import FleetView
 from router.scheduling.decision import Decision
 
+_Key = tuple[str, int, tuple[int, ...]]
+"""model, top-k and layers of whole experts"""
+
 
 class ActiveClusterMix:
     """Mix of active clusters on each engine. `booked` is for the hot path. Engines whose distinct experts
@@ -31,10 +34,8 @@ class ActiveClusterMix:
         self._reservations = reservations
         self._threads = threads
         self._mixes = ClusterMixes()
-        self._misses: dict[tuple[str, int, int], tuple[ReadingGroup, Float32Array]] = {}
-        """miss probabilities by model, top-k and boundary; 2 MB each for 58 layers of 256 experts and 32
-        clusters
-        """
+        self._misses: dict[_Key, tuple[ReadingGroup, Float32Array]] = {}
+        """miss probabilities; 2 MB each for 58 layers of 256 experts and 32 clusters"""
         self._surcharges: dict[int, Surcharge] = {}
         self._sent: dict[int, tuple[DispatchPrices | None, ClusterModel | None]] = {}
         """prices and clusters that each engine's dispatch surcharge was computed from"""
@@ -59,8 +60,8 @@ class ActiveClusterMix:
 
     async def refresh(self, now: float) -> None:
         """Price the engines whose mix changed noticeably."""
-        due: dict[tuple[str, int, int], list[tuple[EngineState, FloatArray]]] = defaultdict(list)
-        readings: dict[tuple[str, int, int], ReadingGroup] = {}
+        due: dict[_Key, list[tuple[EngineState, FloatArray]]] = defaultdict(list)
+        readings: dict[_Key, ReadingGroup] = {}
         for state in self._view.engines():
             self._sending(state)
             reading = self._reading(state)
@@ -69,7 +70,7 @@ class ActiveClusterMix:
                     token=self.surcharge(state.joined.worker_id).token
                 )
             else:
-                key = (state.joined.model, reading.top_k, reading.boundary)
+                key = (state.joined.model, reading.top_k, reading.whole)
                 readings[key] = reading
                 tokens = self._changed(state, reading, now)
                 if tokens is not None:
@@ -121,7 +122,8 @@ class ActiveClusterMix:
             return None
         if clusters.profiles.shape[1:] != (joined.shape.layers, joined.shape.experts):
             return None
-        return ReadingGroup(clusters, joined.shape.top_k, (state.layout or EP).boundary)
+        whole = (state.layout or EP).whole(joined.shape.layers)
+        return ReadingGroup(clusters, joined.shape.top_k, tuple(whole.tolist()))
 
     def _changed(self, state: EngineState, reading: ReadingGroup, now: float) -> FloatArray | None:
         load = self._reservations.load(np.array(state.rows, np.intp), now)
@@ -130,9 +132,7 @@ class ActiveClusterMix:
             state.joined.worker_id, sequences, reading.clusters, delivered=state.distinct is not None
         )
 
-    def _read(
-        self, key: tuple[str, int, int], reading: ReadingGroup, mixes: list[FloatArray]
-    ) -> DistinctReads:
+    def _read(self, key: _Key, reading: ReadingGroup, mixes: list[FloatArray]) -> DistinctReads:
         """Compute expected reads in a thread. No other task touches `key` meanwhile."""
         known = self._misses.get(key)
         if known is None or known[0] != reading:
@@ -146,7 +146,7 @@ class ActiveClusterMix:
         if speed is not None and self._view.engine(worker_id) is state:
             self._view.set_distinct(worker_id, added)
             shape, seconds = reading.clusters.profiles.shape, speed.expert_read * state.reads
-            everything, hit = seconds * (shape[1] - reading.boundary) * shape[2], reading.top_k / shape[2]
+            everything, hit = seconds * len(reading.whole) * shape[2], reading.top_k / shape[2]
             self._surcharges[worker_id] = self.surcharge(worker_id)._replace(
                 reading=seconds * reads, all_experts=everything, hit=hit
             )

@@ -2,6 +2,7 @@
 epoch and cluster version. Pure.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ def locality(
 ) -> DispatchCost:
     """Price one engine's placement (`DispatchInputs`).
 
-    Layers below the layout's boundary are sharded and do not count.
+    Sharded layers do not count.
     """
     layout, rules = layout or EP, rules or DispatchRules(len(nodes))
     if shape is None:
@@ -99,7 +100,7 @@ def locality(
         _prices(
             clusters,
             as_dispatched(placement, rules.dispatch),
-            layout.boundary,
+            layout.whole(shape.layers).tolist(),
             shape.top_k,
             np.array(nodes),
         ),
@@ -110,7 +111,7 @@ def locality(
 
 def _alike(layout: Layout, rules: DispatchRules, shape: ModelShape, ranks: int) -> str:
     """Return why no target is nearer to the experts than another; empty: some may be."""
-    if layout.boundary >= shape.layers:
+    if not layout.has_whole(shape.layers):
         return "experts are sharded over all ranks in this layout"
     if rules.gathers_all:
         return "every rank receives every token: it costs nothing where the experts are"
@@ -122,7 +123,7 @@ def _alike(layout: Layout, rules: DispatchRules, shape: ModelShape, ranks: int) 
 
 
 def _prices(
-    clusters: ClusterModel, placement: Placement, boundary: int, top_k: int, node: NDArray[np.intp]
+    clusters: ClusterModel, placement: Placement, whole: Sequence[int], top_k: int, node: NDArray[np.intp]
 ) -> DispatchPrices:
     """Compute the prices. Clusters without traffic get the price of the mean, which they represent until they
     are used.
@@ -132,7 +133,7 @@ def _prices(
     which = np.full(clusters.clusters, len(used))
     which[used] = np.arange(len(used))
     found = (
-        *expected_remote(profiles, placement, top_k, node, boundary),
-        expected_local_share(profiles, placement, node, boundary),
+        *expected_remote(profiles, placement, top_k, node, whole),
+        expected_local_share(profiles, placement, node, whole),
     )
     return DispatchPrices(*(np.ascontiguousarray(table[which].T) for table in found))

@@ -121,7 +121,7 @@ class EngineState:
         if experts are sharded over all ranks, because the saving is unknown then.
         """
         shape, layout = self.joined.shape, self.layout or EP
-        sharded = shape is None or layout.boundary >= shape.layers
+        sharded = shape is None or not layout.has_whole(shape.layers)
         return 0.0 if sharded else 1.0 / self.joined.expert_ranks
 
     @property

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.experts import ExpertId, ModelShape
-from fleet.layout import EP, TP_EP, Layout
+from fleet.layout import EP, TP_EP, Layout, tp
 from fleet.placement import EMPTY, FULL, Placement, PlacementRecord, linear
 from tests.fleet.splits import random_split, random_table
 
@@ -232,11 +232,49 @@ def test_whole_experts_go_with_either_attention() -> None:
 
 
 def test_tensor_parallel_attention_shards_the_experts_of_all_layers_or_of_none() -> None:
-    Layout(attention="tp", boundary=3).check(SHAPE)
-    with pytest.raises(ValueError, match="boundary 3, or of none, boundary 0, not 2"):
-        Layout(attention="tp", boundary=2).check(SHAPE)
+    tp(3).check(SHAPE)
+    for sharded in ((0, 1), (2,)):
+        with pytest.raises(ValueError, match=rf"or of none; not of {len(sharded)} of 3"):
+            Layout(attention="tp", sharded=sharded).check(SHAPE)
 
 
-def test_a_boundary_beyond_the_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"boundary 4 is outside 0\.\.3"):
-        Layout(attention="dp", boundary=4).check(SHAPE)
+@given(st.sets(st.integers(0, 2)))
+def test_with_data_parallel_attention_any_layers_may_be_sharded(sharded: set[int]) -> None:
+    layout = Layout(attention="dp", sharded=tuple(sorted(sharded)))
+    layout.check(SHAPE)
+    assert set(layout.whole(3).tolist()) == {0, 1, 2} - sharded
+    assert layout.has_whole(3) == (len(sharded) < 3)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
+
+
+def test_a_sharded_layer_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="sharded layer 3 is not one of the model's 3 MoE layers"):
+        Layout(attention="dp", sharded=(3,)).check(SHAPE)
+
+
+@pytest.mark.parametrize("sharded", [[1, 0], [1, 1], [-1]])
+def test_sharded_layers_are_ascending_and_named_once(sharded: list[int]) -> None:
+    with pytest.raises(msgspec.ValidationError, match="ascending"):
+        msgspec.convert({"attention": "dp", "sharded": sharded}, Layout)
+
+
+def test_a_record_of_an_earlier_release_is_read_if_its_boundary_is_0() -> None:
+    def read(**record: object) -> Layout:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=Layout)
+
+    assert read(attention="dp", boundary=0) == EP
+    assert read(attention="tp", boundary=0) == TP_EP
+    with pytest.raises(msgspec.ValidationError, match="boundary"):
+        read(attention="dp", boundary=3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (EP, "dp, experts whole"),
+        (tp(3), "tp, layers 0-2 sharded"),
+        (Layout(attention="dp", sharded=(0, 1, 5, 7, 8)), "dp, layers 0-1, 5, 7-8 sharded"),
+    ],
+)
+def test_a_layout_reads_as_attention_and_sharded_layers(layout: Layout, text: str) -> None:
+    assert str(layout) == text

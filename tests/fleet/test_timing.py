@@ -127,18 +127,18 @@ def test_expected_remote_nodes_equal_what_drawn_tokens_reach(extra: int) -> None
 def test_any_split_reaches_what_the_exhaustive_count_of_the_rule_says(
     seed: int, nodes: tuple[int, ...]
 ) -> None:
-    """Enumerate two draws of an expert and the slots that serve it. Layers below the boundary do not
-    count."""
+    """Enumerate two draws of an expert and the slots that serve it. Sharded layers do not count."""
     rng, node = np.random.default_rng(seed), np.array(nodes)
     table = random_table(rng, 3, 3, 5, 2)
     placement = Placement(table, experts=5, ranks=3, split=random_split(rng, table, 5, nodes=seed > 0))
     wanted = rng.dirichlet(np.ones(5), size=(2, 3))
-    remote, away = expected_remote(wanted, placement, 2, node, boundary=1)
-    local = expected_local_share(wanted, placement, node, boundary=1)
+    whole = [0, 2]
+    remote, away = expected_remote(wanted, placement, 2, node, whole)
+    local = expected_local_share(wanted, placement, node, whole)
     for at, home in itertools.product(range(2), range(3)):
         part = shares(placement, home, node)
         ranks = nodes_reached = own = 0.0
-        for layer in (1, 2):
+        for layer in whole:
             chance = [
                 float(wanted[at, layer, expert] * part[layer, slot]) if expert != EMPTY else 0.0
                 for slot, expert in enumerate(table[layer])

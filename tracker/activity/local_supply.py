@@ -22,13 +22,13 @@ Named = tuple[tuple[int, int, float], ...]
 
 @dataclass(frozen=True, eq=False)
 class LocalSupply:
-    """Placement of one epoch, by rank. held: bool [ranks, layers, experts]; layers below `boundary` are
-    sharded over all ranks.
+    """Placement of one epoch, by rank. held: bool [ranks, layers, experts]. whole: layers in which a rank may
+    be nearer to an expert than others, ascending.
     """
 
     epoch: int
     held: NDArray[np.bool_]
-    boundary: int
+    whole: NDArray[np.intp]
 
     @classmethod
     def of(cls, record: PlacementRecord, layout: Layout | None) -> "LocalSupply":
@@ -38,7 +38,7 @@ class LocalSupply:
         layout = layout or EP
         placement = Placement.from_record(record)
         held = np.ascontiguousarray(placement.replicas_on_rank.transpose(1, 0, 2) > 0)
-        return cls(record.epoch, held, record.layers if layout.attention == "tp" else layout.boundary)
+        return cls(record.epoch, held, layout.whole(record.layers if layout.targets_are_ranks else 0))
 
     def remote(self, rank: int, rates: NDArray[Any]) -> float | None:
         """Return the share of the rates [layers, experts] for experts without a replica on the rank, over
@@ -46,12 +46,12 @@ class LocalSupply:
 
         None without demand, or without a layer of whole experts: then all ranks are equally near.
         """
-        wanted = rates[self.boundary :]
+        wanted = rates[self.whole]
         total = float(wanted.sum(dtype=np.float64))
         if total <= 0.0:
             return None
         return min(
-            1.0, max(0.0, 1.0 - float(wanted[self.held[rank, self.boundary :]].sum(dtype=np.float64)) / total)
+            1.0, max(0.0, 1.0 - float(wanted[self.held[rank, self.whole]].sum(dtype=np.float64)) / total)
         )
 
     def wanted_remote(self, rank: int, rates: NDArray[Any], pairs: NDArray[Any]) -> Named:
@@ -74,10 +74,11 @@ class LocalSupply:
         """Return up to NAMED of the chosen experts [layers, experts], by rate: descending for direction -1,
         ascending for 1.
         """
-        layers, experts = np.nonzero(chosen[self.boundary :])
-        found = rates[self.boundary :][layers, experts]
+        layers, experts = np.nonzero(chosen[self.whole])
+        layers = self.whole[layers]
+        found = rates[layers, experts]
         if len(found) > NAMED:
             few = direction * found <= np.partition(direction * found, NAMED - 1)[NAMED - 1]
             layers, experts, found = layers[few], experts[few], found[few]
         order = np.lexsort((experts, layers, direction * found))[:NAMED]
-        return tuple((int(layers[at]) + self.boundary, int(experts[at]), float(found[at])) for at in order)
+        return tuple((int(layers[at]), int(experts[at]), float(found[at])) for at in order)

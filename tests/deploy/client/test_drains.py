@@ -14,7 +14,7 @@ from deploy.client.fleet_status import members
 from fleet.facts.bookings import BookedLoad, ReservationsChanged
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import Capabilities, EngineJoined, EngineLeft, RankDrained
-from fleet.layout import Layout
+from fleet.layout import Layout, tp
 from fleet.requests.routing import ReservationsDescribed
 
 SUBJECTS = Subjects()
@@ -25,7 +25,7 @@ async def bus() -> AsyncIterator[MemoryBus]:
     """Two engines, of two ranks and of one target, and one that has left."""
     bus = MemoryBus()
     await join(bus, "e0", 10, 2)
-    await join(bus, "tp", 20, 2, Layout(attention="tp", boundary=2))
+    await join(bus, "tp", 20, 2, tp(2))
     await join(bus, "gone", 30, 1)
     await bus.record(SUBJECTS.membership("gone"), EngineLeft(engine="gone", worker_id=30, reason="stopped"))
     yield bus

@@ -25,7 +25,7 @@ from fleet.facts.migrations import (
     PlanEvaluated,
 )
 from fleet.facts.placements import HomesPublished, PlacementCommitted
-from fleet.layout import Layout
+from fleet.layout import EP
 from fleet.placement import linear
 from tests.deploy.loop_figures import PREDICTED, START
 
@@ -256,13 +256,11 @@ def test_no_more_events_are_kept_than_can_be_looked_at() -> None:
             "engine-0: plan cafe is given up: no  room",
         ),
         (
-            PlacementCommitted(**WHO, layout=Layout(attention="dp", boundary=0), placement=PLACEMENT),
+            PlacementCommitted(**WHO, layout=EP, placement=PLACEMENT),
             "engine-0 serves epoch 0",
         ),
         (
-            PlacementCommitted(
-                **WHO, layout=Layout(attention="dp", boundary=0), placement=PLACEMENT, plan="cafe"
-            ),
+            PlacementCommitted(**WHO, layout=EP, placement=PLACEMENT, plan="cafe"),
             None,
         ),
         (

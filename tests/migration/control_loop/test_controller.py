@@ -25,7 +25,7 @@ from fleet.facts.migrations import (
     PlanEvaluated,
 )
 from fleet.facts.placements import HomesPublished
-from fleet.layout import Layout
+from fleet.layout import tp
 from fleet.requests.control_loop import EngineLoop, SetLoopState
 from fleet.requests.demand import DescribeProfile
 from fleet.requests.plans import DescribePlan, MigrateExpert, PlanDescribed, RollBack
@@ -881,7 +881,7 @@ async def test_an_engine_whose_experts_are_sharded_is_measured_and_left_alone_be
     sharded = Flight(broker, "t", 2)
     sharded.remote_ranks = 0.0
     async with flight(broker) as world, serving(broker) as service:
-        await sharded.join(layout=Layout(attention="tp", boundary=SHAPE.layers))
+        await sharded.join(layout=tp(SHAPE.layers))
         for _ in range(25):
             await sharded.speak()
             await world.last(1)

@@ -8,7 +8,7 @@ import pytest
 from fleet.facts.activity import DispatchMeasured, ExpertsActivated, RearrangementTime
 from fleet.facts.demand import DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
-from fleet.layout import EP, TP_EP, Layout
+from fleet.layout import EP, TP_EP, tp
 from fleet.popularity import ExpertCounts, ExpertTable
 from fleet.signatures import ClusterModel
 from fleet.timing import RearrangeSpeed
@@ -200,7 +200,7 @@ def test_load_and_clusters_are_part_of_the_view() -> None:
 
 
 def test_an_engine_that_is_one_target_is_seen_without_a_demand_for_each_rank() -> None:
-    sharded = EngineEntry("a", 1, Layout(attention="tp", boundary=2), ENTRY.placement)
+    sharded = EngineEntry("a", 1, tp(2), ENTRY.placement)
     view: EngineView = watching().view(sharded, 1.0)
     assert view.layout.attention == "tp"
 

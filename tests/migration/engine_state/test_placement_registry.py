@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fleet.facts.engines import EngineJoined
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import EP, TP_EP, Layout
+from fleet.layout import EP, TP_EP, Layout, tp
 from fleet.placement import Placement, PlacementRecord, linear
 from migration.engine_state.placement_registry import InvalidPlacementEvent, PlacementFault, PlacementRegistry
 from tests.migration import builders
@@ -128,7 +128,7 @@ def test_an_engine_that_left_is_present_no_more_but_can_be_read() -> None:
 
 
 def test_a_tensor_parallel_engine_is_one_target_with_the_placement_to_return_to() -> None:
-    layout = Layout(attention="tp", boundary=2)
+    layout = tp(2)
     wanted = PlacementRegistry().joined(joined(layout=layout, urls=("http://x",)))
     assert wanted is not None
     assert wanted.layout == layout
@@ -166,8 +166,8 @@ def test_a_reported_map_with_an_expert_twice_on_a_rank_is_recorded() -> None:
         ({"urls": ("http://x",)}, PlacementFault.SHAPE),
         ({"shape": msgspec.structs.replace(SHAPE, layers=3)}, PlacementFault.SHAPE),
         ({"shape": msgspec.structs.replace(SHAPE, experts=7)}, PlacementFault.SHAPE),
-        ({"layout": Layout(attention="tp", boundary=1)}, PlacementFault.LAYOUT),
-        ({"layout": Layout(attention="dp", boundary=9)}, PlacementFault.LAYOUT),
+        ({"layout": Layout(attention="tp", sharded=(0,))}, PlacementFault.LAYOUT),
+        ({"layout": Layout(attention="dp", sharded=(9,))}, PlacementFault.LAYOUT),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"")}, PlacementFault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"\0" * 40)}, PlacementFault.PLACEMENT),
         (

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from benchmarks.rig.placements.popularity import by_rank, domains, drifted, load, sampled
 from fleet.experts import ModelShape
-from fleet.layout import EP, Layout
+from fleet.layout import EP, Layout, experts_tp, tp
 from fleet.placement import FULL, Placement, linear
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
@@ -139,9 +139,7 @@ def test_empty_slots_are_filled_with_what_is_wanted_most_where_sending_tokens_ta
     )
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(attention="tp", boundary=LAYERS), Layout(attention="dp", boundary=LAYERS)]
-)
+@pytest.mark.parametrize("layout", [tp(LAYERS), experts_tp(LAYERS)])
 def test_sharded_experts_have_no_better_place(layout: Layout) -> None:
     truth, foreign, _ = zipf()
     found = decided(view(planned_for(truth), foreign, layout=layout))
@@ -254,7 +252,7 @@ def test_only_the_named_layers_change() -> None:
 
 def test_layers_that_are_sharded_are_left_out_of_plans_and_figures() -> None:
     truth, foreign, _ = zipf()
-    half = view(planned_for(truth), foreign, layout=Layout(attention="dp", boundary=1))
+    half = view(planned_for(truth), foreign, layout=Layout(attention="dp", sharded=(0,)))
     for policy in ("roost", "uniform"):
         found = decided(half, policy=policy)
         assert {step.layer for step in found.record.steps} == {1, 2}
@@ -379,7 +377,7 @@ def test_a_lull_takes_nobodys_home_away() -> None:
     for another in (replace(seen, homes=to_come), replace(seen, homes=others), replace(seen, homes=None)):
         assert decided(another).homes.share is None
     assert decided(seen, "replicate").homes.share is None, "that policy leaves requests where they are"
-    sharded = decided(replace(seen, layout=Layout(attention="tp", boundary=LAYERS)))
+    sharded = decided(replace(seen, layout=tp(LAYERS)))
     assert sharded.homes.share is None
 
 
@@ -440,8 +438,8 @@ def test_demand_that_swings_to_and_fro_moves_bounded_bytes() -> None:
     assert sum(copied[4:]) <= sum(copied[:4]), copied
 
 
-@pytest.mark.parametrize("boundary", [0, 1])
-def test_what_the_last_plan_did_is_not_undone_without_new_evidence(boundary: int) -> None:
+@pytest.mark.parametrize("sharded", [(), (0,), (1,)])
+def test_what_the_last_plan_did_is_not_undone_without_new_evidence(sharded: tuple[int, ...]) -> None:
     truth, foreign, _ = zipf()
     per, layer = EXPERTS // RANKS, 2
     start = planned_for(truth, per)
@@ -453,7 +451,7 @@ def test_what_the_last_plan_did_is_not_undone_without_new_evidence(boundary: int
     seen = view(
         moved,
         truth,
-        layout=Layout(attention="dp", boundary=boundary),
+        layout=Layout(attention="dp", sharded=sharded),
         history=MoveHistory.begin(1, start).committed(moved, "p", 0.0),
         now=1e6,
     )

@@ -15,7 +15,7 @@ from fleet.facts.demand import ClustersPublished, DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineLeft
 from fleet.facts.placements import HomesPublished, PlacementCommitted
-from fleet.layout import EP, Layout
+from fleet.layout import EP, tp
 from fleet.placement import Placement
 from fleet.popularity import ExpertTable
 from fleet.requests.demand import DescribeClusters, DescribeProfile
@@ -234,7 +234,7 @@ async def test_old_repeated_and_impossible_demand_is_counted_and_changes_nothing
 @pytest.mark.looptime
 async def test_an_engine_whose_experts_are_sharded_is_told_so_though_no_demand_is_heard() -> None:
     bus = MemoryBus()
-    await join(bus, layout=Layout(attention="tp", boundary=2), urls=("http://0",) * 4)
+    await join(bus, layout=tp(2), urls=("http://0",) * 4)
     async with serving(bus):
         assert "sharded" in str((await ask(bus)).refused)
 

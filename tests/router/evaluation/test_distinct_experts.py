@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from fleet.layout import EP, Layout
+from fleet.layout import EP, Layout, experts_tp, tp
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 from router.evaluation.distinct_experts import ClusterMixes, MixShare, ReadingGroup, read
@@ -100,7 +100,7 @@ def test_any_order_of_bookings_and_ends_leaves_what_is_open(events: list[tuple[i
 
 def test_a_request_adds_least_where_its_experts_are_read_anyway() -> None:
     reads = read(
-        ReadingGroup(halves(skew=30.0), 1, 0).misses(),
+        ReadingGroup(halves(skew=30.0), 1, (0, 1)).misses(),
         [np.array([8.0, 0.0]), np.array([0.0, 8.0]), np.zeros(2)],
     )
     assert reads.added[0, 0] < 0.3 * reads.added[1, 0]
@@ -112,9 +112,9 @@ def test_a_request_adds_least_where_its_experts_are_read_anyway() -> None:
 
 def test_sharded_layers_and_unused_clusters() -> None:
     model = halves()
-    assert ReadingGroup(model, 2, 1).misses().shape == (2, 4)
+    assert ReadingGroup(model, 2, (0,)).misses().shape == (2, 4)
     unused = type(model)(1, model.profiles, np.array([1, 0], np.float32), 0.1)
-    misses = ReadingGroup(unused, 2, 0).misses()
+    misses = ReadingGroup(unused, 2, (0, 1)).misses()
     assert misses[0].tolist() == misses[1].tolist()  # the mean, which is the first's
 
 
@@ -162,10 +162,10 @@ async def test_engines_are_priced_by_what_they_run(threads: ThreadPoolExecutor) 
 @pytest.mark.parametrize(
     ("layout", "speed"),
     [
-        (Layout(attention="tp", boundary=2), READS),
+        (tp(2), READS),
         (EP, EngineSpeed()),
         (EP, None),
-        (Layout(attention="dp", boundary=2), READS),
+        (experts_tp(2), READS),
     ],
     ids=["tp", "no reading time", "no speed", "all layers sharded"],
 )
@@ -207,7 +207,7 @@ async def test_an_engine_that_switches_to_tensor_parallelism_reads_and_sends_not
     placement = Placement.from_record(
         structs.replace(state.placement.record(), epoch=state.placement.epoch + 1)
     )
-    assert running.view.place(1, placement, Layout(attention="tp", boundary=2))
+    assert running.view.place(1, placement, tp(2))
     await running.mixing.refresh(1.0)
     assert running.mixing.surcharge(1) == NONE
     assert running.mixing.surcharge(2).token == before.token

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fleet.layout import Layout
+from fleet.layout import tp
 from router.config import RouterConfig
 from router.fleet_state.reservations import Reservations
 from router.fleet_state.target_table import RankKey, TargetTable
@@ -300,7 +300,7 @@ def test_drains_hold_for_a_rank_or_an_engine_of_one_incarnation(table: TargetTab
 
 
 def test_a_drained_engine_that_is_one_target_is_one_bar() -> None:
-    table = roster_of(2, 1, layout=Layout(attention="tp", boundary=2))
+    table = roster_of(2, 1, layout=tp(2))
     health = CircuitBreakers(RouterConfig())
     health.drain(1, None, "")
     assert set(health.exclusions(table, 0.0).hard) == {A}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fleet.dispatch import numbered
 from fleet.experts import ModelShape
-from fleet.layout import EP, Layout
+from fleet.layout import EP, experts_tp, tp
 from fleet.placement import linear
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
@@ -29,7 +29,7 @@ from tests.router.decision_builders import decided, prediction_of, view_of
 from tests.router.learnt_tables import clusters, halves
 from tests.router.router_fixture import SHAPE, engine_joined
 
-TP = Layout(attention="tp", boundary=2)
+TP = tp(2)
 SPEED = EngineSpeed(
     prefill_token=1e-3,
     prefill_pair=1e-6,
@@ -459,7 +459,7 @@ def test_an_announced_handover_counts_until_it_is_over_and_rebuilds_nothing() ->
 
 
 def test_layouts_with_sharded_experts_read_nothing_for_one_request() -> None:
-    for layout, reads in ((EP, [5e-5] * 2), (Layout(attention="dp", boundary=2), [0.0] * 2), (TP, [0.0])):
+    for layout, reads in ((EP, [5e-5] * 2), (experts_tp(2), [0.0] * 2), (TP, [0.0])):
         assert pair(layout=layout).expert_read_s.tolist() == reads
 
 

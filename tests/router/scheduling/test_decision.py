@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fleet.dispatch import ROW_HASH
 from fleet.facts.engines import Capabilities
-from fleet.layout import TP_EP, Layout
+from fleet.layout import EP, TP_EP, Layout, experts_tp, tp
 from fleet.placement import Placement, linear
 from router.fleet_state.dispatch_cost import (
     DispatchCost,
@@ -282,7 +282,7 @@ def test_a_cluster_without_traffic_is_priced_as_the_mean() -> None:
     assert found.local[:, 2] == pytest.approx([0.5] * 2, abs=1e-3)
 
 
-@pytest.mark.parametrize("layout", [Layout(attention="tp", boundary=2), Layout(attention="dp", boundary=2)])
+@pytest.mark.parametrize("layout", [tp(2), experts_tp(2)])
 def test_there_is_no_expert_price_where_experts_are_sharded(layout: Layout) -> None:
     found = locality((0, 0), SHAPE, layout, linear(layers=2, experts=4, ranks=2), halves())
     assert found.prices is None
@@ -308,10 +308,10 @@ def test_copies_chosen_by_the_row_are_near_to_no_rank() -> None:
     assert found.local == pytest.approx(0.5, abs=1e-3)
 
 
-def test_layers_below_the_boundary_cost_nothing_and_are_not_counted_as_local() -> None:
+def test_sharded_layers_cost_nothing_and_are_not_counted_as_local() -> None:
     placement = linear(layers=2, experts=4, ranks=2)
     whole = prices(locality((0, 0), SHAPE, None, placement, halves()))
-    half = prices(locality((0, 0), SHAPE, Layout(attention="dp", boundary=1), placement, halves()))
+    half = prices(locality((0, 0), SHAPE, Layout(attention="dp", sharded=(0,)), placement, halves()))
     assert half.remote == pytest.approx(whole.remote / 2)
     assert half.local == pytest.approx(whole.local)
 
@@ -370,7 +370,7 @@ def test_engines_that_began_alike_have_the_same_prices_whatever_their_epochs() -
         DispatchInputs((0, 0), SHAPE, None, placement, halves()),
         DispatchInputs((0, 0), SHAPE, None, placement, None),
         DispatchInputs((0, 0), None, None, placement, model),
-        DispatchInputs((0, 0), SHAPE, Layout(attention="dp", boundary=1), placement, model),
+        DispatchInputs((0, 0), SHAPE, Layout(attention="dp", sharded=(0,)), placement, model),
         DispatchInputs((0, 0, 0), SHAPE, None, placement, model),
     ]
     assert not any(work.same_as(other) or other.same_as(work) for other in others)
@@ -441,7 +441,7 @@ def test_an_expert_term_of_zero_says_why() -> None:
     assert notes(prediction_of([1, 1], gain=0.0)) == {NO_GAIN}
     assert notes(prediction_of([0, 0], priced=[False, False])) == {"not priced yet with the present clusters"}
     assert decided(target_table).record().prediction is None
-    view, _ = view_of({"layout": Layout(attention="tp", boundary=2)}, clusters=halves())
+    view, _ = view_of({"layout": tp(2)}, clusters=halves())
     target_table = view.target_table("demo")
     assert "sharded" in str(notes(prediction_of([0], priced=[False])))
 
@@ -484,7 +484,7 @@ def test_an_engine_that_left_is_not_revived_by_a_late_heartbeat() -> None:
 
 
 def test_under_tensor_parallel_attention_an_engine_is_one_target() -> None:
-    view, _ = view_of({"ranks": 4, "layout": Layout(attention="tp", boundary=2)})
+    view, _ = view_of({"ranks": 4, "layout": tp(2)})
     assert [target.name for target in view.target_table("demo").targets] == ["e0/0"]
     assert "sharded" in str(view.target_table("demo").targets[0].note)
 
@@ -493,10 +493,10 @@ def test_an_older_placement_never_replaces_a_newer_one() -> None:
     view, _ = view_of({})
     newer = linear(layers=2, experts=4, ranks=2, slots_per_rank=3)
     newer.epoch = 5
-    assert view.place(1, newer, Layout(attention="dp", boundary=0))
+    assert view.place(1, newer, EP)
     assert view.target_table("demo").targets[0].epoch == 5
     assert view.target_table("demo").targets[0].note == "not priced yet"
-    assert not view.place(1, linear(layers=2, experts=4, ranks=2), Layout(attention="dp", boundary=0))
+    assert not view.place(1, linear(layers=2, experts=4, ranks=2), EP)
     view.price(1, 4, locality((0, 0), None, None, None, None))  # for an outdated epoch
     assert view.target_table("demo").targets[0].note == "not priced yet"
 
@@ -508,14 +508,14 @@ def test_the_last_epochs_prices_stand_until_those_of_the_new_one_are_known() -> 
     mirrored = Placement(
         linear(layers=2, experts=4, ranks=2).expert_of_slot[:, ::-1], experts=4, ranks=2, epoch=1
     )
-    view.place(1, mirrored, Layout(attention="dp", boundary=0))
+    view.place(1, mirrored, EP)
     assert (view.prices("demo").flat == before.flat).all()
     assert view.target_table("demo").targets[0].note == "not priced yet: the term is that of epoch 0"
     view.price(1, 1, locality((0, 0), SHAPE, None, mirrored, halves()))
     assert view.prices("demo").flat == pytest.approx(before.flat[[1, 0, 2, 3, 5, 4, 6]])
     assert view.target_table("demo").targets[0].note is None
     tp = Placement(mirrored.expert_of_slot, experts=4, ranks=2, epoch=2)
-    view.place(1, tp, Layout(attention="dp", boundary=2))
+    view.place(1, tp, experts_tp(2))
     assert not view.prices("demo").priced.any(), "another layout has other prices"
 
 

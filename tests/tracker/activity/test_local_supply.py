@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.layout import EP, Layout
+from fleet.layout import EP, Layout, experts_tp, tp
 from fleet.placement import Placement, linear
 from tracker.activity.local_supply import DOUBT, NAMED, LocalSupply
 
@@ -23,14 +23,17 @@ tables = st.lists(st.integers(0, 200), min_size=LAYERS * EXPERTS, max_size=LAYER
 )
 
 
-@given(tables, st.integers(0, RANKS - 1), st.integers(0, LAYERS))
+@given(tables, st.integers(0, RANKS - 1), st.sets(st.integers(0, LAYERS - 1)))
 def test_the_lists_and_the_share_are_what_counting_expert_by_expert_gives(
-    pairs: np.ndarray, rank: int, boundary: int
+    pairs: np.ndarray, rank: int, sharded: set[int]
 ) -> None:
     placement = linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS)
-    known, rates = supply(placement, Layout(attention="dp", boundary=boundary)), pairs / np.float32(20)
+    known, rates = (
+        supply(placement, Layout(attention="dp", sharded=tuple(sorted(sharded)))),
+        pairs / np.float32(20),
+    )
     held = {(layer, int(expert)) for layer in range(LAYERS) for expert in placement.on_rank(rank)[layer]}
-    cells = [(layer, expert) for layer in range(boundary, LAYERS) for expert in range(EXPERTS)]
+    cells = [(layer, expert) for layer in range(LAYERS) if layer not in sharded for expert in range(EXPERTS)]
     total = sum(float(rates[cell]) for cell in cells)
     away = sum(float(rates[cell]) for cell in cells if cell not in held)
     assert known.remote(rank, rates) == (None if total == 0 else pytest.approx(away / total, rel=1e-6))
@@ -74,7 +77,7 @@ def test_few_pairs_name_nobody() -> None:
 
 def test_where_experts_are_sharded_no_rank_is_nearer() -> None:
     rates = np.ones((LAYERS, EXPERTS), np.float32)
-    for layout in (Layout(attention="tp", boundary=LAYERS), Layout(attention="dp", boundary=LAYERS)):
+    for layout in (tp(LAYERS), experts_tp(LAYERS)):
         assert supply(layout=layout).remote(0, rates) is None
         assert supply(layout=layout).wanted_remote(0, rates, 100 * rates) == ()
     assert supply(layout=EP).remote(0, rates) == pytest.approx(0.75)
