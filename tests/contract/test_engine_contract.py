@@ -1,5 +1,5 @@
-"""What every engine of ours promises behind the Engine port: one suite over the embedded engine (tiny random
-weights) and the simulated one."""
+"""What every engine promises behind the Engine port: one suite over the embedded engine (tiny random weights)
+and the simulated one, and what of it is about facts alone over a recorded vLLM too."""
 
 import asyncio
 import functools
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deploy.process import alongside
 from engine_adapter.batching import kv_cache
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.sampling import Sampling
@@ -28,15 +29,22 @@ from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import FaultOrder
 from engine_adapter.simulated.rank import SimulatedRank
+from engine_adapter.vllm.config import VllmConfig
+from engine_adapter.vllm.deployment import VllmDeployment
+from engine_adapter.vllm.discovery import discover
+from engine_adapter.vllm.server import VllmServer
 from fleet.blocks import local_hashes, salted_seed, sequence_hashes
 from fleet.facts.dynamo_kv import KvChange
 from fleet.placement import Placement
 from fleet.routings import UNKNOWN, count_pairs
+from fleet.settings import FilePath
 from fleet.timing import EngineSpeed
+from tests.engine_adapter.vllm.recorded_server import RECORDING, RecordedVllm, recorded_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"kv_blocks": 24, "max_batch_tokens": 48, "max_running": 4, "max_waiting": 4}
-BLOCK = 16
+BLOCK, VLLM_BLOCK = 16, 32
+TOKENIZER = FilePath(str(ROOT / "deploy/demo_model/checkpoint"))
 PROMPT = [ord(letter) for letter in "a prompt that is longer than three blocks of tokens"]
 SAMPLED = Sampling(temperature=1.0, seed=77)
 
@@ -174,6 +182,11 @@ async def embedded(checkpoint: Path, **settings: Any) -> AsyncIterator[Tried]:
 @pytest.fixture(params=["embedded", "simulated"])
 def start(request: pytest.FixtureRequest) -> Starter:
     """`async with start(kv_blocks=8) as tried:` a rank that serves until the block ends."""
+    return starter(request)
+
+
+def starter(request: pytest.FixtureRequest) -> Starter:
+    """Return what starts the rank that the parameter names."""
     if request.param == "simulated":
         return simulated
     request.getfixturevalue("monkeypatch").setattr(
@@ -186,6 +199,78 @@ def start(request: pytest.FixtureRequest) -> Starter:
 async def tried(start: Starter) -> AsyncIterator[Tried]:
     async with start() as one:
         yield one
+
+
+async def mixed(tried: Tried) -> None:
+    """Have a rank of ours compute prompts that share prefixes, more than its cache holds; some are
+    cancelled."""
+    dice = np.random.default_rng(5)
+    stems = [dice.integers(1, 256, 40).tolist() for _ in range(3)]
+    for _ in range(4):
+        prompts = [
+            stems[dice.integers(3)][: dice.integers(1, 41)]
+            + dice.integers(1, 256, dice.integers(1, 60)).tolist()
+            for _ in range(8)
+        ]
+        answers = [await tried.submit(prompt, int(dice.integers(1, 40))) for prompt in prompts]
+        for answer in answers[:2]:
+            await anext(answer, None)
+            answer.cancel()
+        tried.take()
+        for answer in answers[2:]:
+            await answer.rest()
+
+
+@dataclass
+class Recorded:
+    """A data-parallel rank of a vLLM that says what was recorded (`tests/engine_adapter/vllm/record.py`)."""
+
+    tried: Tried
+    server: RecordedVllm
+    rank: int
+
+    async def play(self) -> None:
+        """Have the server publish all that it published; its caches are cleared before the end."""
+        await self.server.publish(len(RECORDING["steps"]) - 1)
+        last = chained(RECORDING["steps"][-1]["requests"][self.rank])
+        async with asyncio.timeout(20):
+            while "cleared" not in self.tried.kv or held_after(self.tried.kv, 24) != last:
+                await self.tried.engine.wait_facts()
+                self.tried.take()
+            known = self.tried.take().load.reading
+            while self.tried.take().load.reading == known:  # the load is polled
+                await self.tried.engine.wait_facts()
+
+
+def chained(request: dict[str, Any]) -> set[int]:
+    """Hashes of the full blocks that a recorded request leaves in a cache: its last token was never an
+    input."""
+    ids = [*request["prompt"], *request["answer"][:-1]]
+    return set(sequence_hashes(local_hashes(ids, VLLM_BLOCK, salted_seed(request["salt"]))))
+
+
+@asynccontextmanager
+async def recorded() -> AsyncIterator[Recorded]:
+    """The second of two ranks."""
+    async with recorded_vllm() as server:
+        config = VllmConfig(urls=(server.url,), listen="127.0.0.1:0", load_seconds=0.02, tokenizer=TOKENIZER)
+        deployment = VllmDeployment(await discover(config, [VllmServer(server.url, None, 5)]), config)
+        async with alongside(deployment.run(), "the deployment under test") as run:
+            rank = deployment.targets[1]
+            yield Recorded(Tried(rank, run, lambda: None, deployment.targets), server, 1)
+
+
+@pytest.fixture(params=["embedded", "simulated", "recorded vLLM"])
+async def worked(request: pytest.FixtureRequest) -> AsyncIterator[Tried]:
+    """A rank that has computed many requests, and is idle."""
+    if request.param == "recorded vLLM":
+        async with recorded() as vllm:
+            await vllm.play()
+            yield vllm.tried
+        return
+    async with starter(request)() as tried:
+        await mixed(tried)
+        yield tried
 
 
 def held_after(changes: Sequence[KvChange | str], limit: int) -> set[int]:
@@ -270,26 +355,39 @@ async def test_a_collision_of_block_hashes_shares_no_kv(
 
 
 async def test_kv_facts_come_in_order_and_conserve_blocks_through_eviction_preemption_and_cancels(
-    tried: Tried,
+    worked: Tried,
 ) -> None:
-    dice = np.random.default_rng(5)
-    stems = [dice.integers(1, 256, 40).tolist() for _ in range(3)]
-    for _ in range(4):
-        prompts = [
-            stems[dice.integers(3)][: dice.integers(1, 41)]
-            + dice.integers(1, 256, dice.integers(1, 60)).tolist()
-            for _ in range(8)
-        ]
-        answers = [await tried.submit(prompt, int(dice.integers(1, 40))) for prompt in prompts]
-        for answer in answers[:2]:
-            await anext(answer, None)
-            answer.cancel()
-        tried.take()
-        for answer in answers[2:]:
-            await answer.rest()
-    last = await tried.idle()
-    assert len(held_after(tried.kv, SMALL["kv_blocks"])) == last.load.used_blocks
-    assert any(isinstance(change, KvChange) and change.removed is not None for change in tried.kv)
+    last = await worked.idle()
+    assert len(held_after(worked.kv, worked.engine.description.kv_blocks)) == last.load.used_blocks > 0
+    assert any(isinstance(change, KvChange) and change.removed is not None for change in worked.kv)
+
+
+async def test_what_a_recorded_vllm_computed_is_told_under_the_hashes_that_routers_compute() -> None:
+    asked = [one for step in RECORDING["steps"] for one in step["requests"] if one["rank"] == 1]
+    async with recorded() as vllm:
+        await vllm.play()
+        stored = {
+            block.block_hash
+            for change in vllm.tried.kv
+            if not isinstance(change, str) and change.stored is not None
+            for block in change.stored.blocks
+        }
+    assert {one["salt"] for one in asked} == {"", "tenant-a"}
+    assert stored == set().union(*map(chained, asked))
+
+
+async def test_a_recorded_vllm_under_load_says_so() -> None:
+    async with recorded() as vllm:
+        vllm.server.metrics = RECORDING["loaded"]
+        async with asyncio.timeout(10):
+            while not (load := vllm.tried.take().load).running:
+                await vllm.tried.engine.wait_facts()
+        assert 0 < load.decode_blocks <= load.used_blocks
+
+
+async def test_an_idle_rank_of_any_engine_has_no_load_but_what_it_keeps(worked: Tried) -> None:
+    load = (await worked.idle()).load
+    assert (load.running, load.waiting, load.prefill_tokens, load.decode_blocks) == (0, 0, 0, 0)
 
 
 async def test_an_idle_rank_has_no_load_but_what_it_keeps(tried: Tried) -> None:
@@ -319,10 +417,9 @@ async def test_a_rank_that_has_decoded_says_how_long_a_step_takes(tried: Tried) 
     assert 0 < seconds < 1
 
 
-async def test_facts_are_told_once(tried: Tried) -> None:
-    await tried.ask(decision="once")
-    await tried.idle()
-    again = tried.take()
+async def test_facts_are_told_once(worked: Tried) -> None:
+    await worked.idle()
+    again = worked.take()
     assert (again.kv, again.activations, again.ended, again.ended_lost) == ((), None, (), 0)
 
 
