@@ -145,16 +145,17 @@ async def _incarnation(about: _Represented, replaces: int | None) -> int:
         if failure is None:
             raise
         log.warning("%s leaves: %s", about.name, failure)
-    if maps is not None and maps.replaced:
-        about.workers.forget(maps)
     return who.worker_id
 
 
 async def _workers_of(about: _Represented, found: Deployment) -> WorkerMaps | None:
-    """Return the workers of this start of vLLM, once all are connected. None: they are not in time."""
+    """Return the workers of this start of vLLM, once all are connected. None: they are not in time.
+
+    Those that serve a map of vLLM's own choice introduce themselves anew, and get an epoch for it."""
     with suppress(TimeoutError):
         async with asyncio.timeout(about.config.plugin_seconds):
-            maps = await _next_workers(about, found, None)
+            while (maps := await _next_workers(about, found, None)).replaced:
+                about.workers.forget(maps)
             about.starts[maps.instance] = found.started
             return maps
     return None

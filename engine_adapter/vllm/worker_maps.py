@@ -157,6 +157,14 @@ class WorkerMaps:
         """Return the epoch in which a map was served last. None: it never was, as far as is known here."""
         return self._epochs.get(digest)
 
+    def epoch_for(self, hello: WorkerHello) -> int:
+        """Return the epoch of the map that a worker serves, if the worker knows none. 0: it is not the
+        initial map in force, so vLLM's own policy chose it. Its epoch must be above all on record, and
+        belongs to a new start (`replaced`)."""
+        initial = self._placement.epoch == self.epoch
+        same = hello.map == self._placement.expert_of_slot.astype("<i2").tobytes()
+        return self.epoch if initial and same else 0
+
     def join(self, hello: WorkerHello, link: WorkerConnection) -> None:
         """Add a worker, or one that has connected again: its earlier connection is closed. BadWorker when it
         contradicts the others."""

@@ -152,7 +152,7 @@ class WorkerServer:
         link = WorkerLink(writer)
         welcome = AgentWelcome(
             proof=proof(self._secret, "agent", hello.nonce),
-            epoch=maps.epoch,
+            epoch=maps.epoch_for(hello),
             report_seconds=self._config.report_seconds,
             vote_steps=self._config.vote_steps,
             expert_digests=maps.expert_digests,

@@ -280,6 +280,37 @@ async def test_a_restarted_vllm_joins_with_its_map_under_an_epoch_above_all_on_r
     assert second.placement.slots == table().astype("<i2").tobytes()
 
 
+async def test_a_map_that_vllm_chose_during_an_outage_has_an_epoch_above_all_on_record(
+    server: RecordedVllm,
+) -> None:
+    """The network was apart for so long that vLLM's own policy took over."""
+    broker = MemoryBroker(SUBJECTS)
+    async with with_workers(server) as (config, workers), represented(broker, config):
+        received = MemoryBus(broker).replay(SUBJECTS.membership("v"))
+        first = (await anext(received)).message
+        assert isinstance(first, EngineJoined)
+        assert first.placement is not None
+        committed = PlacementCommitted(
+            engine="v", worker_id=first.worker_id, layout=EP, placement=first.placement
+        )
+        await MemoryBus(broker).record(SUBJECTS.placements("v"), committed)  # as the planner does
+        await until(lambda: [worker.mailbox.epoch for worker in workers] == [1, 1])
+        server.up = False
+        for worker in workers:
+            await disconnect(worker)
+        await anext(received)
+        for worker in workers:
+            worker.mailbox.replaced_by_vllm(table(2))
+            worker.connect(config.address)
+        server.up = True
+        again = (await anext(received)).message
+    assert isinstance(again, EngineJoined)
+    assert again.placement is not None
+    assert again.placement.slots == table(2).astype("<i2").tobytes()
+    assert again.placement.epoch == 2
+    assert again.worker_id != first.worker_id
+
+
 async def test_workers_that_outlive_their_server_are_not_taken_for_those_of_the_next(
     server: RecordedVllm,
 ) -> None:

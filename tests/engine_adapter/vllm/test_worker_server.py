@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -36,10 +37,11 @@ LISTEN = VllmConfig(listen="127.0.0.1:0", vote_steps=8)
 
 @asynccontextmanager
 async def serving(epoch: int = 4, config: VllmConfig = LISTEN) -> AsyncIterator[WorkerServer]:
-    """A server of workers. epoch: of maps that nobody named."""
+    """A server of workers. epoch: of the first map that nobody named; each further one has the next."""
+    epochs = count(epoch)
 
     async def next_epoch() -> int:
-        return epoch
+        return next(epochs)
 
     server = WorkerServer(config, SECRET, next_epoch)
     async with asyncio.timeout(30), alongside(server.serve(), "server"):
@@ -291,6 +293,33 @@ async def test_a_map_that_vllm_itself_chose_ends_the_incarnation() -> None:
         await until(lambda: server.current() not in (None, maps))
         again = await complete(server)
         assert (again.placement.expert_of_slot == table(2)).all()
+        assert again.placement.epoch == 5
+
+
+@pytest.mark.parametrize("chosen", [2, 0], ids=["another map", "the initial map"])
+async def test_a_map_that_vllm_chose_while_no_agent_was_there_never_gets_an_epoch_of_an_earlier_one(
+    chosen: int,
+) -> None:
+    """The network was apart for so long that vLLM's own policy took over, and the agent lived."""
+    workers = [PluginWorker(0), PluginWorker(1)]
+    async with serving(epoch=7) as server:
+        async with connected(server, *workers):
+            maps = await complete(server)
+            for rank in range(2):
+                maps.stage(rank, 3, placement(1, epoch=9))
+                maps.permit(rank, 3)
+            await until(lambda: states(maps) == ["voting", "voting"])
+            assert vote(workers)
+            await until(lambda: maps.placement.epoch == 9)
+        for worker in workers:
+            worker.mailbox.replaced_by_vllm(table(chosen))
+        async with connected(server, *workers):
+            await until(lambda: maps.replaced)
+            server.forget(maps)
+            await until(lambda: server.current() not in (None, maps))
+            again = await complete(server)
+    assert (again.placement.expert_of_slot == table(chosen)).all()
+    assert again.placement.epoch == 8, "what the server was told when it asked for an epoch"
 
 
 def worker_moved() -> Any:
