@@ -203,7 +203,7 @@ class AgentWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
     proof: bytes
     epoch: int
-    """epoch of the map in force, if the worker knows none. 0: the agent cannot name one; its next welcome will"""
+    """epoch of the map in force, if the worker knows none; 0: it is named when the worker connects anew"""
     report_seconds: float
     vote_steps: int
     """steps between votes; all workers change it together, by agreement"""
