@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.handover.vote_protocol import VoteProtocol
+from engine_adapter.handover.vote_protocol import Drop, Effect, VoteProtocol
+from fleet.handover import CommandVerdict
 from fleet.placement import Placement
-from fleet.requests.handovers import HandoverDescribed
+from fleet.requests.handovers import AbortHandover, HandoverDescribed
 from migration.handover import coordinator, rank_progress
 from migration.handover.coordinator import HandoverState, OpenHandover
 from migration.handover.rank_progress import RankProgress
+from tests.handovers import vote_parties
 from tests.handovers.handover_fake_memory import Unsafe
 from tests.handovers.vote_parties import VoteWalk, VoteWorld
 from tests.voting_workers import Worker
@@ -77,8 +79,27 @@ def test_a_walk_notices_when_the_world_lacks_a_rule(world: type[VoteWorld], prom
         walked(range(300), 1500, world)
 
 
+class _OnlyAbortsDrop(VoteProtocol):
+    """Workers are asked to drop a map when a coordinator aborts it, and for no other reason."""
+
+    def __init__(self, *, worker_id: int, placement: Placement) -> None:
+        super().__init__(worker_id=worker_id, placement=placement)
+        self.aborted: set[tuple[int, int]] = set()
+
+    def abort(self, command: AbortHandover) -> CommandVerdict:
+        self.aborted.add((command.rank, command.handover))
+        return super().abort(command)
+
+    def drain(self) -> list[Effect]:
+        return [
+            effect
+            for effect in super().drain()
+            if not isinstance(effect, Drop) or (effect.rank, effect.handover) in self.aborted
+        ]
+
+
 def _others_are_not_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(VoteProtocol, "_hopeless", lambda *_: "")
+    patch.setattr(vote_parties, "VoteProtocol", _OnlyAbortsDrop)
 
 
 def _numbers_are_forgotten(patch: pytest.MonkeyPatch) -> None:
