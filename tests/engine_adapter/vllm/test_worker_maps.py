@@ -1,6 +1,7 @@
 """Two workers with the plugin's mailboxes behind connections that delay and lose messages: what the agent
 believes of them."""
 
+import random
 from collections import deque
 from typing import Any
 
@@ -98,13 +99,24 @@ class World:
             raw = msgspec.msgpack.encode(link.to_agent.popleft())
             self.maps.receive(rank, link, msgspec.msgpack.decode(raw, type=wire.FromWorker))
 
+    def catch_up(self, rank: int) -> None:
+        """The agent takes all messages of a worker's connection."""
+        link = self.links[rank]
+        while link is not None and link.to_agent:
+            self.hear(rank, link)
+
     def propose(self, shift: int) -> None:
         self.handover += 1
         self.epoch = max(worker.mailbox.epoch for worker in self.workers) + 1
         self.proposed = placement(shift % 6, self.epoch)
 
     def prepare(self, shift: int) -> None:
-        """Most of a handover at once: chance alone rarely gets as far as a vote."""
+        """End the last handover, and do most of another: chance alone rarely gets as far as a vote."""
+        for rank, link in enumerate(self.links):
+            self.maps.drop(rank, self.handover, "over")
+            while link is not None and link.to_worker:
+                link.answer()
+            self.catch_up(rank)
         self.propose(shift)
         for rank, link in enumerate(self.links):
             self.maps.stage(rank, self.handover, self.proposed)
@@ -127,6 +139,8 @@ class World:
                 link.answer()
             case "agent":
                 self.hear(rank, link)
+            case "caught up":
+                self.catch_up(rank)
             case "late" if self.ended[rank]:
                 self.hear(rank, self.ended[rank][0])
             case "cut":
@@ -169,7 +183,7 @@ class World:
 
 WHAT = (
     *("propose", "stage", "permit", "drop", "prepare", "prepare", "vote", "vote"),
-    *("worker", "worker", "agent", "agent", "agent", "cut", "connect", "late", "notice"),
+    *("worker", "worker", "agent", "agent", "caught up", "cut", "connect", "connect", "late", "notice"),
 )
 STEPS = st.lists(
     st.tuples(st.sampled_from(WHAT), st.integers(0, 1), st.integers(0, 5)), min_size=10, max_size=80
@@ -208,14 +222,44 @@ def test_the_agent_believes_only_what_all_workers_serve(steps: list[tuple[str, i
     assert not world.maps.fault
 
 
-def test_the_random_steps_reach_new_maps() -> None:
-    """The property above is empty unless maps come into force."""
+def test_the_random_steps_reach_new_maps_and_late_messages() -> None:
+    """The property above is empty unless maps come into force, and ended connections still bring something."""
+    flips = late = 0
+    for seed in range(60):
+        dice, world = random.Random(seed), World()
+        for _ in range(60):
+            what, rank = dice.choice(WHAT), dice.randrange(2)
+            late += what == "late" and any(link.to_agent for link in world.ended[rank][:1])
+            epoch = world.maps.placement.epoch
+            world.step(what, rank, dice.randrange(6))
+            flips += world.maps.placement.epoch > epoch
+    assert flips >= 60
+    assert late >= 30
+
+
+def test_slots_that_are_not_checked_yet_fail_nothing_and_are_compared_once_they_are() -> None:
+    """An agent that connects while the plugin checks a new map hears empty digests first."""
     world = World()
-    world.propose(2)
-    for rank in range(2):
-        world.maps.stage(rank, world.handover, world.proposed)
-        world.maps.permit(rank, world.handover)
-    world.settle()
+    hear(world, *(one.digests() for one in world.workers))
+    world.prepare(1)
     world.vote()
     world.settle()
     assert world.maps.placement == world.proposed
+    checked = [one.digests() for one in world.workers]
+    unchecked = [msgspec.structs.replace(one, digests=(("",) * 4, one.digests[1])) for one in checked]
+    hear(world, *unchecked)
+    assert not world.maps.fault
+    hear(world, *checked)
+    assert not world.maps.fault
+    hear(world, world.workers[0].digests(wrong=(0, 2)))
+    # rank 0 holds experts 1, 2, 3, 4 in its slots
+    assert world.maps.fault.startswith("the copy of expert 3 of layer 0 in slot 2 of expert rank 0")
+
+
+def hear(world: World, *digests: worker_side.ExpertDigests) -> None:
+    """The agent hears the digests of rank 0, then those of rank 1."""
+    for rank, one in enumerate(digests):
+        link = world.links[rank]
+        assert link is not None
+        link.to_agent.append(one)
+        world.hear(rank, link)
