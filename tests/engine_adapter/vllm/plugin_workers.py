@@ -102,10 +102,12 @@ class PluginWorker:
             epoch=status.epoch,
         )
 
-    def welcomed(self, welcome: AgentWelcome) -> Sequence[FromWorker]:
+    def welcomed(self, welcome: AgentWelcome) -> None:
+        assert self.link is not None
         self.welcomes.append(welcome)
         self.mailbox.epoch = self.mailbox.epoch or welcome.epoch
-        return [self.mailbox.status(), self.digests(), *self.mismatches]
+        for message in (self.mailbox.status(), self.digests(), *self.mismatches):
+            self.link.send(message)
 
     def find_mismatch(self) -> None:
         """Notice that a slot holds other weights than its map says, and take no map from then on."""
@@ -122,10 +124,13 @@ class PluginWorker:
             texts[wrong[0]][wrong[1]] = "other weights"
         return ExpertDigests(served=self.mailbox.served, digests=tuple(map(tuple, texts)))
 
-    def receive(self, message: FromAgent) -> FromWorker | None:
+    def receive(self, message: FromAgent) -> None:
+        assert self.link is not None
         self.received.append(message)
-        if self.deaf:
-            return None
+        if not self.deaf:
+            self.link.send(self.answer(message))
+
+    def answer(self, message: FromAgent) -> FromWorker:
         match message:
             case StageMap():
                 return self.mailbox.stage(message)

@@ -34,9 +34,7 @@ class Connection:
         """The worker takes one message."""
         if self.to_worker:
             raw = msgspec.msgpack.encode(self.to_worker.popleft())
-            reply = self.worker.receive(worker_side.decode(raw))
-            if reply is not None:
-                self.to_agent.append(reply)
+            self.to_agent.append(self.worker.answer(worker_side.decode(raw)))
 
     def carry_out(self) -> None:
         held = self.worker.mailbox.pass_vote()

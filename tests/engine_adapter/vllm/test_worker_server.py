@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from roost_vllm.wire import AgentWelcome as PluginWelcome
 from roost_vllm.wire import MapStatus as PluginStatus
 from roost_vllm.wire import SlotMismatch, frame, proof
 
@@ -17,7 +16,7 @@ from deploy.process import alongside
 from engine_adapter.engine import EngineFailed
 from engine_adapter.vllm import worker_server
 from engine_adapter.vllm.config import VllmConfig
-from engine_adapter.vllm.wire import MAX_FRAME_BYTES, AgentHello, LinkError
+from engine_adapter.vllm.wire import MAX_FRAME_BYTES, AgentHello, AgentWelcome, LinkError
 from engine_adapter.vllm.worker_maps import WorkerMaps
 from engine_adapter.vllm.worker_server import WorkerServer, framed
 from fleet.placement import Placement
@@ -148,7 +147,8 @@ async def introduced(
     asked = msgspec.msgpack.decode(await reader.readexactly(size), type=AgentHello)
     writer.write(frame(worker.hello(proof=proof(SECRET, "worker", asked.nonce), nonce=b"n" * 32)))
     size = int.from_bytes(await reader.readexactly(4), "big")
-    worker.welcomed(msgspec.msgpack.decode(await reader.readexactly(size), type=PluginWelcome))
+    welcome = msgspec.msgpack.decode(await reader.readexactly(size), type=AgentWelcome)
+    assert welcome.epoch == 4
     return reader, writer
 
 
@@ -381,9 +381,7 @@ async def test_an_agent_without_the_secret_is_refused_by_the_plugin(caplog: pyte
     async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(framed(AgentHello(protocol=1, nonce=b"n" * 32)))
         await reader.readexactly(4)
-        writer.write(
-            framed(worker_server.AgentWelcome(proof=b"no proof", epoch=1, report_seconds=1.0, vote_steps=1))
-        )
+        writer.write(framed(AgentWelcome(proof=b"no proof", epoch=1, report_seconds=1.0, vote_steps=1)))
         await reader.read()
         writer.close()
 
