@@ -65,7 +65,8 @@ class Rearranging(Protocol):
 
 
 class ExpertRank:
-    """One expert rank. refusal: why it takes no maps (empty: it takes them)."""
+    """One expert rank. refusal: why it takes no maps (empty: it takes them). Then vLLM's own policy stays in
+    force, and what it does is reported."""
 
     def __init__(
         self,
@@ -99,7 +100,9 @@ class ExpertRank:
         """runner and scheduler's choice of the step that is computed"""
         self._count = 0
         self._every = self._wished_every = VOTE_STEPS
-        self._fallback = False
+        self._fallback = bool(refusal)
+        self._has_rearranged = False
+        """vLLM's own policy rearranges, or has done so, and that is not reported yet"""
         self._agreed: torch.Tensor | None = None
         self._move_started = 0.0
         self._report_seconds = _REPORT_SECONDS
@@ -108,6 +111,8 @@ class ExpertRank:
         self._votes, self._vote_seconds = 0, 0.0
         self._step_seconds, self._told_seconds = 0.0, 0.0
         self.link = Link(settings, self)
+        if refusal:
+            self._tell_refusal(refusal)
 
     # vLLM's stepping thread
 
@@ -164,6 +169,9 @@ class ExpertRank:
         self._count += 1
         if self._mailbox.has_passed:
             self._follow_move()
+        if self._has_rearranged and not self._engine.is_moving():
+            self._has_rearranged = False
+            self._follow_vllm()
         if self._is_voting and is_due(self._count, self._every):
             self._vote()
         if not self._engine.is_moving():
@@ -171,13 +179,19 @@ class ExpertRank:
         self.reporting(self._report, time.monotonic() - self._reported >= self._report_seconds)
 
     def refuse(self, reason: str) -> None:
-        """Take no maps, and do not vote. Every rank must be told so before the first step."""
+        """Take no maps, do not vote, and leave vLLM's own policy in force. Every rank must be told so before
+        the first step."""
         self._is_voting = False
+        self._fallback = True
         with self._lock:
             self._mailbox.refusal = reason
+        self._tell_refusal(reason)
+
+    def _tell_refusal(self, reason: str) -> None:
+        logger.warning("roost: no placements: %s. vLLM's own policy stays in force", reason)
 
     def is_fallback(self) -> bool:
-        """Return whether vLLM's own policy is in force, by agreement."""
+        """Return whether vLLM's own policy is in force: by agreement, or because no maps are taken here."""
         return self._fallback
 
     def take_agreed(self) -> torch.Tensor | None:
@@ -186,9 +200,11 @@ class ExpertRank:
         return agreed
 
     def vllm_rearranged(self) -> None:
-        """Note the end of a rearrangement that vLLM's own policy chose."""
-        if not self._fallback or self._engine.is_moving():
-            return
+        """Note a call of vLLM's rearrangement. It may go on: under asynchronous EPLB layers follow."""
+        self._has_rearranged = self._fallback
+
+    def _follow_vllm(self) -> None:
+        """Report the map that vLLM's own policy has chosen."""
         table, old = self._engine.read_map(), self._mailbox.table
         if np.array_equal(table, old):
             return

@@ -34,6 +34,17 @@ class Group:
         rows[1].copy_(self.other(mine))
 
 
+CHOSEN = torch.tensor([[2, 1, 0, 0]] * LAYERS)
+
+
+class Vllms:
+    """vLLM's own policy."""
+
+    @staticmethod
+    def rebalance_experts(*_: Any) -> torch.Tensor:
+        return CHOSEN
+
+
 def eplb_class() -> Any:
     """`EplbState`, as far as the plugin uses it."""
 
@@ -52,7 +63,7 @@ def eplb_class() -> Any:
             self.model_states[model_config.model] = SimpleNamespace(
                 physical_to_logical_map=table, expert_load_pass=load, rebalanced=False, model=model
             )
-            self.policy = "vLLM's own"
+            self.policy = Vllms
             return "added"
 
         def step(self, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False) -> None:
@@ -105,10 +116,10 @@ def model_config(name: str = "m", **others: Any) -> Any:
     return SimpleNamespace(**fields | others)
 
 
-def parallel_config(*, use_async: bool = False) -> Any:
+def parallel_config(*, use_async: bool = False, pipeline_parallel_size: int = 1) -> Any:
     return SimpleNamespace(
         eplb_config=SimpleNamespace(use_async=use_async), enable_elastic_ep=False, all2all_backend="naive",
-        data_parallel_rank=0, data_parallel_size=1, pipeline_parallel_size=1,
+        data_parallel_rank=0, data_parallel_size=1, pipeline_parallel_size=pipeline_parallel_size,
     )  # fmt: skip
 
 
@@ -143,7 +154,7 @@ def test_a_model_gets_a_rank_and_the_policy_of_the_agent(eplb: Any, started: lis
 def is_vllm_alone(state: Any) -> bool:
     """vLLM serves as without the plugin."""
     state.step()
-    is_same = state.policy == "vLLM's own" and not state._should_record_current_step()
+    is_same = state.policy is Vllms and not state._should_record_current_step()
     return hooks.rank_of(state) is None and is_same and state.steps == 1
 
 
@@ -176,3 +187,28 @@ def test_a_rank_without_settings_tells_the_others_so(
     assert is_vllm_alone(state)
     assert said == [[1]]
     assert "ROOST_SECRET_FILE is empty" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("parallel", "config", "words"),
+    [
+        ({"use_async": True}, {}, "asynchronous EPLB"),
+        ({"pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
+        ({}, {"runner_type": "pooling"}, "a pooling model"),
+    ],
+)
+def test_a_vllm_that_gets_no_placements_balances_itself(
+    eplb: Any,
+    started: list[Any],
+    caplog: pytest.LogCaptureFixture,
+    parallel: dict[str, Any],
+    config: dict[str, Any],
+    words: str,
+) -> None:
+    hooks.install(SETTINGS)
+    started.append(state := eplb(parallel_config(**parallel)))
+    state.add_model(model(), model_config(**config))
+    assert words in caplog.text
+    old = torch.tensor([[0, 1, 2, 0]] * LAYERS)
+    chosen = state.policy.rebalance_experts(torch.ones(LAYERS, EXPERTS), 4, 1, 1, 2, old)
+    assert torch.equal(chosen, CHOSEN)

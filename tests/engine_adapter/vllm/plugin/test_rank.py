@@ -80,7 +80,10 @@ class Eplb:
         agreed = self.ask()
         assert agreed is not None
         self.steps.append(self.step)
-        self.waiting = list(enumerate(agreed.numpy().astype(np.int16)))
+        self.begin(agreed.numpy().astype(np.int16))
+
+    def begin(self, table: np.ndarray) -> None:
+        self.waiting = list(enumerate(table))
         while self.waiting and not self.is_layered:
             self.commit_layer()
 
@@ -95,15 +98,21 @@ class Eplb:
 
 
 class Rank:
-    """One rank with what it told its agent."""
+    """One rank with what it told its agent. refusal: why it takes no maps."""
 
-    def __init__(self, number: int, exchange: Callable[[Sequence[int]], list[list[int]]], settings: Settings):
+    def __init__(
+        self,
+        number: int,
+        exchange: Callable[[Sequence[int]], list[list[int]]],
+        settings: Settings,
+        refusal: str,
+    ):
         self.eplb = Eplb(number)
         own = [[int(hasher.digest([tensor])) for tensor in layer[0]] for layer in self.eplb.weights]
         digests = np.array(exchange(np.array(own).ravel().tolist())).reshape(RANKS, LAYERS, SLOTS)
         table = np.concatenate(digests, axis=1)
         checked = SlotDigests(identity(number), INITIAL, table, hasher, self.eplb.weights, CPU)
-        self.rank = ExpertRank(identity(number), self.eplb, exchange, checked, CPU, settings)
+        self.rank = ExpertRank(identity(number), self.eplb, exchange, checked, CPU, settings, refusal)
         self.eplb.ask = self.rank.take_agreed
         self.told: list[FromWorker] = []
         self.rank.link.send = self.told.append  # type: ignore[method-assign]
@@ -133,15 +142,15 @@ hasher = ExpertHasher(CPU)
 class Ranks:
     """Ranks that step together, each in a thread."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, refusal: str = "") -> None:
         self._barrier = threading.Barrier(RANKS, timeout=20)
         self._rows: list[list[int]] = [[] for _ in range(RANKS)]
         self.ranks: list[Rank] = [None] * RANKS  # type: ignore[list-item]
         self.exchanges = 0
-        self._together(lambda number: self._make(number, settings))
+        self._together(lambda number: self._make(number, settings, refusal))
 
-    def _make(self, number: int, settings: Settings) -> None:
-        self.ranks[number] = Rank(number, lambda row: self._exchange(number, row), settings)
+    def _make(self, number: int, settings: Settings, refusal: str) -> None:
+        self.ranks[number] = Rank(number, lambda row: self._exchange(number, row), settings, refusal)
 
     def _exchange(self, number: int, row: Sequence[int]) -> list[list[int]]:
         self._rows[number] = list(row)
@@ -305,6 +314,32 @@ def test_vllms_own_policy_takes_over_only_when_all_ranks_are_without_an_agent() 
     ranks.steps(3)
     assert [rank.rank.is_fallback() for rank in ranks.ranks] == [True, True]
     assert [rank.status.state for rank in ranks.ranks] == ["idle", "idle"]
+
+
+@pytest.mark.parametrize("is_layered", [False, True])
+def test_a_vllm_that_takes_no_maps_keeps_its_own_policy_and_tells_what_that_does(
+    settings: Settings, is_layered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = Ranks(settings, "asynchronous EPLB")
+    assert "no placements: asynchronous EPLB. vLLM's own policy stays in force" in caplog.text
+    before = ranks.exchanges
+    ranks.to([0, 1], staging())
+    ranks.to([0, 1], PermitVote(handover=1))
+    ranks.steps(3)
+    for rank in ranks.ranks:
+        assert rank.rank.is_fallback()
+        assert rank.status.reason == "asynchronous EPLB"
+        assert rank.eplb.steps == []
+        rank.eplb.is_layered = is_layered
+        rank.eplb.begin(OTHER)
+        rank.rank.vllm_rearranged()
+    assert ranks.ranks[0].heard(MapMoved) == []
+    ranks.steps(LAYERS)
+    assert ranks.exchanges == before, "nobody votes"
+    for rank in ranks.ranks:
+        (moved,) = rank.heard(MapMoved)
+        assert (moved.handover, moved.map) == (0, OTHER.astype("<i2").tobytes())
+        assert (rank.status.served, rank.status.flipped) == (map_digest(OTHER, EXPERTS), 0)
 
 
 def test_the_map_stays_without_an_agent_unless_told_otherwise(ranks: Ranks) -> None:
