@@ -10,10 +10,10 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from roost_vllm.outbox import Outbox
 from roost_vllm.settings import Settings
 from roost_vllm.wire import (
     PROTOCOL,
@@ -36,8 +36,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _IO_SECONDS = 10.0
 _WELCOME_SECONDS = 60.0
 """An agent asks the bus for the last epoch before it welcomes a worker."""
-_OUTBOX = 10_000
-"""Messages that wait at most. The oldest go first: reports may be lost, states are told again."""
 
 
 class Worker(Protocol):
@@ -76,7 +74,7 @@ class Link(threading.Thread):
         self._settings = settings
         self._worker = worker
         self._clock = clock
-        self._outbox: deque[FromWorker] = deque(maxlen=_OUTBOX)
+        self._outbox = Outbox()
         self._waker: socket.socket | None = None
         """wakes the thread while it waits"""
         self._alone_since: float | None = clock()
@@ -91,8 +89,7 @@ class Link(threading.Thread):
 
     def send(self, message: FromWorker) -> None:
         """Send a message soon, or never if there is no agent. Never blocks."""
-        if self._alone_since is None:
-            self._outbox.append(message)
+        if self._outbox.put(message):
             self._wake()
 
     def stop(self) -> None:
@@ -116,6 +113,7 @@ class Link(threading.Thread):
             while not self._stopped:
                 failure = self._try_one_connection(woken)
                 trace = None if isinstance(failure, _EXPECTED) else failure
+                self._outbox.close()
                 if self._alone_since is None:
                     self._alone_since = self._clock()
                     if trace is None:
@@ -147,8 +145,8 @@ class Link(threading.Thread):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             frames = Frames()
             welcome, early = self._shake_hands(connection, frames)
-            self._outbox.clear()
-            self._alone_since = None  # first, so that nothing is lost which changes after the introduction
+            self._outbox.open()  # first, so that nothing is lost which changes after the introduction
+            self._alone_since = None
             self._worker.welcomed(welcome)
             logger.info("roost: connected to the agent at %s:%d", *address)
             for body in early:
@@ -191,8 +189,8 @@ class Link(threading.Thread):
                 if connection in readable:
                     for body in frames.feed(_received(connection)):
                         self._answer(connection, body)
-                while self._outbox:
-                    connection.sendall(frame(self._outbox.popleft()))
+                while (message := self._outbox.take()) is not None:
+                    connection.sendall(frame(message))
                 self.processor_seconds = time.thread_time()
 
     def _answer(self, connection: socket.socket, body: bytes) -> None:
