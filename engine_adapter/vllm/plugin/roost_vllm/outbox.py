@@ -29,7 +29,7 @@ class Outbox:
             self._is_open = True
 
     def close(self) -> None:
-        """Drop all messages, and take no more."""
+        """Drop all messages, and take none from now on."""
         with self._lock:
             self._is_open = False
             self._waiting.clear()
