@@ -26,6 +26,7 @@ from roost_vllm.taps import follow_captures, follow_copies
 
 logger = logging.getLogger("vllm.roost")
 
+_SECOND_MODEL = "a second model (a draft model) has experts, too"
 _RANK = "_roost_rank"
 """Attribute of an `EplbState` that holds its `ExpertRank`."""
 
@@ -79,11 +80,12 @@ def _added(state: Any, model: Any, model_config: Any, settings: Settings, missin
     if getattr(state.parallel_config, "enable_elastic_ep", False):
         logger.error("roost: elastic EP changes the expert ranks: no placements and no reports")
         return
-    if len(state.model_states) > 1:
-        rank = rank_of(state)
-        if rank is not None:
-            rank.refuse("a second model (a draft model) has experts, too")
+    present = rank_of(state)
+    if present is not None:
+        present.refuse(_SECOND_MODEL)
         return
+    if getattr(model_config, "runner_type", "") == "draft":
+        return  # the model that it drafts for comes next
     rank = _expert_rank(state, model, model_config, settings, missing)
     if not missing:
         setattr(state, _RANK, rank)
@@ -218,11 +220,11 @@ class MapPolicy:
 
 
 class _Eplb:
-    """Access to one `EplbState` and its only model."""
+    """Access to one `EplbState` and one of its models."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, model: Any) -> None:
         self._state = state
-        self._model_state = next(iter(state.model_states.values()))
+        self._model_state = next(one for one in state.model_states.values() if one.model is model)
 
     def read_map(self) -> Table:
         return self._model_state.physical_to_logical_map.cpu().numpy().astype(np.int16)
@@ -284,8 +286,8 @@ def _expert_rank(
     identity = replace(identity, instance=f"{rows[0][0]:016x}")
 
     def made() -> ExpertRank:
-        engine = _Eplb(state)
-        refusal = _refusal(state.parallel_config, model_config, settings, missing)
+        engine = _Eplb(state, model)
+        refusal = _refusal(state, model_config, settings, missing)
         weights, device = model.expert_weights, state.device
         checked = SlotDigests(identity, engine.read_map(), digests, hasher, weights, device)
         return ExpertRank(identity, engine, exchange, checked, device, settings, refusal)
@@ -316,10 +318,13 @@ def _own_digests(
     return found.cpu().numpy()
 
 
-def _refusal(parallel: Any, model_config: Any, settings: Settings, missing: tuple[str, ...]) -> str:
+def _refusal(state: Any, model_config: Any, settings: Settings, missing: tuple[str, ...]) -> str:
     """Return why this vLLM gets no placements; empty: it gets them."""
+    parallel = state.parallel_config
     if missing:
         return f"vLLM lacks {', '.join(missing)}"
+    if len(state.model_states) > 1:
+        return _SECOND_MODEL
     if model_config.runner_type == "pooling":
         return "a pooling model: its workers count steps differently"
     if parallel.pipeline_parallel_size > 1:

@@ -78,7 +78,7 @@ class Link(threading.Thread):
         self._waker: socket.socket | None = None
         """wakes the thread while it waits"""
         self._alone_since: float | None = clock()
-        self._stopped = False
+        self._stopped = self._is_outdated = False
         self.processor_seconds = 0.0
         """of this thread"""
 
@@ -91,6 +91,11 @@ class Link(threading.Thread):
         """Send a message soon, or never if there is no agent. Never blocks."""
         if self._outbox.put(message):
             self._wake()
+
+    def introduce_again(self) -> None:
+        """Connect anew, because the introduction has changed."""
+        self._is_outdated = True
+        self._wake()
 
     def stop(self) -> None:
         """End the thread soon."""
@@ -144,6 +149,7 @@ class Link(threading.Thread):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             frames = Frames()
+            self._is_outdated = False
             welcome, early = self._shake_hands(connection, frames)
             self._outbox.open()  # first, so that nothing is lost which changes after the introduction
             self._alone_since = None
@@ -183,6 +189,8 @@ class Link(threading.Thread):
             selector.register(connection, selectors.EVENT_READ)
             selector.register(woken, selectors.EVENT_READ)
             while not self._stopped:
+                if self._is_outdated:
+                    raise Refused("what this worker says of itself has changed")
                 readable = [key.fileobj for key, _ in selector.select(0.5)]
                 if woken in readable:
                     woken.recv(4096)

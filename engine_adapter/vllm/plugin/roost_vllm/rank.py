@@ -186,6 +186,7 @@ class ExpertRank:
         with self._lock:
             self._mailbox.refusal = reason
         self._tell_refusal(reason)
+        self.link.introduce_again()
 
     def _tell_refusal(self, reason: str) -> None:
         logger.warning("roost: no placements: %s. vLLM's own policy stays in force", reason)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from roost_vllm import hooks
+from roost_vllm.link import Link
 from roost_vllm.settings import Settings
+from roost_vllm.wire import MapMoved
 
 LAYERS, EXPERTS, SLOTS = 2, 3, 2
 """Two ranks of two slots each."""
@@ -212,3 +214,34 @@ def test_a_vllm_that_gets_no_placements_balances_itself(
     old = torch.tensor([[0, 1, 2, 0]] * LAYERS)
     chosen = state.policy.rebalance_experts(torch.ones(LAYERS, EXPERTS), 4, 1, 1, 2, old)
     assert torch.equal(chosen, CHOSEN)
+
+
+DRAFT_FIRST = [("draft", "draft"), ("large", "generate")]
+
+
+@pytest.mark.parametrize("order", [DRAFT_FIRST, DRAFT_FIRST[::-1]])
+def test_beside_a_draft_model_with_experts_demand_is_told_and_vllm_balances_both(
+    eplb: Any, started: list[Any], order: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    introductions: list[str] = []
+    monkeypatch.setattr(Link, "start", lambda link: introductions.append("first"))
+    monkeypatch.setattr(Link, "introduce_again", lambda link: introductions.append("again"))
+    hooks.install(SETTINGS)
+    started.append(state := eplb(parallel_config()))
+    for name, runner in order:
+        state.add_model(model(), model_config(name, runner_type=runner))
+    rank = hooks.rank_of(state)
+    assert rank is not None
+    hello = rank.hello(proof=b"", nonce=b"")
+    assert (hello.model, hello.refuses) == ("large", "a second model (a draft model) has experts, too")
+    assert introductions == (["first"] if order is DRAFT_FIRST else ["first", "again"])
+    old = torch.tensor([[0, 1, 2, 0]] * LAYERS)
+    assert torch.equal(state.policy.rebalance_experts(torch.ones(LAYERS, EXPERTS), 4, 1, 1, 2, old), CHOSEN)
+
+    told: list[Any] = []
+    monkeypatch.setattr(Link, "send", lambda link, message: told.append(message))
+    state.model_states["large"].physical_to_logical_map.copy_(CHOSEN)
+    state.rearrange()
+    state.step()
+    (moved,) = [message for message in told if isinstance(message, MapMoved)]
+    assert moved.map == CHOSEN.numpy().astype("<i2").tobytes()

@@ -109,6 +109,13 @@ async def test_a_worker_connects_again_when_the_agent_is_gone() -> None:
             link.send(worker.status)  # may be lost, and must not hurt
 
 
+async def test_a_worker_introduces_itself_anew_when_what_it_says_has_changed() -> None:
+    async with WorkerAgent(SECRET).serving() as agent, linked(agent.port) as (link, worker):
+        await agent.until(lambda: bool(agent.statuses()))
+        link.introduce_again()
+        await agent.until(lambda: len(worker.welcomes) == 2)
+
+
 async def test_a_failure_that_no_one_expects_ends_the_connection_and_not_the_link() -> None:
     async with WorkerAgent(SECRET).serving() as agent, linked(agent.port) as (link, worker):
         await agent.until(lambda: bool(agent.statuses()))
