@@ -90,7 +90,8 @@ class WorkerServer:
             server = await asyncio.start_server(self._connected, host, port)
         except OSError as error:
             raise EngineFailed(
-                f"cannot listen on {self._config.listen} for vLLM's workers: {error}"
+                f"cannot listen on {self._config.listen} for vLLM's workers: {error}; if another agent has"
+                " this port, give it another address with --listen"
             ) from error
         self.address = server.sockets[0].getsockname()[:2]
         self.listening.set()
