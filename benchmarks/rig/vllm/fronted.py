@@ -21,11 +21,16 @@ from benchmarks.rig.processes import ROOST, free_port, nats, process
 from benchmarks.rig.vllm.server import MODEL
 
 JOIN_SECONDS = 90.0
-_DISPATCHING = (
-    sys.executable,
-    "-c",
-    "from engine_adapter.vllm import reports; reports.GATHERS = (); from deploy.cli import main; main()",
-)
+_DISPATCHING = """
+from deploy.cli import main
+from engine_adapter.vllm import reports
+from fleet.timing import EngineSpeed
+from migration.engine_state import demand_windows
+
+reports.GATHERS = ()
+demand_windows.EngineSpeed = lambda: EngineSpeed(dispatch=2e-4)
+main()
+"""
 _PAUSE_SECONDS = 1.0
 
 
@@ -38,8 +43,8 @@ class Behind(NamedTuple):
     settings: dict[str, Any]
     """keys of `[vllm]`"""
     is_dispatching: bool = False
-    """its agent takes vLLM's backend for one that sends a token only where its experts are: plans then have
-    homes, which nothing on a processor can gain from"""
+    """its agent takes vLLM's backend for one that sends a token only where its experts are, and the planner
+    takes sending for slow: so there are homes, though nothing on a processor gains from them"""
 
 
 class Fronted(NamedTuple):
@@ -80,13 +85,16 @@ async def fronted(servers: Sequence[Behind], settings: Settings, folder: Path) -
     settings lie in the folder."""
     async with AsyncExitStack() as stack:
         bus, door, pids = await stack.enter_async_context(nats()), free_port(), []
+        is_dispatching = any(server.is_dispatching for server in servers)
+        roost = (sys.executable, "-c", _DISPATCHING) if is_dispatching else ROOST
         for name in ("tracker", "planner", "router"):
             arguments = ["--port", str(door)] if name == "router" else []
-            pids.append(await stack.enter_async_context(_part(name, arguments, bus, settings, folder)))
+            pids.append(
+                await stack.enter_async_context(_part(name, arguments, bus, settings, folder, roost=roost))
+            )
         for server in servers:
             own = merged(settings, {"vllm": server.settings})
             arguments = ["--engine", "vllm", "--url", server.url]
-            roost = _DISPATCHING if server.is_dispatching else ROOST
             part = _part("worker", arguments, bus, own, folder, server.name, roost)
             pids.append(await stack.enter_async_context(part))
         fleet = Fronted(f"http://127.0.0.1:{door}", bus, folder)
