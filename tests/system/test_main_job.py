@@ -116,7 +116,7 @@ def test_status_shows_engines_ranks_load_and_epochs(fleet: Fleet) -> None:
     assert [rank["running"] for rank in engine["ranks"]] == [0, 0]
     table = fleet.home.output("status")
     assert fleet.nats in table
-    assert f"engine-0: {MODEL}, dp h=0, epoch 0" in table
+    assert f"engine-0: {MODEL}, dp, experts whole, epoch 0" in table
     assert re.search(r"^ +1 +alive +0 +0 +0 +\d+/2048 +http://127", table, re.MULTILINE)
 
 
