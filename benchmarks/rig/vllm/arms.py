@@ -101,8 +101,8 @@ class RoostArm(NamedTuple):
     """Roost supplies the maps: router, tracker, planner, agent, and the plugin in vLLM's workers."""
 
     homes: bool = False
-    """requests go to the rank that the planner gave their cluster; its agent hides that vLLM sends every
-    token to every rank, without which there are no homes"""
+    """requests go to the rank that the planner gave their cluster. vLLM sends every token to every rank, so
+    there would be no homes: agent and planner are made to believe otherwise (`Behind.is_dispatching`)"""
     settings: Settings = CADENCE
 
     @property
