@@ -132,7 +132,7 @@ def test_any_split_reaches_what_the_exhaustive_count_of_the_rule_says(
     table = random_table(rng, 3, 3, 5, 2)
     placement = Placement(table, experts=5, ranks=3, split=random_split(rng, table, 5, nodes=seed > 0))
     wanted = rng.dirichlet(np.ones(5), size=(2, 3))
-    whole = [0, 2]
+    whole = [[0, 2], [1], [0, 1, 2], [2], [1, 2]][seed]
     remote, away = expected_remote(wanted, placement, 2, node, whole)
     local = expected_local_share(wanted, placement, node, whole)
     for at, home in itertools.product(range(2), range(3)):
@@ -144,7 +144,7 @@ def test_any_split_reaches_what_the_exhaustive_count_of_the_rule_says(
                 for slot, expert in enumerate(table[layer])
             ]
             rank = [slot // placement.slots_per_rank for slot in range(len(chance))]
-            own += sum(each for each, server in zip(chance, rank, strict=True) if server == home) / 2
+            own += sum(each for each, server in zip(chance, rank, strict=True) if server == home) / len(whole)
             for one, two in itertools.product(range(len(chance)), repeat=2):
                 together = chance[one] * chance[two]
                 ranks += together * len({rank[one], rank[two]} - {home})

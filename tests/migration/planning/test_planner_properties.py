@@ -1,6 +1,7 @@
 """Every decision can be carried out, keeps to its limits, and states its reason; small engines of every
 kind."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,15 +39,26 @@ def some_placement(dice: np.random.Generator, ranks: int, slots: int) -> Placeme
     return Placement(table.reshape(LAYERS, -1), experts=EXPERTS, ranks=ranks, epoch=int(dice.integers(5)))
 
 
-def some_view(seed: int, ranks: int, slots: int, nodes: int, sharded: tuple[int, ...]) -> EngineView:
+def some_view(
+    seed: int,
+    ranks: int,
+    slots: int,
+    nodes: int,
+    sharded: tuple[int, ...],
+    order: Sequence[int] = range(LAYERS),
+) -> EngineView:
+    """order: layer i of the view is layer `order[i]` of the one without an order."""
     dice = np.random.default_rng(seed)
-    placement = some_placement(dice, ranks, slots)
+    drawn = some_placement(dice, ranks, slots)
+    placement = Placement(drawn.expert_of_slot[[*order]], experts=EXPERTS, ranks=ranks, epoch=drawn.epoch)
     windows = [
-        np.floor(dice.pareto(0.8, (ranks, LAYERS, EXPERTS)) * dice.integers(0, 3, (ranks, 1, 1))).clip(0, 1e9)
+        np.floor(dice.pareto(0.8, (ranks, LAYERS, EXPERTS)) * dice.integers(0, 3, (ranks, 1, 1))).clip(
+            0, 1e9
+        )[:, [*order]]
         for _ in range(2)
     ]
     pairs = 10.0 ** dice.uniform(0, 6)
-    profiles = dice.dirichlet(np.full(EXPERTS, 0.2), (3, LAYERS)).astype(np.float32)
+    profiles = dice.dirichlet(np.full(EXPERTS, 0.2), (3, LAYERS)).astype(np.float32)[:, [*order]]
     speed = EngineSpeed(
         expert_pair=10.0 ** dice.uniform(-8, -4),
         dispatch=10.0 ** dice.uniform(-8, -4),
@@ -144,6 +156,30 @@ def check(
         or "second replicas" in " ".join(record.reasons)
         or config.critical_experts
     )
+
+
+@given(
+    seed=st.integers(0, 1 << 20),
+    size=st.sampled_from([(2, 5, 1), (4, 3, 2)]),
+    policy=st.sampled_from(POLICIES),
+    sharded=st.sets(st.integers(0, LAYERS - 1), min_size=1, max_size=LAYERS - 1),
+)
+@settings(max_examples=15)
+def test_a_plan_is_the_same_whichever_numbers_the_sharded_layers_have(
+    seed: int, size: tuple[int, int, int], policy: Any, sharded: set[int]
+) -> None:
+    """Compare with the same engine whose sharded layers come first."""
+    order = [*sorted(sharded), *sorted(set(range(LAYERS)) - sharded)]
+    question, config = PlanningQuestion(policy, 1000 * SHAPE.expert_bytes), MigrationConfig(min_pairs=0.0)
+    found = decide(some_view(seed, *size, tuple(sorted(sharded))), question, config)
+    first = decide(some_view(seed, *size, tuple(range(len(sharded))), order), question, config)
+    assert found.why == first.why
+    assert found.record.gain_seconds == pytest.approx(first.record.gain_seconds, rel=1e-9, abs=1e-15)
+    if found.plan is None or first.plan is None:
+        return
+    moves = [{(step.layer, copy) for step in found.plan.steps for copy in step.copies}]
+    moves.append({(order[step.layer], copy) for step in first.plan.steps for copy in step.copies})
+    assert moves[0] == moves[1]
 
 
 @pytest.mark.parametrize("seed", range(3))
