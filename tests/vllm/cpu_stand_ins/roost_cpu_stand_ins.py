@@ -8,6 +8,7 @@ import importlib
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 KNUTH = 2654435769
@@ -82,17 +83,18 @@ def map_to_physical_and_record(
     record_enabled: torch.Tensor,
     num_unpadded_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return physical for logical experts [rows, k], and count them: vLLM's kernel in torch."""
-    logical = topk_ids.long()
-    rows = torch.arange(len(logical))
-    copies = logical_replica_count[logical].clamp(min=1)
-    replica = (rows * KNUTH & 0xFFFFFFFF)[:, None] % copies
-    physical = logical_to_physical_map[logical, replica]
+    """Return physical for logical experts [rows, k], and count them: vLLM's kernel in numpy, whose calls on so
+    few numbers take a fraction of torch's. On a GPU one fused kernel does both, and costs the same whether it
+    counts or not."""
+    logical = topk_ids.numpy()
+    copies = np.maximum(logical_replica_count.numpy()[logical], 1)
+    replica = (np.arange(len(logical)) * KNUTH & 0xFFFFFFFF)[:, None] % copies
+    physical = logical_to_physical_map.numpy()[logical, replica]
     if record_enabled:
         counted = physical if num_unpadded_tokens is None else physical[: int(num_unpadded_tokens)]
-        counts = torch.bincount(counted.flatten(), minlength=len(expert_load_view))
-        expert_load_view += counts.to(expert_load_view.dtype)
-    return physical.to(topk_ids.dtype)
+        load = expert_load_view.numpy()
+        load += np.bincount(counted.ravel(), minlength=len(load)).astype(load.dtype)
+    return torch.from_numpy(physical.astype(logical.dtype))
 
 
 def _map_and_record() -> None:
