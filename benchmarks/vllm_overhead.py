@@ -4,7 +4,10 @@ the same vLLM with the plugin disabled (installed, without `ROOST_AGENT`).
 Two vLLMs run, each of two data-parallel ranks with expert parallelism and EPLB; the one that is not measured
 is stopped by SIGSTOP, because an idle vLLM polls. Rounds of the same requests alternate, the order too, until
 the 95 % interval of the ratio is narrower than 2 %, or time is up: then the interval is printed, and its
-target is missed. The ratio of processor time per token is steadier on a shared machine.
+target is missed. Turns are short, so that both see the same machine, and each begins with requests that do
+not count: whatever fell due during the stop (reports, heartbeats) is done then. The ratio of processor time
+per token is steadier on a shared machine. The agent runs in the process of the benchmark: it slows the
+plugin's turns, but is not in the processor time.
 
     python -m benchmarks.vllm_overhead --quick --python .venv-vllm/bin/python
 """
@@ -42,8 +45,10 @@ from benchmarks.rig.vllm.server import (
 from tests.vllm.worker_agent import WorkerAgent
 
 LEAST, WIDTH = 0.97, 0.02
-MUCH = Plenty(16, 8, 64, 96)
-LEAST_ROUNDS = 5
+MUCH = Plenty(8, 8, 64, 96)
+FIRST = Plenty(8, 8, 64, 8)
+"""load at the start of each turn, which does not count"""
+LEAST_ROUNDS = 10
 _SECRET = b"a secret of the benchmark"
 _COLUMNS = ["", "tokens/s", "processor ms per token"]
 Python = typer.Option(None, help=f"Python of vLLM's environment; default: ${PYTHON}, .venv-vllm")
@@ -82,9 +87,11 @@ def interval(ratios: Sequence[float]) -> Interval:
     return Interval(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
 
 
-async def side(vllm: Running, several: Sequence[Request]) -> Side:
-    """Wake the server, send the requests, stop it again."""
+async def side(vllm: Running, traffic: Sequence[Request]) -> Side:
+    """Wake the server, send the requests, the first of them unmeasured, and stop it again."""
+    first, several = traffic[: FIRST.count], traffic[FIRST.count :]
     _all(vllm, signal.SIGCONT)
+    await send(vllm.url, MODEL, first, FIRST)
     before, began = _processor(vllm), time.monotonic()
     answers = await send(vllm.url, MODEL, several, MUCH)
     seconds, tokens = time.monotonic() - began, sum(answer.completion_tokens for answer in answers)
@@ -115,7 +122,7 @@ async def compare(
     plain: list[Side] = []
     deadline = time.monotonic() + 60 * minutes
     while time.monotonic() < deadline:
-        several = list(islice(traffic, MUCH.count))
+        several = list(islice(traffic, FIRST.count + MUCH.count))
         order = ((with_plugin, ours), (without, plain))
         for vllm, found in order if len(ours) % 2 else reversed(order):
             found.append(await side(vllm, several))
@@ -175,7 +182,7 @@ async def measure(python: Path, minutes: float, report: Report) -> None:
 async def judge(servers: list[Running], agent: WorkerAgent, minutes: float, report: Report) -> None:
     """Warm both up, compare them, and add rows and targets; the deciding ratio last."""
     traffic = texts(None, MUCH.prompt).requests(MUCH.prompt, 0, 0)
-    several = list(islice(traffic, MUCH.count))
+    several = list(islice(traffic, FIRST.count + MUCH.count))
     for vllm in servers:
         await side(vllm, several)
     for worker in agent.workers.values():
