@@ -151,7 +151,8 @@ class WorkerDemand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
     votes: int = 0
     vote_seconds: float = 0.0
     plugin_seconds: float = 0.0
-    """processor time of the plugin"""
+    """processor time of the plugin: around the steps, and of its thread. It leaves out the counting that it
+    makes vLLM do in every step, and the capture hooks in a forward pass"""
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, tag="routed"):

@@ -216,7 +216,8 @@ class ExpertRank:
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
-        """Count the processor time of the context as the plugin's."""
+        """Count the processor time of the context as the plugin's. Not for capture hooks: two readings of the
+        clock take longer than one of them."""
         started = time.thread_time()
         yield
         self._step_seconds += time.thread_time() - started
