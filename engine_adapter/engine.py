@@ -12,15 +12,15 @@ from fleet.dispatch import SPLIT
 from fleet.experts import ModelShape
 from fleet.facts.activity import RearrangementTime
 from fleet.facts.dynamo_kv import KvBlock, KvChange
-from fleet.facts.engines import Capabilities, ServedModel
-from fleet.layout import Layout
+from fleet.facts.engines import UNSHARDABLE, Capabilities, ServedModel
+from fleet.layout import AttentionLayout
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a rank that stay constant while its process runs. `shape`, `placement` and `layout` are
-    None for engines that report no experts."""
+    """Properties of a rank that stay constant while its process runs. `shape`, `placement` and `attention`
+    are None for engines that report no experts."""
 
     model: str
     models: tuple[ServedModel, ...] = ()
@@ -38,7 +38,9 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int
     capabilities: Capabilities
     shape: ModelShape | None = None
-    layout: Layout | None = None
+    attention: AttentionLayout | None = None
+    unshardable: str = UNSHARDABLE
+    """`EngineJoined.unshardable`."""
     dispatch: str = SPLIT
     """Replica selection: a `fleet.dispatch.DispatchRule`."""
     speed: EngineSpeed | None = None

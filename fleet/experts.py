@@ -44,12 +44,21 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """groups of consecutive experts among which the gate chooses; 1: the gate is not group-limited"""
     groups_per_token: int = 1
     """groups from which a token's experts may come"""
+    scale_block: int = 0
+    """intermediate rows that share a quantisation scale; 0: no scales by block"""
+    heads: int = 0
+    """attention heads; 0: not stated"""
+    kv_heads: int = 0
+    """KV heads; 0: not stated, or not divisible (MLA)"""
 
     def __post_init__(self) -> None:
         for name in ("layers", "experts", "top_k", "hidden", "expert_intermediate"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"model shape: {name} must be at least 1, not {value}")
+        for name in ("scale_block", "heads", "kv_heads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model shape: {name} must not be negative, not {getattr(self, name)}")
         if self.top_k > self.experts:
             raise ValueError(f"model shape: top_k {self.top_k} exceeds the {self.experts} experts of a layer")
         if not 1 <= self.groups_per_token <= self.groups or self.experts % self.groups:

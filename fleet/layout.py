@@ -1,40 +1,70 @@
 """Layouts: the distribution of attention and experts over the ranks of one engine, layer by layer."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.experts import ModelShape
+from fleet.experts import BYTES_PER_VALUE, ModelShape
+
+ALIGNED = 64
+"""Bytes at whose multiples weights begin. A matrix product may sum in another order when the alignment of its
+operands differs."""
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`(attention, sharded)`: the experts of a *sharded* layer are cut, and every rank holds a part of each;
-    a layer that is not sharded is *whole*, and every expert lies with some ranks.
+def check_ascending(layers: Sequence[int], where: str) -> None:
+    """Raise ValueError unless these are numbers of layers, ascending, each once."""
+    if any(layer < 0 for layer in layers) or any(later <= layer for layer, later in pairwise(layers)):
+        raise ValueError(
+            f"{where}: sharded layers must be numbers from 0 on, ascending, each once; not {list(layers)}"
+        )
 
-    EP = (dp, none), EXPERTS_TP = (dp, all), TP = (tp, all), TP_EP = (tp, none). Every (dp, any layers) can be
-    served; (tp, some layers) is refused.
+
+AttentionKind = Literal["dp", "tp"]
+
+
+class Attention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Distribution of attention over an engine's ranks, as engines state it. It does not change while an
+    engine runs; which layers are sharded belongs to the placement (`PlacementRecord.sharded`).
     """
 
-    attention: Literal["dp", "tp"]
-    sharded: tuple[int, ...] = ()
-    """MoE layers whose experts are sharded, ascending"""
+    kind: AttentionKind = msgspec.field(name="attention")
     boundary: Literal[0] = 0
     """What records of earlier releases say: layers below it were sharded. No engine ever had such layers, so
     another value is refused"""
 
-    def __post_init__(self) -> None:
-        if any(layer < 0 for layer in self.sharded) or any(
-            second <= first for first, second in zip(self.sharded, self.sharded[1:], strict=False)
-        ):
-            raise ValueError(
-                f"layout: sharded layers must be numbers from 0 on, ascending, each once; not"
-                f" {list(self.sharded)}"
-            )
 
-    def check(self, shape: ModelShape) -> None:
-        """Raise ValueError when a model of this shape cannot be served in this layout."""
+DP_ATTENTION = Attention(kind="dp")
+TP_ATTENTION = Attention(kind="tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`(attention, sharded)`: the experts of a *sharded* layer are cut, and every rank holds a part of each;
+    a layer that is not sharded is *whole*, and every expert lies with some ranks.
+
+    EP = (dp, none), EXPERTS_TP = (dp, all), TP = (tp, all), TP_EP = (tp, none). Every (dp, any layers) can be
+    served; (tp, some layers) is refused. ValueError if the layers are not ascending numbers.
+    """
+
+    attention: AttentionKind
+    sharded: tuple[int, ...] = ()
+    """MoE layers whose experts are sharded, ascending"""
+
+    def __post_init__(self) -> None:
+        check_ascending(self.sharded, "layout")
+
+    @classmethod
+    def of(cls, attention: Attention | None, sharded: tuple[int, ...]) -> "Layout | None":
+        """Return the layout of an engine; None for an engine that states no attention, so no experts."""
+        return None if attention is None else cls(attention.kind, sharded)
+
+    def check(self, shape: ModelShape, ranks: int) -> None:
+        """Raise ValueError when a model of this shape cannot be served in this layout on a number of ranks."""
         if self.sharded and self.sharded[-1] >= shape.layers:
             raise ValueError(
                 f"layout: sharded layer {self.sharded[-1]} is not one of the model's {shape.layers} MoE"
@@ -45,6 +75,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 "layout: tensor-parallel attention needs the experts of every layer sharded, or of none; not"
                 f" of {len(self.sharded)} of {shape.layers}"
             )
+        reason = (sharding_refusal(shape, ranks) if self.sharded else "") or (
+            tp_refusal(shape, ranks) if self.attention == "tp" else ""
+        )
+        if reason:
+            raise ValueError(f"layout: {reason}")
 
     def whole(self, layers: int) -> NDArray[np.intp]:
         """Return the layers that hold whole experts, ascending: int [n]. layers: MoE layers of the model."""
@@ -73,6 +108,39 @@ TP_EP = Layout(attention="tp")
 """Tensor-parallel attention, whole experts distributed over the ranks: vLLM's `--tensor-parallel-size` with
 `--enable-expert-parallel`. The engine is one target, and no rank is nearer to a request than another.
 """
+
+
+def sharding_refusal(shape: ModelShape, ranks: int) -> str:
+    """Return why the experts of a layer cannot be cut into as many parts as there are ranks; empty: they can.
+
+    A part holds I / P rows of each of gate, up and down (stored I-major), with their scales.
+    """
+    width = shape.expert_intermediate
+    if width % ranks:
+        return f"experts of intermediate size {width} do not divide into parts for {ranks} ranks"
+    part = width // ranks
+    if shape.scale_block and part % shape.scale_block:
+        return (
+            f"a part of {part} of the {width} intermediate rows, for {ranks} ranks, cuts a quantisation block"
+            f" of {shape.scale_block} rows"
+        )
+    size = part * shape.hidden * BYTES_PER_VALUE[shape.dtype]
+    if ranks > 1 and size % ALIGNED:
+        return (
+            f"a part of {part} x {shape.hidden} {shape.dtype} weights, for {ranks} ranks, is {size} bytes,"
+            f" which is not a multiple of {ALIGNED}: the next weights would begin unaligned"
+        )
+    return ""
+
+
+def tp_refusal(shape: ModelShape, ranks: int) -> str:
+    """Return why attention cannot be split over the ranks; empty: it can, or the numbers of heads are not
+    stated."""
+    if shape.heads % ranks:
+        return f"{shape.heads} attention heads do not divide among {ranks} ranks"
+    if shape.kv_heads and shape.kv_heads % ranks and ranks % shape.kv_heads:
+        return f"{shape.kv_heads} KV heads neither divide among {ranks} ranks nor into them"
+    return ""
 
 
 def experts_tp(layers: int) -> Layout:

@@ -2,14 +2,17 @@
 Invariants are checked at construction.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64
 
 from fleet.experts import ExpertId
+from fleet.layout import check_ascending
 
 EMPTY = -1
 """Value of an empty slot."""
@@ -57,6 +60,8 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     near: bytes = b""
     duplicates: bool = False
     """a rank may hold an expert twice in a layer: only in placements as an engine reports them"""
+    sharded: tuple[int, ...] = ()
+    """layers whose experts are sharded, ascending: their slots are -1 and their splits 0"""
 
 
 class Placement:
@@ -65,14 +70,17 @@ class Placement:
     `expert_of_slot` is int16 [layers, ranks * slots_per_rank], rank-major: slot `s` is on rank `s //
     slots_per_rank`; -1 marks an empty slot.
 
+    `sharded` names the layers whose experts are cut, with a part of each on every rank (`fleet.sharding`).
+    Their rows name no experts: every slot is -1, every split 0.
+
     `split` defines how replicas share an expert's tokens; None: evenly.
 
     `duplicates` admits ranks that hold an expert twice in a layer, as vLLM's initial map may. It is for
     placements as an engine reports them. The attribute says if there are any.
 
-    Invariants (ValueError names the offender): every expert of every layer has at least one replica, no rank
-    holds two replicas of one expert in a layer (but see `duplicates`), ids are in range, and the spills of an
-    expert sum to FULL.
+    Invariants (ValueError names the offender): every expert of every whole layer has at least one replica, no
+    rank holds two replicas of one expert in a layer (but see `duplicates`), ids are in range, and the spills
+    of an expert sum to FULL.
     """
 
     def __init__(
@@ -84,6 +92,7 @@ class Placement:
         epoch: int = 0,
         split: Split | None = None,
         duplicates: bool = False,
+        sharded: tuple[int, ...] = (),
     ) -> None:
         table = np.ascontiguousarray(expert_of_slot, dtype=np.int16)
         if (
@@ -104,6 +113,9 @@ class Placement:
         self.experts = experts
         self.ranks = ranks
         self.epoch = epoch
+        check_ascending(sharded, "placement")
+        self.sharded = tuple(sharded)
+        """layers whose experts are sharded, ascending"""
         again = repeated(table, ranks)
         self._check(again, duplicates=duplicates)
         self.duplicates = bool(again.any())
@@ -111,7 +123,7 @@ class Placement:
         self.even = split is None
         """True for the default split"""
         if split is not None:
-            self.split = _checked(split, table, experts)
+            self.split = _checked(split, table, experts, self.sharded)
         else:
             self.split = even_split(table, experts, again if self.duplicates else None)
 
@@ -139,11 +151,23 @@ class Placement:
                 f"placement: rank {slot // self.slots_per_rank} holds expert"
                 f" {ExpertId(int(layer), int(table[layer, slot]))} more than once"
             )
+        if self.sharded and self.sharded[-1] >= self.layers:
+            raise ValueError(
+                f"placement: sharded layer {self.sharded[-1]}; its {self.layers} layers are numbered from 0"
+            )
+        named = np.argwhere(table[list(self.sharded)] != EMPTY)
+        if len(named):
+            layer, slot = self.sharded[named[0, 0]], named[0, 1]
+            raise ValueError(
+                f"placement: layer {layer} is sharded, but its slot {slot} names expert {table[layer, slot]};"
+                f" all slots of a sharded layer must be {EMPTY}"
+            )
         layers, slots = np.nonzero(table != EMPTY)
-        missing = np.flatnonzero(
-            np.bincount(layers * self.experts + table[layers, slots], minlength=self.layers * self.experts)
-            == 0
+        copies = np.bincount(
+            layers * self.experts + table[layers, slots], minlength=self.layers * self.experts
         )
+        copies.reshape(self.layers, self.experts)[list(self.sharded)] = 1
+        missing = np.flatnonzero(copies == 0)
         if len(missing):
             raise ValueError(
                 "placement: expert"
@@ -157,6 +181,21 @@ class Placement:
     @property
     def slots_per_rank(self) -> int:
         return int(self.expert_of_slot.shape[1]) // self.ranks
+
+    @cached_property
+    def whole(self) -> NDArray[np.intp]:
+        """Layers that hold whole experts, ascending: int [n]."""
+        return np.setdiff1d(np.arange(self.layers), self.sharded)
+
+    @cached_property
+    def digest(self) -> int:
+        """Digest of all that ranks must agree on, without the epoch: experts by slot, splits and forms. A
+        positive int64."""
+        state = xxh3_64(self.expert_of_slot.tobytes())
+        for part in self.split:
+            state.update(part.tobytes())
+        state.update(np.array((self.experts, self.ranks, *self.sharded), "<i8").tobytes())
+        return state.intdigest() >> 1
 
     @cached_property
     def replicas_on_rank(self) -> NDArray[np.int32]:
@@ -191,6 +230,7 @@ class Placement:
             slots_per_rank=self.slots_per_rank,
             slots=self.expert_of_slot.astype("<i2").tobytes(),
             duplicates=self.duplicates,
+            sharded=self.sharded,
             **(
                 {}
                 if self.even
@@ -216,6 +256,7 @@ class Placement:
             epoch=record.epoch,
             split=_split_of(record, table.shape),
             duplicates=record.duplicates,
+            sharded=record.sharded,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -225,7 +266,7 @@ class Placement:
 
     def serves_as(self, other: "Placement") -> bool:
         """Return True if both dispatch every token the same way: equal in all but the epoch."""
-        same_head = (self.experts, self.ranks) == (other.experts, other.ranks)
+        same_head = (self.experts, self.ranks, self.sharded) == (other.experts, other.ranks, other.sharded)
         return (
             same_head
             and np.array_equal(self.expert_of_slot, other.expert_of_slot)
@@ -233,12 +274,13 @@ class Placement:
         )
 
     def __hash__(self) -> int:
-        return hash((self.experts, self.ranks, self.epoch, self.expert_of_slot.tobytes()))
+        return hash((self.experts, self.ranks, self.epoch, self.sharded, self.expert_of_slot.tobytes()))
 
     def __repr__(self) -> str:
+        sharded = f", {len(self.sharded)} layers sharded" if self.sharded else ""
         return (
             f"<Placement epoch {self.epoch}: {self.layers} layers x {self.experts} experts on {self.ranks}"
-            f" ranks, {self.slots_per_rank} slots each>"
+            f" ranks, {self.slots_per_rank} slots each{sharded}>"
         )
 
 
@@ -282,7 +324,7 @@ def _frozen(split: Split) -> Split:
     return split
 
 
-def _checked(split: Split, table: NDArray[np.int16], experts: int) -> Split:
+def _checked(split: Split, table: NDArray[np.int16], experts: int, sharded: tuple[int, ...]) -> Split:
     """Return a validated copy of a placement's split. ValueError names the defect."""
     for name, part in split._asdict().items():
         if part.shape != table.shape or part.dtype != np.uint16:
@@ -294,13 +336,14 @@ def _checked(split: Split, table: NDArray[np.int16], experts: int) -> Split:
         if len(stray):
             layer, slot = stray[0]
             raise ValueError(
-                f"placement: layer {layer} slot {slot} is empty but has {name} {part[layer, slot]}; it must"
-                " be 0"
+                f"placement: layer {layer} slot {slot} is empty but has {name} {part[layer, slot]}; it"
+                " must be 0"
             )
     layer, slot = np.nonzero(table != EMPTY)
     sums = np.bincount(
         layer * experts + table[layer, slot], weights=split.spill[layer, slot], minlength=len(table) * experts
     )
+    sums.reshape(len(table), experts)[list(sharded)] = FULL
     wrong = np.flatnonzero(sums != FULL)
     if len(wrong):
         expert = ExpertId(int(wrong[0]) // experts, int(wrong[0]) % experts)
@@ -366,4 +409,42 @@ def with_slots(placement: Placement, slots_per_rank: int) -> Placement:
         ranks=placement.ranks,
         epoch=placement.epoch,
         split=split,
+        sharded=placement.sharded,
     )
+
+
+def with_rows(
+    placement: Placement, rows: Mapping[int, NDArray[Any] | None], *, epoch: int, split: Split | None = None
+) -> Placement:
+    """Return the placement of an epoch in which some layers have other rows.
+
+    rows: by layer, int [ranks * slots_per_rank], the experts in its slots; None: the layer is sharded. split:
+    of all layers; None: layers with a new row share evenly, and the others as before. ValueError for a layer
+    that does not exist, and as `Placement`.
+    """
+    table = placement.expert_of_slot.copy()
+    sharded = set(placement.sharded)
+    for layer, row in rows.items():
+        if not 0 <= layer < placement.layers:
+            raise ValueError(
+                f"placement: layer {layer} does not exist; its {placement.layers} layers are numbered from 0"
+            )
+        table[layer] = EMPTY if row is None else row
+        (sharded.add if row is None else sharded.discard)(layer)
+
+    def made(split: Split | None) -> Placement:
+        return Placement(
+            table,
+            experts=placement.experts,
+            ranks=placement.ranks,
+            epoch=epoch,
+            split=split,
+            duplicates=placement.duplicates,
+            sharded=tuple(sorted(sharded)),
+        )
+
+    if split is None and not placement.even:
+        is_new = np.isin(np.arange(placement.layers), list(rows))[:, None]
+        evenly = made(None).split
+        split = Split(*(np.where(is_new, new, old) for new, old in zip(evenly, placement.split, strict=True)))
+    return made(split)

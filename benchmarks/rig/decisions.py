@@ -16,7 +16,7 @@ from fleet.experts import ModelShape
 from fleet.facts.demand import KeyedRows, TablesPublished
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
 from fleet.facts.engines import EngineJoined
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION, EP
 from fleet.placement import linear
 from fleet.prediction import PATTERNS, SOURCES
 from fleet.signatures import ClusterModel, pack
@@ -161,7 +161,7 @@ class Roost:
                 "node": nodes[0],
                 "nodes": nodes,
                 "urls": urls,
-                "layout": EP,
+                "attention": DP_ATTENTION,
                 "shape": SHAPE,
                 "placement": placement.record(),
                 "tokenizer": DIGEST,

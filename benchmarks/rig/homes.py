@@ -17,7 +17,7 @@ from fleet.blocks import BLOCK_SIZE
 from fleet.dispatch import Chooser, reached
 from fleet.experts import ModelShape
 from fleet.facts.engines import EngineJoined
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION, EP
 from fleet.placement import Placement, linear
 from fleet.routings import count_pairs
 from fleet.signatures import ClusterModel
@@ -220,7 +220,7 @@ def _joined(placement: Placement, speed: EngineSpeed) -> EngineJoined:
         kv_blocks=4096,
         max_context=1024,
         max_batch_tokens=MAX_PREFILL,
-        layout=EP,
+        attention=DP_ATTENTION,
         shape=ModelShape(
             layers=placement.layers, experts=placement.experts, top_k=4, hidden=8, expert_intermediate=8
         ),

@@ -29,7 +29,7 @@ from engine_adapter.serving.generation import AnswerDelta, AnswerStream, Generat
 from engine_adapter.serving.sequences import built, sequence_parts
 from fleet.blocks import BLOCK_SIZE
 from fleet.facts.engines import Capabilities
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.placement import Placement
 
 _WATCH_SECONDS = 0.5
@@ -83,7 +83,8 @@ def _load(
         max_batch_tokens=config.max_batch_tokens,
         capabilities=Capabilities(isolates_tenants=True),
         shape=setup.shape,
-        layout=EP,
+        attention=DP_ATTENTION,
+        unshardable="the embedded engine does not serve sharded layers yet",
         dispatch=config.dispatch,
         speed=setup.speed,
         tokenizer=tokenizer.archive,

@@ -14,6 +14,7 @@ import numpy as np
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, Placement
 from fleet.requests.handovers import ExpertCopy, ProposeHandover
+from fleet.sharding import turned
 
 LONGEST_SECONDS = 86_400.0
 """Upper limit of the staging deadline."""
@@ -91,6 +92,11 @@ def check_terms(deadline_seconds: float, proposed: Placement, served: Placement)
             StagingFault.PLACEMENT,
             f"a placement of (layers, experts, ranks, slots per rank) {shape}, and this engine has {present};"
             " plan anew",
+        )
+    if changed := turned(served, proposed):
+        raise CannotStage(
+            StagingFault.PLACEMENT,
+            f"layers {list(changed)} change between whole and sharded, which this engine does not do; plan anew",
         )
     if not 0 < deadline_seconds <= LONGEST_SECONDS:
         raise CannotStage(

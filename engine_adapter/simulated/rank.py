@@ -30,7 +30,7 @@ from engine_adapter.simulated.model.text import VOCABULARY, Script, WordTokenize
 from engine_adapter.simulated.sequences import RowTrace, SimulatedSequence
 from fleet.blocks import BLOCK_SIZE
 from fleet.facts.engines import Capabilities
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.placement import Placement
 
 _MAX_SENT = 16
@@ -314,7 +314,7 @@ def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescr
         max_batch_tokens=config.max_batch_tokens,
         capabilities=Capabilities(isolates_tenants=True),
         shape=config.model_shape,
-        layout=EP,
+        attention=DP_ATTENTION,
         dispatch=config.dispatch_rule,
         speed=config.real_speed,
         tokenizer=archive,

@@ -99,7 +99,7 @@ class VllmDeployment:
             ),
             tokenizer=found.tokenizer,
             shape=None if shape is None else shape.shape,
-            layout=None if shape is None else shape.layout,
+            attention=None if shape is None else shape.attention,
             dispatch=SPLIT if shape is None else ROW_HASH,
             rearranges=shape is not None,
             gathers_all=shape is not None and shape.gathers_all,

@@ -4,9 +4,12 @@ import msgspec
 
 from fleet.event import Event
 from fleet.experts import ModelShape
-from fleet.layout import Layout
+from fleet.layout import AttentionLayout, Layout
 from fleet.placement import PlacementRecord
 from fleet.timing import EngineSpeed, RearrangeSpeed
+
+UNSHARDABLE = "its agent does not turn layers over"
+"""Why no layer of an engine can become sharded, unless its agent states otherwise."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +76,8 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     """tokens that one rank computes in one step at most"""
     max_requests: int | None = None
     """concurrent requests per rank at most; None: the router's own limit"""
-    layout: Layout | None = None
+    attention: AttentionLayout | None = msgspec.field(default=None, name="layout")
+    """None: the engine reports no experts"""
     shape: ModelShape | None = None
     """shape of the MoE layers; None: the engine reports no experts"""
     placement: PlacementRecord | None = None
@@ -84,6 +88,9 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     an equal digest. None: not reported; such engines count as equal to each other
     """
     speed: EngineSpeed | None = None
+    unshardable: str = UNSHARDABLE
+    """why no layer of the engine can become sharded; empty: layers can be turned over
+    """
     dispatch: str = "split"
     """replica selection of the engine, a `fleet.dispatch.DispatchRule`"""
     rearranges: bool = False
@@ -97,6 +104,11 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     anything
     """
     capabilities: Capabilities = Capabilities()
+
+    @property
+    def layout(self) -> Layout | None:
+        """Layout of the epoch that it joined with; None: the engine reports no experts."""
+        return Layout.of(self.attention, () if self.placement is None else self.placement.sharded)
 
     @property
     def expert_ranks(self) -> int:

@@ -1,7 +1,9 @@
 """Facts about placement: which placement an engine serves, and where its clusters have their homes."""
 
+import msgspec
+
 from fleet.event import Event
-from fleet.layout import Layout
+from fleet.layout import AttentionLayout, Layout
 from fleet.placement import PlacementRecord
 
 
@@ -10,9 +12,14 @@ class PlacementCommitted(Event, frozen=True, kw_only=True):
 
     engine: str
     worker_id: int
-    layout: Layout
+    attention: AttentionLayout = msgspec.field(name="layout")
     placement: PlacementRecord
     plan: str | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the epoch."""
+        return Layout(self.attention.kind, self.placement.sharded)
 
 
 class HomesPublished(Event, frozen=True, kw_only=True):

@@ -12,8 +12,9 @@ from enum import StrEnum
 
 from fleet.facts.engines import EngineJoined
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import Layout
+from fleet.layout import AttentionLayout, Layout
 from fleet.placement import Placement, PlacementRecord
+from fleet.sharding import turned
 
 
 class PlacementFault(StrEnum):
@@ -52,7 +53,7 @@ class EngineEntry:
 
     engine: str
     worker_id: int
-    layout: Layout
+    attention: AttentionLayout
     placement: Placement
     joined: EngineJoined | None = None
     """None: not read yet; the log may be ahead"""
@@ -60,6 +61,11 @@ class EngineEntry:
     @property
     def epoch(self) -> int:
         return self.placement.epoch
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the epoch."""
+        return Layout(self.attention.kind, self.placement.sharded)
 
     @property
     def targets(self) -> int:
@@ -127,7 +133,7 @@ class PlacementRegistry:
             del self._present[next(iter(self._present))]
         if joined.placement is None:
             return None
-        layout, placement = _checked_join(joined, joined.placement)
+        attention, placement = _checked_join(joined, joined.placement)
         self._joined = {one: self._joined[one] for one in self._present.values() if one in self._joined}
         self._joined[joined.worker_id] = joined
         known = self._entries.get(joined.worker_id)
@@ -136,7 +142,7 @@ class PlacementRegistry:
             self._entries[joined.worker_id] = replace(known, joined=joined)
             return None
         return PlacementCommitted(
-            engine=joined.engine, worker_id=joined.worker_id, layout=layout, placement=joined.placement
+            engine=joined.engine, worker_id=joined.worker_id, attention=attention, placement=joined.placement
         )
 
     def left(self, worker_id: int) -> None:
@@ -161,10 +167,11 @@ class PlacementRegistry:
             _agree(known, placement)
             if placement.epoch <= known.epoch:
                 return False
+            _check_turn(known, placement)
         self._entries[committed.worker_id] = EngineEntry(
             committed.engine,
             committed.worker_id,
-            committed.layout,
+            committed.attention,
             placement,
             self._joined.get(committed.worker_id),
         )
@@ -180,29 +187,30 @@ class PlacementRegistry:
             del self._entries[worker_id]
 
 
-def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[Layout, Placement]:
-    """Return the validated layout and placement of a join.
+def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[AttentionLayout, Placement]:
+    """Return the validated attention and placement of a join.
 
     Raises InvalidPlacementEvent if they contradict each other, the model or the number of ranks.
     """
     name = f"engine {joined.engine!r}"
-    if joined.shape is None or joined.layout is None:
+    if joined.shape is None or joined.attention is None:
         raise InvalidPlacementEvent(
             PlacementFault.SHAPE,
             f"{name} states a placement but no {'shape' if joined.shape is None else 'layout'}; its agent"
             " must state both",
         )
     try:
-        joined.layout.check(joined.shape)
-    except ValueError as error:
-        raise InvalidPlacementEvent(PlacementFault.LAYOUT, f"{name}: {error}") from error
-    try:
         placement = Placement.from_record(record)
     except ValueError as error:
         raise InvalidPlacementEvent(PlacementFault.PLACEMENT, f"{name}: {error}") from error
+    try:
+        layout = Layout(joined.attention.kind, placement.sharded)
+        layout.check(joined.shape, placement.ranks)
+    except ValueError as error:
+        raise InvalidPlacementEvent(PlacementFault.LAYOUT, f"{name}: {error}") from error
     targets = len(joined.urls)
     # An engine that moves its experts itself may have several ranks behind each target.
-    own_ranks = joined.layout.targets_are_ranks and not (joined.rearranges and placement.ranks % targets == 0)
+    own_ranks = layout.targets_are_ranks and not (joined.rearranges and placement.ranks % targets == 0)
     expected = (joined.shape.layers, joined.shape.experts, targets if own_ranks else placement.ranks)
     stated = (placement.layers, placement.experts, placement.ranks)
     if stated != expected:
@@ -210,7 +218,18 @@ def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[Layout
             PlacementFault.SHAPE,
             f"{name}: placement of (layers, experts, ranks) {stated}; its model and URLs have {expected}",
         )
-    return joined.layout, placement
+    return joined.attention, placement
+
+
+def _check_turn(known: EngineEntry, placement: Placement) -> None:
+    """Check that the engine turns layers over if the next placement has layers of another form."""
+    layers = turned(known.placement, placement)
+    if layers and known.joined is not None and known.joined.unshardable:
+        raise InvalidPlacementEvent(
+            PlacementFault.LAYOUT,
+            f"engine {known.engine!r}: epoch {placement.epoch} changes the form of layers {list(layers)}, but"
+            f" {known.joined.unshardable}",
+        )
 
 
 def _agree(known: EngineEntry, placement: Placement) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from fleet.facts.migrations import ExpertArrival, MigrationAborted, MigrationCommitted, MigrationStaged
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CONDUCTING, CoordinatorEvent, CoordinatorState, next_state
-from fleet.layout import Layout
+from fleet.layout import AttentionLayout
 from fleet.placement import PlacementRecord
 from fleet.requests.handovers import (
     AbortHandover,
@@ -60,7 +60,7 @@ class HandoverSpec:
     """epoch that the handover creates"""
     placement: PlacementRecord | None
     """None: unknown to a successor; only an abort works without it"""
-    layout: Layout | None
+    attention: AttentionLayout | None
     copies: tuple[ExpertCopy, ...] = ()
     copied: int = 0
     bytes: int = 0
@@ -443,12 +443,12 @@ class HandoverState:
     def _committed(self, now: float) -> tuple[Record, ...]:
         what = self.what
         placed: tuple[Record, ...] = ()
-        if what.placement is not None and what.layout is not None:
+        if what.placement is not None and what.attention is not None:
             placed = (
                 PlacementCommitted(
                     engine=what.engine,
                     worker_id=what.worker_id,
-                    layout=what.layout,
+                    attention=what.attention,
                     placement=what.placement,
                     plan=what.plan,
                 ),

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.experts import ExpertId, ModelShape
-from fleet.layout import EP, TP_EP, Layout, tp
-from fleet.placement import EMPTY, FULL, Placement, PlacementRecord, linear
+from fleet.layout import DP_ATTENTION, EP, TP_ATTENTION, TP_EP, AttentionLayout, Layout, tp
+from fleet.placement import EMPTY, FULL, Placement, PlacementRecord, linear, with_rows
 from tests.fleet.splits import random_split, random_table
 
 
@@ -226,44 +226,43 @@ SHAPE = ModelShape(layers=3, experts=8, top_k=2, hidden=4, expert_intermediate=8
 
 def test_whole_experts_go_with_either_attention() -> None:
     for layout in (EP, TP_EP):
-        layout.check(SHAPE)
+        layout.check(SHAPE, 2)
     assert EP.targets_are_ranks
     assert not TP_EP.targets_are_ranks
 
 
 def test_tensor_parallel_attention_shards_the_experts_of_all_layers_or_of_none() -> None:
-    tp(3).check(SHAPE)
+    tp(3).check(SHAPE, 2)
     for sharded in ((0, 1), (2,)):
         with pytest.raises(ValueError, match=rf"or of none; not of {len(sharded)} of 3"):
-            Layout(attention="tp", sharded=sharded).check(SHAPE)
+            Layout(attention="tp", sharded=sharded).check(SHAPE, 2)
 
 
 @given(st.sets(st.integers(0, 2)))
 def test_with_data_parallel_attention_any_layers_may_be_sharded(sharded: set[int]) -> None:
     layout = Layout(attention="dp", sharded=tuple(sorted(sharded)))
-    layout.check(SHAPE)
+    layout.check(SHAPE, 2)
     assert set(layout.whole(3).tolist()) == {0, 1, 2} - sharded
     assert layout.has_whole(3) == (len(sharded) < 3)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
 
 
 def test_a_sharded_layer_beyond_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="sharded layer 3 is not one of the model's 3 MoE layers"):
-        Layout(attention="dp", sharded=(3,)).check(SHAPE)
+        Layout(attention="dp", sharded=(3,)).check(SHAPE, 2)
 
 
 @pytest.mark.parametrize("sharded", [[1, 0], [1, 1], [-1]])
 def test_sharded_layers_are_ascending_and_named_once(sharded: list[int]) -> None:
-    with pytest.raises(msgspec.ValidationError, match="ascending"):
-        msgspec.convert({"attention": "dp", "sharded": sharded}, Layout)
+    with pytest.raises(ValueError, match="ascending"):
+        Layout("dp", tuple(sharded))
 
 
 def test_a_record_of_an_earlier_release_is_read_if_its_boundary_is_0() -> None:
-    def read(**record: object) -> Layout:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=Layout)
+    def read(**record: object) -> AttentionLayout:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=AttentionLayout)
 
-    assert read(attention="dp", boundary=0) == EP
-    assert read(attention="tp", boundary=0) == TP_EP
+    assert read(attention="dp", boundary=0) == DP_ATTENTION
+    assert read(attention="tp", boundary=0) == TP_ATTENTION
     with pytest.raises(msgspec.ValidationError, match="boundary"):
         read(attention="dp", boundary=3)
 
@@ -278,3 +277,51 @@ def test_a_record_of_an_earlier_release_is_read_if_its_boundary_is_0() -> None:
 )
 def test_a_layout_reads_as_attention_and_sharded_layers(layout: Layout, text: str) -> None:
     assert str(layout) == text
+
+
+def test_a_sharded_layer_names_no_expert_and_is_part_of_equality_hash_digest_and_record() -> None:
+    whole = linear(layers=2, experts=4, ranks=2)
+    sharded = with_rows(whole, {0: None}, epoch=0)
+    assert (sharded.expert_of_slot[0] == EMPTY).all()
+    assert not any(part[0].any() for part in sharded.split)
+    assert sharded.whole.tolist() == [1]
+    assert Placement.from_record(sharded.record()) == sharded
+    assert sharded != whole
+    assert not sharded.serves_as(whole)
+    assert len({hash(sharded), hash(whole)}) == len({sharded.digest, whole.digest}) == 2
+    assert with_rows(sharded, {0: whole.expert_of_slot[0]}, epoch=0) == whole
+
+
+@pytest.mark.parametrize(
+    ("sharded", "message"),
+    [
+        ((2,), "sharded layer 2; its 2 layers"),
+        ((1, 0), r"ascending, each once; not \[1, 0\]"),
+        ((0, 0), "ascending"),
+        ((-1,), "numbers from 0 on"),
+        ((1,), "layer 1 is sharded, but its slot 0 names expert 0"),
+    ],
+)
+def test_illegal_sharded_layers_are_refused_and_named(sharded: tuple[int, ...], message: str) -> None:
+    record = msgspec.structs.replace(linear(layers=2, experts=4, ranks=2).record(), sharded=sharded)
+    with pytest.raises(ValueError, match=message):
+        Placement.from_record(record)
+
+
+def test_an_empty_layer_that_is_not_sharded_is_refused() -> None:
+    record = with_rows(linear(layers=2, experts=4, ranks=2), {0: None}, epoch=0).record()
+    with pytest.raises(ValueError, match="expert 0/0 has no replica"):
+        Placement.from_record(msgspec.structs.replace(record, sharded=()))
+
+
+def test_a_split_of_a_sharded_layer_must_be_0() -> None:
+    sharded = with_rows(HALVES, {0: None}, epoch=0)
+    wrong = HALVES.split
+    with pytest.raises(ValueError, match="layer 0 slot 0 is empty but has keep"):
+        Placement(
+            sharded.expert_of_slot,
+            experts=sharded.experts,
+            ranks=sharded.ranks,
+            split=wrong,
+            sharded=sharded.sharded,
+        )

@@ -35,7 +35,7 @@ from engine_adapter.initial_placement import last_decided
 from fleet.facts.migrations import MigrationStaged
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import Cell, CoordinatorState, flips
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.placement import EMPTY, Placement
 from fleet.requests.handovers import (
     AbortHandover,
@@ -115,7 +115,7 @@ class World(Store):
     @property
     def entry(self) -> EngineEntry:
         """Return the engine as registered in the migration service."""
-        return EngineEntry("a", self.life, EP, self.seats[0].protocol.placement)
+        return EngineEntry("a", self.life, DP_ATTENTION, self.seats[0].protocol.placement)
 
     # Incarnations
 
@@ -210,7 +210,7 @@ class World(Store):
                 ),
                 None,
             )
-            what = replace(left_open("a", left, staged, None, MigrationConfig()), layout=EP)
+            what = replace(left_open("a", left, staged, None, MigrationConfig()), attention=DP_ATTENTION)
             leader.proceeding = taken_over(what, left, leader.token, PACE, self.now)
             self.tell(f"coordinator {leader.token} goes on with handover {left.handover}, {left.state}")
         elif self.whole and stray(told := self.survey(leader)):
@@ -257,7 +257,7 @@ class World(Store):
             last=True,
             epoch=placement.epoch,
             placement=placement.record(),
-            layout=EP,
+            attention=DP_ATTENTION,
             copies=copies,
             copied=len(copies),
             stage_seconds=STAGE_SECONDS,

@@ -14,6 +14,7 @@ from fleet.layout import EP
 from fleet.placement import Placement, PlacementRecord, linear
 from migration.config import MigrationConfig
 from migration.service import MigrationService
+from tests.layouts import stated
 
 SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)
 FIRST = linear(layers=2, experts=8, ranks=2)
@@ -37,7 +38,9 @@ def joined(
         "shape": SHAPE,
         "layout": EP,
     }
-    return EngineJoined(engine=engine, worker_id=worker_id, placement=record, **{**plain, **fields})
+    return EngineJoined(
+        engine=engine, worker_id=worker_id, **stated({"placement": record, **plain, **fields})
+    )
 
 
 @asynccontextmanager

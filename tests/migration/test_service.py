@@ -17,7 +17,7 @@ from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION, EP
 from fleet.placement import Placement
 from fleet.requests.engines import DescribeEngine
 from migration.config import MigrationConfig
@@ -103,14 +103,14 @@ async def test_later_epochs_in_the_log_are_read_back_at_start_and_followed() -> 
     moved = Placement(FIRST.expert_of_slot[:, ::-1].copy(), experts=8, ranks=2, epoch=1)
     await bus.record(
         SUBJECTS.placements("a"),
-        PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=moved.record()),
+        PlacementCommitted(engine="a", worker_id=1, attention=DP_ATTENTION, placement=moved.record()),
     )
     async with serving(bus) as service:
         assert service.placements.engines()["a"].placement == moved
         third = Placement(FIRST.expert_of_slot, experts=8, ranks=2, epoch=2)
         await bus.record(
             SUBJECTS.placements("a"),
-            PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=third.record()),
+            PlacementCommitted(engine="a", worker_id=1, attention=DP_ATTENTION, placement=third.record()),
         )
         await asyncio.sleep(0.1)
         assert service.placements.engines()["a"].epoch == 2
@@ -249,7 +249,7 @@ async def test_a_placement_in_the_log_that_cannot_be_is_left_out_and_the_service
     for record in (broken, msgspec.structs.replace(broken, epoch=2), moved.record()):
         await bus.record(
             SUBJECTS.placements("a"),
-            PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=record, plan="p"),
+            PlacementCommitted(engine="a", worker_id=1, attention=DP_ATTENTION, placement=record, plan="p"),
         )
     async with serving(bus) as service:
         assert service.placements.engines()["a"].placement == moved
@@ -277,7 +277,7 @@ async def test_impossible_joins_and_garbage_are_counted_and_the_service_lives_on
         await bus.record(SUBJECTS.membership("e"), joined(5, "f"))
         await bus.record(
             SUBJECTS.membership("g"),
-            PlacementCommitted(engine="g", worker_id=6, layout=EP, placement=FIRST.record()),
+            PlacementCommitted(engine="g", worker_id=6, attention=DP_ATTENTION, placement=FIRST.record()),
         )
         await bus.record(SUBJECTS.placements("g"), EngineLeft(engine="g", worker_id=6, reason="test"))
         await bus.publisher(SUBJECTS.membership("h")).publish(

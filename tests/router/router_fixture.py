@@ -35,6 +35,7 @@ from router.config import RouterConfig
 from router.service import RouterService
 from router.telemetry.metrics import RouterMetrics
 from router.tokenization.tokenizer import ModelTokenizer
+from tests.layouts import stated
 
 TEMPLATE = (
     "{%- for message in messages -%}{{ message['role'] + ': ' + message['content'] + '\\n' }}{%- endfor -%}"
@@ -362,7 +363,7 @@ def engine_joined(
         node="here",
         urls=tuple(urls),
         tokenizer=tokenizer,
-        **values,
+        **stated(values),
     )
 
 

@@ -19,7 +19,7 @@ from fleet.experts import ModelShape
 from fleet.facts.activity import RequestProfile, RequestsProfiled, SampledProfile
 from fleet.facts.demand import ClustersPublished
 from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.placement import linear
 from fleet.popularity import ExpertCounts
 from fleet.signatures import ClusterModel, pack
@@ -47,7 +47,7 @@ ENGINE = EngineJoined(
     kv_blocks=1000,
     max_context=4096,
     max_batch_tokens=512,
-    layout=EP,
+    attention=DP_ATTENTION,
     shape=SHAPE,
     placement=PLACEMENT.record(),
     speed=EngineSpeed(dispatch=1e-3),

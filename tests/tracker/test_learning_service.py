@@ -34,7 +34,7 @@ from fleet.facts.demand import (
 )
 from fleet.facts.engines import EngineJoined
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.placement import Placement
 from fleet.popularity import ExpertCounts
 from fleet.prediction import ROW
@@ -354,7 +354,7 @@ async def test_what_is_remote_follows_the_newest_placement() -> None:
         assert (await latest(demands, DemandPublished)).remote == pytest.approx(0.0)
         await bus.record(
             SUBJECTS.placements("a"),
-            PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=turned.record()),
+            PlacementCommitted(engine="a", worker_id=1, attention=DP_ATTENTION, placement=turned.record()),
         )
         await asyncio.sleep(0)
         await reports.publish(report(counts, 10))
@@ -372,7 +372,8 @@ async def test_a_placement_that_contradicts_itself_is_counted_and_ignored() -> N
     )
     async with serving(bus) as service:
         await bus.record(
-            SUBJECTS.placements("a"), PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=broken)
+            SUBJECTS.placements("a"),
+            PlacementCommitted(engine="a", worker_id=1, attention=DP_ATTENTION, placement=broken),
         )
         await asyncio.sleep(3)
         assert b'rejected_total{reason="placement"} 1.0' in service.metrics.exposition()

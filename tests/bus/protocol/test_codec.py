@@ -47,7 +47,7 @@ from fleet.facts.demand import DemandPublished, KeyedRows, TablesPublished
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvMetrics, KvRemoved, KvStored, RoutedKvEvent
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.facts.placements import HomesPublished
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.messages import AnyEvent
 from fleet.placement import Placement, linear
 from fleet.popularity import ExpertCounts, ExpertTable
@@ -207,7 +207,7 @@ EVENTS: st.SearchStrategy[Message] = st.one_of(
         kv_blocks=U64,
         max_context=U64,
         max_batch_tokens=U64,
-        layout=st.none() | st.just(EP),
+        attention=st.none() | st.just(DP_ATTENTION),
         shape=st.none() | st.just(ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)),
         placement=st.none()
         | st.integers(1, 4).map(lambda ranks: linear(layers=2, experts=8, ranks=ranks).record()),

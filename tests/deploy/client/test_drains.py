@@ -14,7 +14,7 @@ from deploy.client.fleet_status import members
 from fleet.facts.bookings import BookedLoad, ReservationsChanged
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import Capabilities, EngineJoined, EngineLeft, RankDrained
-from fleet.layout import Layout, tp
+from fleet.layout import AttentionLayout, Layout, tp
 from fleet.requests.routing import ReservationsDescribed
 
 SUBJECTS = Subjects()
@@ -47,7 +47,7 @@ async def join(
         kv_blocks=10,
         max_context=100,
         max_batch_tokens=10,
-        layout=layout,
+        attention=None if layout is None else AttentionLayout(kind=layout.attention),
         capabilities=Capabilities(),
     )
     await bus.record(SUBJECTS.membership(name), joined)

@@ -17,7 +17,7 @@ from engine_adapter.initial_placement import fitting, last_decided, leave_last, 
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationStaged, PlanEvaluated
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.placement import Placement, linear
 from migration.handover.coordinator import OpenHandover
 from tests.deploy.loop_figures import PREDICTED, START
@@ -33,7 +33,9 @@ def placement(epoch: int) -> Placement:
 
 
 def committed(epoch: int, worker_id: int = 1) -> PlacementCommitted:
-    return PlacementCommitted(engine="e", worker_id=worker_id, layout=EP, placement=placement(epoch).record())
+    return PlacementCommitted(
+        engine="e", worker_id=worker_id, attention=DP_ATTENTION, placement=placement(epoch).record()
+    )
 
 
 def staged(epoch: int, worker_id: int = 1) -> MigrationStaged:

@@ -20,7 +20,7 @@ from engine_adapter.vllm.config import VllmConfig
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineJoined, EngineLeft, RankDrained
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION, EP
 from fleet.placement import Placement
 from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
 from fleet.requests.handovers import CommitHandover, DescribeHandover, HandoverDescribed, ProposeHandover
@@ -256,7 +256,7 @@ async def test_a_restarted_vllm_joins_with_its_map_under_an_epoch_above_all_on_r
 ) -> None:
     broker = MemoryBroker(SUBJECTS)
     committed = PlacementCommitted(
-        engine="v", worker_id=1, layout=EP, placement=placement(1, epoch=7).record()
+        engine="v", worker_id=1, attention=DP_ATTENTION, placement=placement(1, epoch=7).record()
     )
     await MemoryBus(broker).record(SUBJECTS.placements("v"), committed)
     async with with_workers(server) as (config, workers), represented(broker, config):
@@ -291,7 +291,7 @@ async def test_a_map_that_vllm_chose_during_an_outage_has_an_epoch_above_all_on_
         assert isinstance(first, EngineJoined)
         assert first.placement is not None
         committed = PlacementCommitted(
-            engine="v", worker_id=first.worker_id, layout=EP, placement=first.placement
+            engine="v", worker_id=first.worker_id, attention=DP_ATTENTION, placement=first.placement
         )
         await MemoryBus(broker).record(SUBJECTS.placements("v"), committed)  # as the planner does
         await until(lambda: [worker.mailbox.epoch for worker in workers] == [1, 1])

@@ -17,7 +17,7 @@ from deploy.views import placement as placement_view
 from deploy.views import popularity
 from fleet.facts.engines import EngineJoined
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.placement import Placement, linear
 from tests.deploy.commands import roost
 
@@ -97,12 +97,11 @@ async def test_the_first_placement_of_this_life_is_known_beside_the_last() -> No
     await bus.record(SUBJECTS.membership("engine-0"), joined(nodes=("a", "b")))
     found = (await placements(bus, SUBJECTS))["engine-0"]
     assert found.first == found.now == FIRST
-    layout = EP
     for worker_id, placement in ((7, NOW), (6, FIRST)):
         await bus.record(
             SUBJECTS.placements("engine-0"),
             PlacementCommitted(
-                engine="engine-0", worker_id=worker_id, layout=layout, placement=placement.record()
+                engine="engine-0", worker_id=worker_id, attention=DP_ATTENTION, placement=placement.record()
             ),
         )
         found = (await placements(bus, SUBJECTS))["engine-0"]

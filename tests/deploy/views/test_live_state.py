@@ -25,7 +25,7 @@ from fleet.facts.migrations import (
     PlanEvaluated,
 )
 from fleet.facts.placements import HomesPublished, PlacementCommitted
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.placement import linear
 from tests.deploy.loop_figures import PREDICTED, START
 
@@ -256,11 +256,11 @@ def test_no_more_events_are_kept_than_can_be_looked_at() -> None:
             "engine-0: plan cafe is given up: no  room",
         ),
         (
-            PlacementCommitted(**WHO, layout=EP, placement=PLACEMENT),
+            PlacementCommitted(**WHO, attention=DP_ATTENTION, placement=PLACEMENT),
             "engine-0 serves epoch 0",
         ),
         (
-            PlacementCommitted(**WHO, layout=EP, placement=PLACEMENT, plan="cafe"),
+            PlacementCommitted(**WHO, attention=DP_ATTENTION, placement=PLACEMENT, plan="cafe"),
             None,
         ),
         (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine_adapter.vllm.reports import DemandSplit, MoveTimes, decision_of, ended_request, engine_shape
 from engine_adapter.vllm.wire import MapMoved, RoutedRequest, WorkerDemand, WorkerHello
-from fleet.layout import EP, TP_EP
+from fleet.layout import DP_ATTENTION, TP_ATTENTION
 from fleet.routings import UNKNOWN
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
@@ -66,17 +66,17 @@ def test_the_shape_has_the_bytes_of_an_expert() -> None:
 @pytest.mark.parametrize(
     ("ranks", "targets", "all2all", "expected"),
     [
-        (2, 2, "allgather_reducescatter", (EP, True)),
-        (2, 2, "naive", (EP, True)),
-        (2, 2, "deepep_low_latency", (EP, False)),
-        (2, 1, "deepep_low_latency", (TP_EP, True)),  # one target: its tokens are on every rank
-        (4, 2, "nixl_ep", (EP, False)),
-        (1, 1, "naive", (EP, True)),
+        (2, 2, "allgather_reducescatter", (DP_ATTENTION, True)),
+        (2, 2, "naive", (DP_ATTENTION, True)),
+        (2, 2, "deepep_low_latency", (DP_ATTENTION, False)),
+        (2, 1, "deepep_low_latency", (TP_ATTENTION, True)),  # one target: its tokens are on every rank
+        (4, 2, "nixl_ep", (DP_ATTENTION, False)),
+        (1, 1, "naive", (DP_ATTENTION, True)),
     ],
 )
 def test_layout_and_backend(ranks: int, targets: int, all2all: str, expected: tuple[Any, bool]) -> None:
     found = engine_shape(hello(ranks, targets, all2all=all2all))
-    assert (found.layout, found.gathers_all) == expected
+    assert (found.attention, found.gathers_all) == expected
 
 
 # Demand

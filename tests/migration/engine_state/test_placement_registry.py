@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fleet.facts.engines import EngineJoined
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import EP, TP_EP, Layout, tp
-from fleet.placement import Placement, PlacementRecord, linear
+from fleet.layout import DP_ATTENTION, EP, TP_EP, Layout, tp
+from fleet.placement import Placement, PlacementRecord, linear, with_rows
 from migration.engine_state.placement_registry import InvalidPlacementEvent, PlacementFault, PlacementRegistry
 from tests.migration import builders
 from tests.migration.builders import SHAPE
@@ -36,7 +36,9 @@ def later(epoch: int, shift: int = 0) -> Placement:
 
 
 def committed(placement: Placement, worker_id: int = 1, engine: str = "a") -> PlacementCommitted:
-    return PlacementCommitted(engine=engine, worker_id=worker_id, layout=EP, placement=placement.record())
+    return PlacementCommitted(
+        engine=engine, worker_id=worker_id, attention=DP_ATTENTION, placement=placement.record()
+    )
 
 
 def test_a_new_incarnation_asks_for_its_epoch_0_to_be_recorded_until_it_is() -> None:
@@ -167,7 +169,8 @@ def test_a_reported_map_with_an_expert_twice_on_a_rank_is_recorded() -> None:
         ({"shape": msgspec.structs.replace(SHAPE, layers=3)}, PlacementFault.SHAPE),
         ({"shape": msgspec.structs.replace(SHAPE, experts=7)}, PlacementFault.SHAPE),
         ({"layout": Layout(attention="tp", sharded=(0,))}, PlacementFault.LAYOUT),
-        ({"layout": Layout(attention="dp", sharded=(9,))}, PlacementFault.LAYOUT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), sharded=(9,))}, PlacementFault.PLACEMENT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), sharded=(1, 0))}, PlacementFault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"")}, PlacementFault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"\0" * 40)}, PlacementFault.PLACEMENT),
         (
@@ -243,3 +246,17 @@ def test_however_the_log_is_repeated_or_mixed_the_newest_agreed_epoch_stands(
         entry = ledger.entry(worker_id)
         assert entry is not None
         np.testing.assert_array_equal(entry.placement.expert_of_slot, later(epoch, shift).expert_of_slot)
+
+
+def test_an_epoch_whose_layers_turn_over_is_recorded_only_of_an_engine_that_can() -> None:
+    after = with_rows(FIRST, {0: None}, epoch=1)
+    for reason in ("", "its agent is old"):
+        registry = PlacementRegistry()
+        registry.joined(joined(unshardable=reason))
+        registry.committed(committed(FIRST))
+        if reason:
+            with pytest.raises(InvalidPlacementEvent, match=r"form of layers \[0\], but its agent is old"):
+                registry.committed(committed(after))
+        else:
+            assert registry.committed(committed(after))
+            assert registry.engines()["a"].layout == Layout("dp", (0,))

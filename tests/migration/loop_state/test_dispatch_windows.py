@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.facts.activity import DispatchMeasured
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.placement import linear
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
 from migration.loop_state import dispatch_windows
 from migration.loop_state.dispatch_windows import SLICES, DispatchWindows
 
-ENTRY = EngineEntry("a", 1, EP, linear(layers=3, experts=8, ranks=2))
+ENTRY = EngineEntry("a", 1, DP_ATTENTION, linear(layers=3, experts=8, ranks=2))
 CONFIG = MigrationConfig(window_seconds=30.0, evaluation_seconds=30.0)
 
 
@@ -181,6 +181,6 @@ def test_reports_of_absent_engines_are_ignored_and_contradictory_ones_are_refuse
     kept.keep_only([ENTRY])
     assert kept.window(1, (0,), 0.0) is None, "it was not present then"
     kept.keep_only([])
-    kept.keep_only([EngineEntry("b", 1, EP, ENTRY.placement)])
+    kept.keep_only([EngineEntry("b", 1, DP_ATTENTION, ENTRY.placement)])
     with pytest.raises(InvalidPlacementEvent, match="worker 1 is engine 'b'"):
         kept.add(report(), 0.0)

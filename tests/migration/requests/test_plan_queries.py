@@ -15,7 +15,7 @@ from fleet.facts.demand import ClustersPublished, DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineLeft
 from fleet.facts.placements import HomesPublished, PlacementCommitted
-from fleet.layout import EP, tp
+from fleet.layout import DP_ATTENTION, tp
 from fleet.placement import Placement
 from fleet.popularity import ExpertTable
 from fleet.requests.demand import DescribeClusters, DescribeProfile
@@ -262,7 +262,9 @@ async def test_homes_are_said_every_cycle_and_get_a_new_version_when_they_change
         moved = Placement(FIRST.expert_of_slot[:, ::-1].copy(), experts=16, ranks=4, epoch=1)
         await bus.record(
             SUBJECTS.placements("a"),
-            PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=moved.record(), plan="p"),
+            PlacementCommitted(
+                engine="a", worker_id=1, attention=DP_ATTENTION, placement=moved.record(), plan="p"
+            ),
         )
         await traffic.last(12, np.ones(16))
         assert said[-1].epoch == 1

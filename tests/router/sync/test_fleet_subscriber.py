@@ -16,7 +16,7 @@ from fleet.facts.demand import ClustersPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.facts.placements import HomesPublished, PlacementCommitted
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.placement import Placement, linear
 from fleet.requests.demand import DescribeClusters, DescribeProfile, DescribeTables
 from fleet.requests.engines import DescribeEngine, KvSnapshot
@@ -222,7 +222,7 @@ async def test_a_committed_placement_changes_the_expert_prices(fleet: Fleet) -> 
     before = fleet.service.view.prices("demo").flat
     everywhere = Placement(np.tile(np.arange(4, dtype=np.int16), (2, 2)), experts=4, ranks=2, epoch=1)
     committed = PlacementCommitted(
-        engine="a", worker_id=joined.worker_id, layout=EP, placement=everywhere.record()
+        engine="a", worker_id=joined.worker_id, attention=DP_ATTENTION, placement=everywhere.record()
     )
     await fleet.bus.record(fleet.subjects.placements("a"), committed)
     await until(lambda: fleet.target().epoch == 1 and fleet.target().note is None)
@@ -256,7 +256,7 @@ async def test_homes_of_the_next_placement_wait_on_the_bus_for_it_and_come_with_
     assert fleet.service.view.prices("demo").homes is None
     everywhere = Placement(np.tile(np.arange(4, dtype=np.int16), (2, 2)), experts=4, ranks=2, epoch=1)
     committed = PlacementCommitted(
-        engine="a", worker_id=joined.worker_id, layout=EP, placement=everywhere.record()
+        engine="a", worker_id=joined.worker_id, attention=DP_ATTENTION, placement=everywhere.record()
     )
     await fleet.bus.record(fleet.subjects.placements("a"), committed)
     await until(lambda: fleet.target().epoch == 1 and fleet.target().note is None)
