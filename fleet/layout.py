@@ -27,7 +27,7 @@ def check_ascending(layers: Sequence[int], where: str) -> None:
 AttentionKind = Literal["dp", "tp"]
 
 
-class Attention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AttentionLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Distribution of attention over an engine's ranks, as engines state it. It does not change while an
     engine runs; which layers are sharded belongs to the placement (`PlacementRecord.sharded`).
     """
@@ -38,8 +38,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     another value is refused"""
 
 
-DP_ATTENTION = Attention(kind="dp")
-TP_ATTENTION = Attention(kind="tp")
+DP_ATTENTION = AttentionLayout(kind="dp")
+TP_ATTENTION = AttentionLayout(kind="tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,12 @@ class Layout:
         check_ascending(self.sharded, "layout")
 
     @classmethod
-    def of(cls, attention: Attention | None, sharded: tuple[int, ...]) -> "Layout | None":
+    def of(cls, attention: AttentionLayout | None, sharded: tuple[int, ...]) -> "Layout | None":
         """Return the layout of an engine; None for an engine that states no attention, so no experts."""
         return None if attention is None else cls(attention.kind, sharded)
 
     def check(self, shape: ModelShape, ranks: int) -> None:
-        """Raise ValueError when a model of this shape cannot be served in this layout on a number of ranks."""
+        """Raise ValueError when a model of this shape cannot be served in this layout by the ranks."""
         if self.sharded and self.sharded[-1] >= shape.layers:
             raise ValueError(
                 f"layout: sharded layer {self.sharded[-1]} is not one of the model's {shape.layers} MoE"

@@ -96,7 +96,8 @@ def check_terms(deadline_seconds: float, proposed: Placement, served: Placement)
     if changed := turned(served, proposed):
         raise CannotStage(
             StagingFault.PLACEMENT,
-            f"layers {list(changed)} change between whole and sharded, which this engine does not do; plan anew",
+            f"layers {list(changed)} change between whole and sharded, which this engine does not do; plan"
+            " anew",
         )
     if not 0 < deadline_seconds <= LONGEST_SECONDS:
         raise CannotStage(
