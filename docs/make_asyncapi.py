@@ -91,7 +91,13 @@ REQUESTED: dict[str, tuple[dict[type, type], str]] = {
     "describe_plan": ({messages.DescribePlan: messages.PlanDescribed}, "the planner"),
     "migrate": (
         dict.fromkeys(
-            (messages.MigrateExpert, messages.ApplyMap, messages.ApplyPlan, messages.RollBack),
+            (
+                messages.MigrateExpert,
+                messages.ApplyMap,
+                messages.ApplyPlan,
+                messages.RollBack,
+                messages.SetLayout,
+            ),
             messages.MigrationAccepted,
         ),
         "the leading planner",

@@ -98,7 +98,7 @@ class Layout:
         return self.attention == "dp"
 
     def __str__(self) -> str:
-        experts = f"layers {_ranges(self.sharded)} sharded" if self.sharded else "experts whole"
+        experts = f"layers {layer_ranges(self.sharded)} sharded" if self.sharded else "experts whole"
         return f"{self.attention}, {experts}"
 
 
@@ -153,7 +153,28 @@ def tp(layers: int) -> Layout:
     return Layout(attention="tp", sharded=tuple(range(layers)))
 
 
-def _ranges(numbers: tuple[int, ...]) -> str:
+def layers_named(text: str, layers: int) -> tuple[int, ...]:
+    """Parse the sharded layers of a layout: ep (none), experts-tp (all), or numbers and ranges like 0-3,7.
+
+    layers: MoE layers of the model. ValueError names what cannot be read, and the remedy.
+    """
+    if text in ("ep", "experts-tp"):
+        return () if text == "ep" else tuple(range(layers))
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = (number.strip() for number in part.partition("-"))
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"layout {text!r}: use ep, experts-tp, or the layers to be sharded, e.g. 0-3,7")
+        begin, end = int(first), int(last) if dash else int(first)
+        if begin > end or end >= layers:
+            raise ValueError(
+                f"layout {text!r}: {part.strip()} are no layers; the model has MoE layers 0 to {layers - 1}"
+            )
+        found.update(range(begin, end + 1))
+    return tuple(sorted(found))
+
+
+def layer_ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers as text, runs shortened: 0-3, 7."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -52,6 +52,7 @@ from fleet.requests.plans import (
     MigrationAccepted,
     PlanDescribed,
     RollBack,
+    SetLayout,
 )
 from fleet.requests.refusal import RequestRefused
 from fleet.requests.routing import (
@@ -96,6 +97,7 @@ AnyEvent = (
     | ApplyMap
     | ApplyPlan
     | RollBack
+    | SetLayout
     | MigrationAccepted
     | MigrationPlanned
     | MigrationStaged

@@ -127,7 +127,9 @@ class MigrationService:
         """Run as the leader until cancelled. Raises LeaseTaken, in a group, once another service is the
         leader."""
         subjects, executor = self._subjects, self._make_executor()
-        requests = OperatorCommands(self._bus, subjects, self.placements, self.demand, executor)
+        requests = OperatorCommands(
+            self._bus, subjects, self._config, self.placements, self.demand, executor, self._clock
+        )
         controller = self.controller = self._make_controller(executor, requests)
         async with (
             self._bus.subscribe(subjects.demand, subjects.kv_metrics) as reports,
@@ -383,6 +385,7 @@ class MigrationService:
         entry = self.placements.entry(committed.worker_id) if self.placements.committed(committed) else None
         if entry is not None:
             self.demand.placed(entry.worker_id, entry.placement, committed.plan, self._clock())
+            self.dispatch.placed(entry)
 
     def _recorded(self, committed: PlacementCommitted) -> None:
         """Apply an epoch that this service recorded or found in the log."""

@@ -79,6 +79,12 @@ class MigrationPlanned(Event, frozen=True, kw_only=True):
     """prediction with the plan"""
     policy: str = ""
     """planning policy that made it; empty: not made by the planner"""
+    to_sharded: tuple[int, ...] = ()
+    """MoE layers that the plan turns from whole to sharded"""
+    to_whole: tuple[int, ...] = ()
+    """MoE layers that the plan turns from sharded to whole"""
+    paced: bool = False
+    """its handovers wait until the byte budget of automatic plans permits them, and count towards it"""
 
 
 class MigrationStaged(Event, frozen=True, kw_only=True):
@@ -163,7 +169,7 @@ class PlanEvaluated(Event, frozen=True, kw_only=True):
     """epoch in which the plan was evaluated"""
     verdict: Verdict
     """kept: the plan stays; harmful: it is rolled back and its experts enter a cooldown; unknown: too little
-    was measured, or experts were moved by others in the meantime
+    was measured, or experts were moved by others or layers changed their form in the meantime
     """
     predicted_before: LoopFigures
     predicted_after: LoopFigures

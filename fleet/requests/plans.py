@@ -1,5 +1,7 @@
 """Requests to the migration service: describe, execute or roll back a plan."""
 
+import msgspec
+
 from fleet.event import Event
 from fleet.placement import PlacementRecord
 
@@ -73,6 +75,22 @@ class ApplyPlan(Event, frozen=True, kw_only=True):
     """JSON: `migration.model.plan.Plan`"""
 
 
+class SetLayout(Event, frozen=True, kw_only=True):
+    """Request to the migration service: turn layers over until exactly these are sharded. Answered with
+    `MigrationAccepted`.
+    """
+
+    engine: str
+    sharded: tuple[int, ...]
+    """MoE layers to be sharded, ascending. The others become whole, with an even share of their experts on
+    each rank
+    """
+    now: bool = False
+    """turn the layers over one after another without waiting for the byte budget"""
+    dry_run: bool = False
+    """answer with what would be done, and do nothing"""
+
+
 class RollBack(Event, frozen=True, kw_only=True):
     """Request to the migration service: restore an engine's placement before a plan. Answered with
     `MigrationAccepted`.
@@ -81,6 +99,23 @@ class RollBack(Event, frozen=True, kw_only=True):
     engine: str
     plan: str = ""
     """plan id; empty: the last plan with a committed handover"""
+
+
+class SwitchEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Cost of a switch of layout."""
+
+    bytes_by_link: dict[str, int]
+    """bytes by path: local (within a rank), same-node, cross-node"""
+    seconds: float
+    """duration of the handovers at the speed of links"""
+    budget_seconds: float
+    """least duration within the byte budget"""
+    measured: bool
+    """True if the speed was measured in the last handover; False: it is configured"""
+    cells: int
+    """most cells that a rank fills in one handover"""
+    free: int
+    """fewest free cells of any rank"""
 
 
 class MigrationAccepted(Event, frozen=True, kw_only=True):
@@ -94,3 +129,5 @@ class MigrationAccepted(Event, frozen=True, kw_only=True):
     bytes: int
     what: tuple[str, ...] = ()
     """first steps of the plan, as text"""
+    switch: SwitchEstimate | None = None
+    """of a switch of layout"""

@@ -52,6 +52,4 @@ class LoopContext:
         since: float | None = None,
     ) -> DispatchWindow | None:
         """Return recent measurements of an engine; see `DispatchWindows.window`."""
-        return self.dispatch.window(
-            entry.worker_id, entry.layout.sharded, self.clock(), epoch=epoch, seconds=seconds, since=since
-        )
+        return self.dispatch.window(entry.worker_id, self.clock(), epoch=epoch, seconds=seconds, since=since)

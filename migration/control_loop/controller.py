@@ -70,6 +70,8 @@ class Controller:
     def reconfigure(self, config: MigrationConfig) -> None:
         """Use new settings from now on."""
         self._config = config
+        self.context.executor.reconfigure(config)
+        self.context.commands.reconfigure(config)
         self._evaluator.reconfigure(config)
         for engine in self._engines.values():
             engine.reconfigure(config)

@@ -16,7 +16,7 @@ from migration.engine_state.placement_registry import EngineEntry, InvalidPlacem
 from migration.handover.handover_messages import Grounds
 from migration.loop_state.engine_loop import prices
 from migration.loop_state.persistent_state import EngineMemory, Harm, PendingVerdict
-from migration.loop_state.plan_history import changed_since, last_epoch, to_undo
+from migration.loop_state.plan_history import changed_since, last_epoch, to_undo, turned_since
 from migration.loop_state.verdict import Evaluation, PlanCase, evaluated, recovered
 from migration.model.plan_log import PlanRun
 from migration.model.plan_record import PlanRecord
@@ -209,6 +209,8 @@ class PlanEvaluator:
         """Return the reason why current measurements say nothing about a plan; empty: they are valid."""
         if entry.worker_id != run.planned.worker_id:
             return "the engine has restarted meanwhile"
+        if turned_since(self._context.plans(entry.engine), run):
+            return "layers changed their form meanwhile"
         if entry.epoch != run.progress.epoch or changed_since(self._context.plans(entry.engine), run):
             return "others moved experts meanwhile"
         return ""

@@ -46,9 +46,11 @@ class DemandByRank:
 
     @property
     def counted_pairs(self) -> float:
-        """Pairs of the last layer in this window."""
-        counted = 0.0 if self.counts is None else float(self.counts[-1].sum())
-        return counted + float(self.rates[-1].sum()) * self.lasted
+        """Pairs of this window, of the layer with most."""
+        counted = self.rates.sum(axis=1) * np.float32(self.lasted)
+        if self.counts is not None:
+            counted = counted + self.counts.sum(axis=1)
+        return float(counted.max())
 
     @property
     def window(self) -> DemandCounts:

@@ -53,6 +53,8 @@ class _Engine:
     ranks: list[DemandByRank]
     """demand of each target"""
     history: MoveHistory
+    sharded: tuple[int, ...] = ()
+    """layers that are sharded"""
     since: Demand | None = None
     """first window closed after the last plan; None: none yet"""
     homes: PlannedHomes | None = None
@@ -79,8 +81,7 @@ class _Engine:
 
     @property
     def pairs(self) -> float:
-        """(token, k) pairs of the last layer in the current window. The last layer is sharded only if all
-        layers are."""
+        """(token, k) pairs of a layer in the current window."""
         return sum(rank.counted_pairs for rank in self.ranks)
 
     def demand(self, now: float) -> Demand:
@@ -163,12 +164,14 @@ class DemandWindows:
             now,
             ranks,
             MoveHistory.begin(joined.worker_id, placement),
+            placement.sharded,
         )
 
     def placed(self, worker_id: int, placement: Placement, plan: str | None, now: float) -> None:
         """Record a new epoch of an engine, from one of our plans or (None) from elsewhere.
 
-        Epochs that are not newer are ignored. Raises InvalidPlacementEvent if the shape does not fit.
+        Windows begin anew where layers change their form. Epochs that are not newer are ignored. Raises
+        InvalidPlacementEvent if the shape does not fit.
         """
         engine = self._engines.get(worker_id)
         if engine is not None and placement.epoch > engine.history.epoch:
@@ -180,6 +183,11 @@ class DemandWindows:
                     PlacementFault.SHAPE, f"engine {engine.joined.engine!r}: {error}"
                 ) from error
             engine.since = engine.since if same_plan else None
+            if placement.sharded != engine.sharded:
+                engine.sharded = placement.sharded
+                self._count_all(engine, now)
+                engine.closed, engine.since = [], None
+                self._begin(engine, now)
 
     def homes_published(self, worker_id: int, homes: PlannedHomes) -> None:
         """Set the published homes of an engine."""

@@ -23,7 +23,7 @@ from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState as State
 from fleet.membership import Heartbeats
 from fleet.requests.handovers import HandoverDescribed
-from fleet.requests.plans import MigrationAccepted
+from fleet.requests.plans import MigrationAccepted, SwitchEstimate
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
 from migration.execution.handover_driver import HandoverDriver, Unfit, plausible, stray
@@ -102,8 +102,14 @@ class PlanExecutor:
         self._since: dict[str, float] = {}
         """by engine: start time of its plan"""
         self._accepting: set[str] = set()
+        self._saving: set[str] = set()
+        """engines whose next handover waits for the byte budget"""
         self._attending: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
+
+    def reconfigure(self, config: MigrationConfig) -> None:
+        """Use new settings from the next handover on."""
+        self._config = config
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Run until cancelled. ready: called once the log is read.
@@ -135,12 +141,16 @@ class PlanExecutor:
         origin: Origin,
         grounds: Grounds | None = None,
         still: Callable[[], bool] | None = None,
+        *,
+        paced: bool = False,
+        switch: SwitchEstimate | None = None,
     ) -> MigrationAccepted:
         """Start a plan. It is durable when this returns.
 
         plan: must apply to the served placement (`migration.planning.operator_plans`). grounds: for plans
         started by the planner. still: returns True while the plan is still to be started; called right before
-        each attempt to persist it.
+        each attempt to persist it. paced: each handover waits until the byte budget permits it. switch: cost
+        of a switch of layout, for the answer.
 
         Raises ExecutorBusy if a plan is under way, Withdrawn if `still` returned False, ValueError if the
         plan is for another epoch, and BusError if the bus fails.
@@ -163,7 +173,13 @@ class PlanExecutor:
                 self._traces[engine] = trace
             await self.log.record(
                 announced(
-                    entry, plan, origin, blob, answers if trace is None else trace.traceparent, grounds
+                    entry,
+                    plan,
+                    origin,
+                    blob,
+                    answers if trace is None else trace.traceparent,
+                    grounds,
+                    paced=paced,
                 ),
                 still,
             )
@@ -184,7 +200,7 @@ class PlanExecutor:
         finally:
             self._accepting.discard(engine)
         self._attend_to(engine)
-        return accepted(entry, plan)
+        return accepted(entry, plan, switch)
 
     def refuse_second(self, engine: str) -> None:
         """Raise ExecutorBusy if the engine has a plan under way."""
@@ -196,6 +212,8 @@ class PlanExecutor:
         run = self.log.plans.engines[engine].under_way
         if run is not None:
             progress = f"handover {run.progress.next + 1} of {run.planned.handovers}"
+            if engine in self._saving:
+                progress += ", which waits for the byte budget"
             if pending := self.pending(engine):
                 progress += f", pending: {pending}"
             return (
@@ -316,6 +334,7 @@ class PlanExecutor:
 
     async def _try_advance(self, engine: str) -> bool:
         """Attempt one action. Returns True if nothing is left to do."""
+        self._saving.discard(engine)
         try:
             return await self._advance(engine)
         except LeaseTaken:
@@ -394,6 +413,9 @@ class PlanExecutor:
             return await self._drop(run, HandoverFailure(why, ENGINE_GONE))
         try:
             plan = await self._plan(engine, run)
+            if run.planned.paced and (wait := self._budget_wait(engine, plan.handovers[run.progress.next])):
+                self._saving.add(engine)
+                return await asyncio.sleep(wait)
             placement = await asyncio.to_thread(applied, entry.placement, plan.handovers[run.progress.next])
             found, previous = await self._ready(entry, plan.handovers[run.progress.next], found)
         except (BlobLost, IndexError) as error:
@@ -410,6 +432,13 @@ class PlanExecutor:
             self._trace(engine, run),
         )
         return None
+
+    def _budget_wait(self, engine: str, handover: Handover) -> float:
+        """Return the seconds after which to look again if the byte budget does not permit a handover yet; 0:
+        it does. A handover larger than the whole budget waits until nothing was copied in its interval."""
+        spending, config = self.log.plans.engines[engine].spending, self._config
+        spent = spending.within(self._clock(), config.budget_seconds)
+        return _LOOK_SECONDS if spent and spent + handover.bytes > config.budget_bytes else 0.0
 
     async def _ready(
         self, entry: EngineEntry, handover: Handover, found: StoredHandover

@@ -2,16 +2,20 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
+from fleet.arrays import SlotTable
 from fleet.facts.migrations import LoopFigures, MigrationAborted, MigrationPlanned, MigrationStaged, Origin
 from fleet.handover import CoordinatorState
-from fleet.placement import Placement
+from fleet.placement import EMPTY, Placement
 from fleet.requests.handovers import ExpertCopy
-from fleet.requests.plans import MigrationAccepted
+from fleet.requests.plans import MigrationAccepted, SwitchEstimate
+from fleet.sharding import groups
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry
 from migration.handover.coordinator import HandoverSpec, OpenHandover
 from migration.handover.rank_progress import HandoverFailure
-from migration.model.plan import Handover, Plan
+from migration.model.plan import Handover, Plan, PlanStep
 from migration.model.plan_log import PlanRun
 from migration.planning.plan_report import steps
 
@@ -39,7 +43,6 @@ def next_of(
     """Describe handover `number` of a plan. placement: its result; handover: its number among the engine's
     handovers."""
     what = plan.handovers[number]
-    copies = copies_of(what)
     staged_bytes = 0 if entry.rearranges else _max_bytes(what, placement)
     return HandoverSpec(
         engine=entry.engine,
@@ -52,8 +55,8 @@ def next_of(
         epoch=what.epoch,
         placement=placement.record(),
         attention=entry.attention,
-        copies=copies,
-        copied=len(copies),
+        copies=copies_of(what),
+        copied=what.transfers,
         bytes=what.bytes,
         stage_seconds=config.stage_seconds + staged_bytes / config.stage_bytes_per_second,
         rearranges=entry.rearranges,
@@ -124,20 +127,44 @@ def copies_of(handover: Handover) -> tuple[ExpertCopy, ...]:
 
 
 def received(handover: Handover, placement: Placement) -> list[int]:
-    """Count the experts that each rank receives."""
+    """Count the cells that each rank fills: one for each expert of a whole layer, or group of a sharded
+    one."""
     counts = [0] * placement.ranks
     for step in handover.steps:
         for copy in step.copies:
             counts[copy.slot // placement.slots_per_rank] += 1
+        if step.parts:
+            counts = [sum(pair) for pair in zip(counts, _turned_cells(step, placement), strict=True)]
     return counts
 
 
+def _turned_cells(step: PlanStep, placement: Placement) -> list[int]:
+    """Count the cells that each rank fills when a layer turns over."""
+    if step.kind == "shard":
+        return [groups(placement.experts, placement.ranks)] * placement.ranks
+    held: list[int] = (_row(step, placement) != EMPTY).sum(axis=1).tolist()
+    return held
+
+
+def _row(step: PlanStep, placement: Placement) -> SlotTable:
+    """Return the experts of a layer that becomes whole: int16 [ranks, slots_per_rank]."""
+    return np.frombuffer(step.slots, "<i2").astype(np.int16).reshape(placement.ranks, -1)
+
+
 def _max_bytes(handover: Handover, placement: Placement) -> int:
-    """Return the most bytes that any rank receives."""
+    """Return the most bytes that any rank stages, those that it copies within its memory included."""
     taken = [0] * placement.ranks
     for step in handover.steps:
         for copy in step.copies:
             taken[copy.slot // placement.slots_per_rank] += copy.bytes
+        if step.parts:
+            size = sum(moved.bytes for moved in step.parts) // sum(moved.parts for moved in step.parts)
+            parts = (
+                [placement.experts] * placement.ranks
+                if step.kind == "shard"
+                else [placement.ranks * held for held in _turned_cells(step, placement)]
+            )
+            taken = [before + size * count for before, count in zip(taken, parts, strict=True)]
     return max(taken)
 
 
@@ -151,8 +178,11 @@ def announced(
     blob: str,
     traceparent: str,
     grounds: Grounds | None = None,
+    *,
+    paced: bool = False,
 ) -> MigrationPlanned:
-    """Announce that the plan is being carried out from now on. grounds: for plans started by the planner."""
+    """Announce that the plan is being carried out from now on. grounds: for plans started by the planner.
+    paced: its handovers wait for the byte budget."""
     policy, before, after, _ = grounds or Grounds("")
     return MigrationPlanned(
         engine=entry.engine,
@@ -161,7 +191,7 @@ def announced(
         origin=origin,
         base_epoch=plan.base_epoch,
         handovers=len(plan.handovers),
-        copies=len(plan.copies),
+        copies=plan.transfers,
         bytes=plan.bytes,
         reason=plan.reason[:MAX_REASON],
         blob=blob,
@@ -169,18 +199,22 @@ def announced(
         before=before,
         after=after,
         policy=policy,
+        to_sharded=plan.turned("shard"),
+        to_whole=plan.turned("gather"),
+        paced=paced,
     )
 
 
-def accepted(entry: EngineEntry, plan: Plan) -> MigrationAccepted:
-    """Build the answer to the request that started the plan."""
+def accepted(entry: EngineEntry, plan: Plan, switch: SwitchEstimate | None = None) -> MigrationAccepted:
+    """Build the answer to the request that started the plan. switch: of a switch of layout."""
     return MigrationAccepted(
         engine=entry.engine,
         worker_id=entry.worker_id,
         plan=plan.id,
         handovers=len(plan.handovers),
-        copies=len(plan.copies),
+        copies=plan.transfers,
         bytes=plan.bytes,
+        switch=switch,
         what=tuple(f"layer {step.layer}: {step.what}" for step in steps(plan)[:MAX_DESCRIBED_STEPS]),
     )
 

@@ -40,7 +40,7 @@ class DispatchWindow(NamedTuple):
     layers: LayerFigures
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Slice:
     """Reports of about a second of one epoch: sums over the ranks."""
 
@@ -60,6 +60,10 @@ class _Engine:
     targets: int
     """that report"""
     layers: int
+    sharded: tuple[int, ...]
+    """layers that are sharded"""
+    first: int
+    """epoch from which on they are"""
     slices: deque[_Slice] = field(default_factory=lambda: deque(maxlen=SLICES))
 
 
@@ -83,11 +87,25 @@ class DispatchWindows:
         for worker_id in present.keys() - self._engines.keys():
             entry = present[worker_id]
             self._engines[worker_id] = _Engine(
-                entry.engine, entry.placement.ranks, entry.targets, entry.placement.layers
+                entry.engine,
+                entry.placement.ranks,
+                entry.targets,
+                entry.placement.layers,
+                entry.placement.sharded,
+                entry.epoch,
             )
 
+    def placed(self, entry: EngineEntry) -> None:
+        """Record a new epoch of an engine. Measurements begin anew where layers change their form."""
+        engine = self._engines.get(entry.worker_id)
+        if engine is not None and engine.sharded != entry.placement.sharded:
+            engine.sharded, engine.first = entry.placement.sharded, entry.epoch
+            for one in [one for one in engine.slices if one.epoch < engine.first]:
+                engine.slices.remove(one)
+
     def add(self, report: DispatchMeasured, now: float) -> None:
-        """Add one interval of one rank. Reports of engines without a recorded epoch are ignored.
+        """Add one interval of one rank. Reports of engines without a recorded epoch are ignored, and those of
+        epochs in which layers had other forms.
 
         Raises InvalidPlacementEvent, without any change, if the report is invalid.
         """
@@ -95,6 +113,8 @@ class DispatchWindows:
         if engine is None:
             return
         layers = _checked(report, engine)
+        if report.epoch < engine.first:
+            return
         # ranks report the last interval of an epoch at different times
         last = next((one for one in reversed(engine.slices) if one.epoch == report.epoch), None)
         if last is None or now - last.began >= self._slice_seconds:
@@ -113,7 +133,6 @@ class DispatchWindows:
     def window(
         self,
         worker_id: int,
-        sharded: Sequence[int],
         now: float,
         *,
         epoch: int | None = None,
@@ -122,8 +141,8 @@ class DispatchWindows:
     ) -> DispatchWindow | None:
         """Return the recent measurements of an engine; None: too little was measured.
 
-        sharded: layers that are left out. epoch: the epoch served meanwhile; None: any. seconds:
-        length of the window; None: everything known. since: ignore slices that began earlier.
+        Sharded layers are left out. epoch: the epoch served meanwhile; None: any. seconds: length of the
+        window; None: everything known. since: ignore slices that began earlier.
         """
         engine = self._engines.get(worker_id)
         if engine is None:
@@ -134,7 +153,7 @@ class DispatchWindows:
         ]
         if len(taken) < MIN_SLICES or not any(one.sums[2] for one in taken):
             return None
-        return _window(taken, engine.targets, sharded)
+        return _window(taken, engine.targets, engine.sharded)
 
 
 def _checked(report: DispatchMeasured, engine: _Engine) -> FloatArray:

@@ -64,6 +64,14 @@ def changed_since(plans: EnginePlans, run: PlanRun) -> bool:
     return any(other.progress.numbers for other in later)
 
 
+def turned_since(plans: EnginePlans, run: PlanRun) -> bool:
+    """Return True if a later plan changed the form of layers after this one."""
+    later = takewhile(lambda other: other is not run, _newest_first(plans))
+    return any(
+        other.progress.numbers and (other.planned.to_sharded or other.planned.to_whole) for other in later
+    )
+
+
 def summaries(plans: EnginePlans, pending: str = "") -> tuple[PlanSummary, ...]:
     """Return the last plans, newest first. pending: what the one under way waits for; empty: nothing."""
     newest = islice(_newest_first(plans), MAX_SUMMARIES)

@@ -80,13 +80,17 @@ class MoveHistory:
                 f" {self.ranks} ranks; begin anew"
             )
         same_plan = plan is not None and plan == self.plan
+        base = self.base if same_plan else self.table
+        # A layer that turns over was not rebalanced: nothing rests, and there is nothing to undo.
+        turned = ((table == EMPTY).all(axis=1) != (self.table == EMPTY).all(axis=1))[:, None]
+        changed = (self._held(table) != self._held(self.table)).any(axis=1)
         return replace(
             self,
             epoch=placement.epoch,
             table=table,
-            moved=np.where((self._held(table) != self._held(self.table)).any(axis=1), at, self.moved),
+            moved=np.where(changed & ~turned, at, self.moved),
             plan=plan,
-            base=self.base if same_plan else self.table,
+            base=np.where(turned, table, base),
             demand=self.demand if same_plan and demand is None else demand,
         )
 

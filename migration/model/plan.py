@@ -20,9 +20,22 @@ from fleet.experts import ExpertId
 from fleet.placement import EMPTY, Placement, Split
 from migration.model.cost_model import Figures, Payback
 
-StepKind = Literal["reweight", "replicate", "swap", "move", "drop"]
+StepKind = Literal["reweight", "replicate", "swap", "move", "drop", "shard", "gather"]
 Link = Literal["same-node", "cross-node", "checkpoint"]
 """path of a copy. checkpoint: no rank holds the expert any more, so its weights are read from storage"""
+
+
+PartLink = Literal["local", "same-node", "cross-node"]
+"""path of a part. local: its rank holds it already, in the layer's other form"""
+PART_LINKS: tuple[PartLink, ...] = ("local", "same-node", "cross-node")
+
+
+class PartsMoved(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Parts of experts that take one kind of path when a layer turns over (`fleet.sharding.turn`)."""
+
+    link: PartLink
+    parts: int
+    bytes: int
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -44,6 +57,10 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     - `move`: as `replicate`, and `other_slot`, which held `expert`, becomes empty.
     - `swap`: exchange `expert` in `other_slot` and `other_expert` in `slot`.
     - `drop`: remove `expert` from `slot`, which becomes empty.
+    - `shard`: cut the layer's experts, so that every rank holds a part of each.
+    - `gather`: make the sharded layer whole, with the experts in `slots`.
+
+    A `shard` or `gather` is the only step of its layer in a handover.
     """
 
     kind: StepKind
@@ -57,14 +74,35 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     other_slot: int | None = None
     other_expert: int | None = None
     copies: tuple[Copy, ...] = ()
+    slots: bytes = b""
+    """the row of a layer that becomes whole: int16 little endian, [ranks * slots_per_rank], -1 is empty"""
+    parts: tuple[PartsMoved, ...] = ()
+    """the parts that a turned layer moves, by path"""
     gain: float = 0.0
     """expected reduction of the engine step, in seconds"""
     why: str
     """one sentence"""
 
     @property
+    def turns(self) -> bool:
+        """True if the step changes the form of its layer."""
+        return self.kind in ("shard", "gather")
+
+    @property
+    def transfers(self) -> int:
+        """Copies of experts, and of parts, from one rank to another."""
+        return len(self.copies) + sum(moved.parts for moved in self.parts if moved.link != "local")
+
+    @property
     def bytes(self) -> int:
-        return sum(copy.bytes for copy in self.copies)
+        """Bytes that arrive from other ranks or from storage."""
+        parts = sum(moved.bytes for moved in self.parts if moved.link != "local")
+        return sum(copy.bytes for copy in self.copies) + parts
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes that ranks copy within their memory."""
+        return sum(moved.bytes for moved in self.parts if moved.link == "local")
 
 
 class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +146,11 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def bytes(self) -> int:
         return sum(step.bytes for step in self.steps)
 
+    @property
+    def transfers(self) -> int:
+        """Copies of experts, and of parts, from one rank to another."""
+        return sum(step.transfers for step in self.steps)
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Plan for the placement of one engine. `refused` gives the reason if nothing is to be done."""
@@ -137,8 +180,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return tuple(copy for step in self.steps for copy in step.copies)
 
     @property
+    def transfers(self) -> int:
+        """Copies of experts, and of parts, from one rank to another."""
+        return sum(handover.transfers for handover in self.handovers)
+
+    @property
     def bytes(self) -> int:
+        """Bytes that arrive from other ranks or from storage."""
         return sum(handover.bytes for handover in self.handovers)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes that ranks copy within their memory."""
+        return sum(step.local_bytes for step in self.steps)
+
+    def turned(self, kind: StepKind) -> tuple[int, ...]:
+        """Return the layers that steps of this kind turn over, ascending. kind: shard or gather."""
+        return tuple(sorted({step.layer for step in self.steps if step.kind == kind}))
 
 
 def planned(
@@ -159,7 +217,9 @@ def planned(
     series = tuple(handovers)
     table = placement.expert_of_slot
     digest = blake2b(
-        msgspec.msgpack.encode((placement.epoch, table.shape, table.astype("<i2").tobytes(), series)),
+        msgspec.msgpack.encode(
+            (placement.epoch, table.shape, table.astype("<i2").tobytes(), placement.sharded, series)
+        ),
         digest_size=8,
     ).hexdigest()
     return Plan(
@@ -244,9 +304,9 @@ def applied(placement: Placement, handover: Handover) -> Placement:
             None,
             f"the placement is of epoch {placement.epoch}; plan anew from what is there",
         )
-    table = placement.expert_of_slot.copy()
+    table, sharded = placement.expert_of_slot.copy(), set(placement.sharded)
     for index, step in enumerate(handover.steps):
-        _Check(placement, table, handover, index).carry_out(step)
+        _Check(placement, table, sharded, handover, index).carry_out(step)
     try:
         split = None if handover.split is None else handover.split.over(placement.split)
         return Placement(
@@ -256,6 +316,7 @@ def applied(placement: Placement, handover: Handover) -> Placement:
             epoch=handover.epoch,
             split=split,
             duplicates=placement.duplicates,
+            sharded=tuple(sorted(sharded)),
         )
     except ValueError as error:
         raise Inapplicable(PlanCause.PLACEMENT, handover, None, str(error)) from error
@@ -267,6 +328,7 @@ class _Check:
 
     base: Placement
     table: SlotTable
+    sharded: set[int]
     handover: Handover
     index: int
 
@@ -274,6 +336,15 @@ class _Check:
         """Apply a step to the table. Raises Inapplicable if it does not apply."""
         if not 0 <= step.layer < self.base.layers:
             raise self._no(PlanCause.SHAPE, f"layer {step.layer} does not exist")
+        if step.turns:
+            self._turn(step)
+            return
+        if step.layer in self.sharded or step.layer in self.base.sharded:
+            raise self._no(
+                PlanCause.SLOT,
+                f"layer {step.layer} is sharded: every rank holds a part of each of its experts; make it"
+                " whole first",
+            )
         if step.kind == "reweight":
             self._copies(step, {})
             return
@@ -299,6 +370,34 @@ class _Check:
                 self._write(step.layer, step.slot, EMPTY, step.expert)
                 self._write(step.layer, step.other_slot, EMPTY, there)
                 self._copies(step, {step.slot: step.expert, int(step.other_slot or 0): there})
+
+    def _turn(self, step: PlanStep) -> None:
+        """Change the form of a layer."""
+        if sum(other.layer == step.layer for other in self.handover.steps) > 1:
+            raise self._no(
+                PlanCause.SLOT, f"layer {step.layer} turns over, and has other steps in the same handover"
+            )
+        if (step.kind == "gather") != (step.layer in self.sharded):
+            form = "sharded" if step.layer in self.sharded else "whole"
+            raise self._no(PlanCause.SLOT, f"layer {step.layer} is {form} already; plan anew")
+        width = self.table.shape[1]
+        if len(step.slots) != (2 * width if step.kind == "gather" else 0):
+            raise self._no(
+                PlanCause.SHAPE,
+                f"{len(step.slots)} bytes of slots; a layer that becomes whole needs {2 * width}, for"
+                f" [{width}] int16, and one that becomes sharded none",
+            )
+        row = np.frombuffer(step.slots, "<i2") if step.kind == "gather" else np.full(width, EMPTY)
+        self.table[step.layer] = row
+        (self.sharded.discard if step.kind == "gather" else self.sharded.add)(step.layer)
+        replicas = int((row != EMPTY).sum()) if step.kind == "gather" else self.base.experts
+        expected = replicas * self.base.ranks if self.base.ranks > 1 else 0
+        counts = [moved.parts for moved in step.parts]
+        if sum(counts) != expected or min(counts, default=1) < 1 or step.copies:
+            raise self._no(
+                PlanCause.COPY,
+                f"it moves {expected} parts, but names {counts}, and {len(step.copies)} copies of experts",
+            )
 
     def _write(self, layer: int, slot: int | None, before: int, after: int) -> None:
         if slot is None or not 0 <= slot < self.table.shape[1]:

@@ -156,7 +156,7 @@ class EnginePlans:
         self.runs: OrderedDict[str, PlanRun] = OrderedDict()
         """by id, oldest first"""
         self.spending = ByteBudget()
-        """bytes copied by automatic plans"""
+        """bytes copied by plans within the byte budget: automatic ones, and paced ones of operators"""
         self.moved_bytes = 0
         """bytes copied by any plan since the start of the log or of the service"""
 
@@ -180,7 +180,7 @@ class EnginePlans:
             return False
         copied = run.progress.copied_bytes - copied
         self.moved_bytes += copied
-        if run.own:
+        if run.own or run.planned.paced:
             self.spending.spend(now, copied)
         if run.end is not end:
             run.ended_at = now
@@ -230,6 +230,16 @@ class EnginePlans:
     def finished(self) -> list[PlanRun]:
         """Plans that have ended but whose blobs are still stored."""
         return [run for run in self.runs.values() if run.end is not None and run.stored and run.planned.blob]
+
+    @property
+    def read_speed(self) -> float:
+        """Bytes per second that a rank read in the last staged handover; 0: not known."""
+        staged = next(
+            (run.progress.staged for run in reversed(self.runs.values()) if run.progress.staged), None
+        )
+        pulls = () if staged is None else staged.pulls
+        seconds = sum(pull.seconds for pull in pulls)
+        return sum(pull.bytes for pull in pulls) / seconds if seconds > 0 else 0.0
 
     def unused(self, plan: str) -> str:
         """Return an id that no plan has used: this one, or this one with a numeric suffix."""

@@ -28,7 +28,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     kind: str
-    """reweight, replicate, swap, move or drop"""
+    """reweight, replicate, swap, move, drop, shard or gather"""
     layer: int
     copies: int
     bytes: int

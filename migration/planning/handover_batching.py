@@ -53,7 +53,9 @@ def ordered(
     final = (
         even_split(end, placement.experts)
         if split is None
-        else Placement(end, experts=placement.experts, ranks=placement.ranks, split=split).split
+        else Placement(
+            end, experts=placement.experts, ranks=placement.ranks, split=split, sharded=placement.sharded
+        ).split
     )
     queue = PendingChanges(placement, changes, room, limits)
     shares = _Shares(placement, end, final, even=placement.even and split is None)
@@ -263,9 +265,8 @@ class CopySources:
             holder = source // self._per
             if self._live[holder]:
                 far = (self._node[holder] != self._node[rank]) + (holder != rank)
-                best = min(
-                    best or ((ranks, 0, 0), 0), ((far, self._given[holder], (holder - rank) % ranks), source)
-                )
+                found = ((far, self._given[holder], (holder - rank) % ranks), source)
+                best = found if best is None else min(best, found)
         if best is None:
             return Copy(expert=expert, slot=slot, link="checkpoint", bytes=self._bytes)
         holder = best[1] // self._per

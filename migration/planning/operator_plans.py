@@ -16,10 +16,12 @@ from fleet.experts import ExpertId
 from fleet.facts.migrations import MigrationPlanned
 from fleet.placement import EMPTY, Placement, Split, even_split
 from fleet.requests.plans import MigrateExpert
+from fleet.sharding import turned
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, made
 from migration.model.plan import Copy, Handover, Plan, planned, replay
 from migration.model.plan_log import EnginePlans
 from migration.planning.handover_batching import ordered, same_holders
+from migration.planning.layout_switch import switch
 from migration.planning.staging_capacity import StagingRoom
 from migration.solvers.table_diff import between
 
@@ -83,6 +85,13 @@ def read(content: bytes, placement: Placement, *, rearranges: bool = False) -> P
         raise ValueError(
             f"plan {plan.id[:64]!r}: an id has 1 to 64 letters, digits, '.', '-' or '_'; make the plan with"
             " `roost plan --out`"
+        )
+    parts = [moved for step in plan.steps for moved in step.parts]
+    heavy = next((moved for moved in parts if not 0 <= moved.bytes <= moved.parts * MAX_EXPERT_BYTES), None)
+    if heavy is not None:
+        raise ValueError(
+            f"plan {plan.id}: {heavy.parts} parts have {heavy.bytes} bytes; each must have 0 to"
+            f" {MAX_EXPERT_BYTES}"
         )
     odd = next((copy for copy in plan.copies if not 0 <= copy.bytes <= MAX_EXPERT_BYTES), None)
     if odd is not None:
@@ -249,6 +258,11 @@ def check_named(placement: Placement, request: MigrateExpert) -> None:
             raise ValueError(
                 f"engine {request.engine!r} has no {what} {number}; they run from 0 to {most - 1}"
             )
+    if request.layer in placement.sharded:
+        raise ValueError(
+            f"layer {request.layer} is sharded: every rank holds a part of each of its experts, so none can"
+            " move; make the layer whole first (roost layout)"
+        )
 
 
 def _kept_split(placement: Placement, end: NDArray[np.int16]) -> Split | None:
@@ -315,15 +329,30 @@ def restoring_plan(placement: Placement, goal: Placement, undoes: str, room: Sta
             f"the placement before plan {undoes} had (layers, experts, ranks, slots per rank) {then}, the"
             f" engine has {now}: it was restarted with another configuration"
         )
-    changes = between(placement.expert_of_slot, goal.expert_of_slot, placement.ranks)
-    end = made(placement.expert_of_slot, changes) if changes else placement.expert_of_slot
-    split = None if goal.even else _split_of(goal, end)
-    handovers = ordered(placement, changes if changes else NONE, room, split=split)
+    handovers = _moves_back(placement, goal, room)
+    if turned(placement, goal):
+        moved = replay(placement, planned(placement, handovers))[-1] if handovers else placement
+        handovers += switch(moved, goal.sharded, room, goal=goal).plan.handovers
     if not handovers:
         raise ValueError(f"the engine serves what it served before plan {undoes} already")
     return checked(
         placement, planned(placement, handovers, reason=f"back to epoch {goal.epoch}, before plan {undoes}")
     )
+
+
+def _moves_back(placement: Placement, goal: Placement, room: StagingRoom) -> tuple[Handover, ...]:
+    """Return the handovers that restore the layers which are whole in both placements."""
+    turns = list(turned(placement, goal))
+    target = goal.expert_of_slot.copy()
+    target[turns] = placement.expert_of_slot[turns]
+    changes = between(placement.expert_of_slot, target, placement.ranks)
+    end = made(placement.expert_of_slot, changes) if changes else placement.expert_of_slot
+    split = None
+    if not goal.even or (turns and not placement.even):
+        split = _split_of(goal, end)
+        for part, now in zip(split, placement.split, strict=True):
+            part[turns] = now[turns]
+    return ordered(placement, changes if changes else NONE, room, split=split)
 
 
 def _split_of(goal: Placement, end: NDArray[np.int16]) -> Split:

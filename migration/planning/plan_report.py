@@ -50,7 +50,7 @@ def _step(number: int, step: PlanStep, per: int) -> StepRecord:
         number=number,
         kind=step.kind,
         layer=step.layer,
-        copies=len(step.copies),
+        copies=step.transfers,
         bytes=step.bytes,
         gain_seconds=step.gain,
         what=step_text(step, per),

@@ -177,6 +177,8 @@ def recovery_summary(way: Recovery) -> str:
 
 def step_text(step: PlanStep, per: int) -> str:
     """Describe the expert that a step moves, and between which ranks. per: slots of a rank."""
+    if step.turns:
+        return "becomes sharded" if step.kind == "shard" else "becomes whole"
     if step.kind == "reweight" or step.slot is None:
         return "new shares"
     to = f"rank {step.slot // per}"

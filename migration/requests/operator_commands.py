@@ -1,7 +1,10 @@
-"""Requests of operators to move experts: make a plan, start it and confirm, or refuse with a reason."""
+"""Requests of operators to move experts and to turn layers over: make a plan, start it and confirm, or refuse
+with a reason."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import NamedTuple, get_args
 
 from bus import Bus, BusError, Message
 from bus.protocol.subjects import Subjects
@@ -9,14 +12,17 @@ from fleet.facts.migrations import MigrationPlanned, Origin
 from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
 from fleet.requests.handovers import HandoverDescribed
-from fleet.requests.plans import ApplyMap, ApplyPlan, MigrateExpert, RollBack
+from fleet.requests.plans import ApplyMap, ApplyPlan, MigrateExpert, RollBack, SetLayout, SwitchEstimate
 from fleet.requests.refusal import RequestRefused
+from migration.config import MigrationConfig
 from migration.engine_state.demand_windows import DemandWindows
 from migration.engine_state.placement_registry import EngineEntry, PlacementRegistry
 from migration.execution.executor import PlanExecutor
 from migration.execution.handover_driver import Unfit
 from migration.handover.handover_messages import accepted
-from migration.model.plan import Plan
+from migration.model.cost_model import LinkSpeeds
+from migration.model.plan import PART_LINKS, Plan
+from migration.planning.layout_switch import Switch, switch, turning_refusal
 from migration.planning.operator_maps import one_expert_of_a_map, requested_map, restoring_map
 from migration.planning.operator_plans import one_expert, plan_to_undo, read, restoring_plan
 from migration.planning.staging_capacity import StagingRoom
@@ -29,69 +35,113 @@ class RankFull(ValueError):
     """Error: a rank has no free cell for another expert. It may have one later."""
 
 
+Order = MigrateExpert | ApplyMap | ApplyPlan | RollBack | SetLayout
+
+
+class _Made(NamedTuple):
+    """A plan that an operator requested."""
+
+    plan: Plan
+    origin: Origin = "operator"
+    switch: SwitchEstimate | None = None
+    """of a switch of layout"""
+
+
 class OperatorCommands:
-    """Used on one event loop, on the leader."""
+    """Used on one event loop, on the leader. clock: monotonic seconds."""
 
     def __init__(
         self,
         bus: Bus,
         subjects: Subjects,
+        config: MigrationConfig,
         placements: PlacementRegistry,
         demand: DemandWindows,
         conductor: PlanExecutor,
+        clock: Callable[[], float],
     ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._placements = placements
         self._demand = demand
         self._executor = conductor
+        self._config = config
+        self._clock = clock
+
+    def reconfigure(self, config: MigrationConfig) -> None:
+        """Use new link speeds and another byte budget from now on."""
+        self._config = config
 
     async def answer(self, message: Message) -> Message:
         """Answer a request from the bus."""
-        if not isinstance(message, MigrateExpert | ApplyMap | ApplyPlan | RollBack):
-            kinds = ", ".join(kind.__name__ for kind in (MigrateExpert, ApplyMap, ApplyPlan, RollBack))
+        if not isinstance(message, Order):
+            kinds = ", ".join(kind.__name__ for kind in get_args(Order))
             return RequestRefused(
                 reason=f"a {type(message).__name__} is no request for this subject; send one of {kinds}"
             )
         try:
-            entry = self.movable(message.engine)
+            turns = isinstance(message, ApplyPlan | RollBack | SetLayout)
+            entry = self.present(message.engine) if turns else self.movable(message.engine)
             self._executor.refuse_second(entry.engine)
             statuses = await self._executor.survey(entry, ASK_SECONDS)
-            plan, origin = await self._plan(entry, message, statuses)
-            if isinstance(message, MigrateExpert | ApplyMap) and message.dry_run:
-                return accepted(entry, plan)
-            return await self._executor.accept(entry, plan, origin)
+            made = await self._plan(entry, message, statuses)
+            if any(step.turns for step in made.plan.steps):
+                self._check_turning(entry)
+            if isinstance(message, MigrateExpert | ApplyMap | SetLayout) and message.dry_run:
+                return accepted(entry, made.plan, made.switch)
+            paced = isinstance(message, SetLayout) and not message.now
+            if paced and not self._config.budget_bytes:
+                return RequestRefused(
+                    reason="planner.budget_bytes is 0, so that nothing moves within it; use --now"
+                )
+            return await self._executor.accept(entry, made.plan, made.origin, paced=paced, switch=made.switch)
         except (ValueError, Unfit, BusError) as error:
             return RequestRefused(reason=str(error))
 
     def movable(self, engine: str) -> EngineEntry:
-        """Return an engine whose experts can be moved. Raises ValueError if there is none of this name."""
+        """Return an engine with whole layers, whose experts can be moved. Raises ValueError if there is none
+        of this name."""
+        entry = self.present(engine)
+        if not entry.layout.has_whole(entry.placement.layers):
+            raise ValueError(
+                f"all layers of engine {engine!r} are sharded, so that every rank holds a part of each"
+                " expert; make layers whole before moving experts (roost layout)"
+            )
+        return entry
+
+    def present(self, engine: str) -> EngineEntry:
+        """Return an engine with experts. Raises ValueError if there is none of this name."""
         entry = self._placements.engines().get(engine)
         if entry is None:
             raise ValueError(
                 f"no engine {engine!r} with experts is present; there are:"
                 f" {', '.join(sorted(self._placements.engines())) or 'none'}"
             )
-        if entry.layout.sharded:
-            raise ValueError(
-                f"engine {engine!r} holds experts sharded over its ranks ({entry.layout}); they can move"
-                " under expert parallelism only"
-            )
         return entry
+
+    def _check_turning(self, entry: EngineEntry) -> None:
+        """Raise ValueError if an engine cannot turn layers over."""
+        if entry.joined is None or entry.joined.shape is None:
+            raise ValueError(f"the join of engine {entry.engine!r} is not known yet; try again")
+        refusal = turning_refusal(
+            entry.joined.shape, entry.attention, entry.placement.ranks, entry.joined.unshardable
+        )
+        if refusal:
+            raise ValueError(f"engine {entry.engine!r} cannot turn layers over: {refusal}")
 
     async def _plan(
         self,
         entry: EngineEntry,
-        request: MigrateExpert | ApplyMap | ApplyPlan | RollBack,
+        request: Order,
         statuses: Sequence[HandoverDescribed],
-    ) -> tuple[Plan, Origin]:
+    ) -> _Made:
         """Make the requested plan. Raises ValueError with the reason if there is none."""
         match request:
             case MigrateExpert():
                 demand = self._demand.reported_rates(entry.worker_id)
                 make = one_expert_of_a_map if entry.rearranges else one_expert
                 room = self._room(entry, statuses)
-                return await asyncio.to_thread(make, entry.placement, request, room, demand), "operator"
+                return _Made(await asyncio.to_thread(make, entry.placement, request, room, demand))
             case ApplyMap():
                 if not entry.rearranges:
                     raise ValueError(
@@ -100,14 +150,44 @@ class OperatorCommands:
                     )
                 goal = Placement.from_record(request.placement)
                 room = self._room(entry, statuses)
-                return await asyncio.to_thread(requested_map, entry.placement, goal, room), "operator"
+                return _Made(await asyncio.to_thread(requested_map, entry.placement, goal, room))
             case ApplyPlan():
                 plan = await asyncio.to_thread(
                     read, request.plan, entry.placement, rearranges=entry.rearranges
                 )
-                return plan, "operator"
+                return _Made(plan)
+            case SetLayout():
+                self._check_turning(entry)
+                room = self._room(entry, statuses)
+                found = await asyncio.to_thread(switch, entry.placement, request.sharded, room)
+                return _Made(found.plan, switch=self._estimate(entry, found, room))
         planned = plan_to_undo(self._executor.log.plans.engines[entry.engine], request.plan)
-        return await self.undoing(entry, planned, await self.before(planned), statuses), "rollback"
+        goal = await self.before(planned)
+        return _Made(await self.undoing(entry, planned, goal, statuses), "rollback")
+
+    def _estimate(self, entry: EngineEntry, found: Switch, room: StagingRoom) -> SwitchEstimate:
+        """Estimate the cost of a switch of layout."""
+        plans, config = self._executor.log.plans.engines[entry.engine], self._config
+        speed = plans.read_speed
+        links = LinkSpeeds(
+            same_node=speed or config.rank_bytes_per_second,
+            cross_node=speed or config.node_bytes_per_second,
+        )
+        parts = [moved for step in found.plan.steps for moved in step.parts]
+        left = plans.spending.left(self._clock(), config.budget_bytes, config.budget_seconds)
+        beyond = max(found.plan.bytes - left, 0)
+        return SwitchEstimate(
+            bytes_by_link={
+                link: sum(moved.bytes for moved in parts if moved.link == link) for link in PART_LINKS
+            },
+            seconds=found.seconds(room.node, links),
+            budget_seconds=beyond * config.budget_seconds / config.budget_bytes
+            if config.budget_bytes
+            else inf,
+            measured=bool(speed),
+            cells=found.cells,
+            free=room.staging or 0,
+        )
 
     async def undoing(
         self,

@@ -96,7 +96,7 @@ def shortened(table: SlotTable, changes: PlacementChanges, ranks: int) -> Placem
 
 def _layers(before: SlotTable, after: SlotTable, ranks: int) -> Iterator[tuple[int, "_Layer"]]:
     """Yield the layers in which ranks hold different experts after than before."""
-    per, experts = before.shape[1] // ranks, int(max(before.max(), after.max())) + 1
+    per, experts = before.shape[1] // ranks, max(int(before.max()), int(after.max()), 0) + 1
     rank = np.arange(before.shape[1]) // per
     was, goal = (_held(table, rank, ranks, experts) for table in (before, after))
     _check(was, goal)

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from fleet.facts.activity import DispatchMeasured
 from fleet.layout import DP_ATTENTION
-from fleet.placement import linear
+from fleet.placement import linear, with_rows
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
 from migration.loop_state import dispatch_windows
 from migration.loop_state.dispatch_windows import SLICES, DispatchWindows
 
-ENTRY = EngineEntry("a", 1, DP_ATTENTION, linear(layers=3, experts=8, ranks=2))
+WHOLE = linear(layers=3, experts=8, ranks=2)
+ENTRY = EngineEntry("a", 1, DP_ATTENTION, with_rows(WHOLE, {0: None}, epoch=0))
 CONFIG = MigrationConfig(window_seconds=30.0, evaluation_seconds=30.0)
 
 
@@ -54,7 +55,7 @@ def test_means_are_over_all_that_was_said_and_leave_out_layers_that_are_sharded(
     for second in range(8):
         kept.add(report(0), float(second))
         kept.add(report(1, tokens=300), second + 0.5)
-    window = kept.window(1, (0,), 8.0)
+    window = kept.window(1, 8.0)
     assert window is not None
     figures = window.measured.figures
     assert (figures.remote_ranks, figures.local, figures.balance) == pytest.approx((0.4, 0.375, 0.7))
@@ -73,7 +74,7 @@ def test_the_share_of_communication_is_of_all_steps_and_unknown_where_a_rank_can
         for rank, seconds in ((0, 0.004), (1, 0.012)):
             known.add(report(rank, communication_seconds=seconds), float(second))
             unknown.add(report(rank, communication_seconds=seconds if rank else None), float(second))
-    window, without = known.window(1, (0,), 8.0), unknown.window(1, (0,), 8.0)
+    window, without = known.window(1, 8.0), unknown.window(1, 8.0)
     assert window is not None
     assert without is not None
     assert window.measured.figures.communication == pytest.approx(0.4), "16 of 40 ms"
@@ -87,15 +88,15 @@ def test_every_epoch_has_a_window_of_its_own_and_what_is_older_than_asked_for_is
     for second in range(10, 20):
         kept.add(report(epoch=1), float(second))
     for epoch, balance in ((0, 0.2), (1, 0.7)):
-        window = kept.window(1, (0,), 20.0, epoch=epoch)
+        window = kept.window(1, 20.0, epoch=epoch)
         assert window is not None
         assert window.measured.figures.balance == pytest.approx(balance)
-    late = kept.window(1, (0,), 20.0, since=15.0)
+    late = kept.window(1, 20.0, since=15.0)
     assert late is not None
     assert late.measured.figures.tokens == 500
-    assert kept.window(1, (0,), 20.0, epoch=2) is None
-    assert kept.window(1, (0,), 20.0, seconds=2.0) is None, "of two seconds nobody can tell the error"
-    assert kept.window(2, (0,), 20.0) is None
+    assert kept.window(1, 20.0, epoch=2) is None
+    assert kept.window(1, 20.0, seconds=2.0) is None, "of two seconds nobody can tell the error"
+    assert kept.window(2, 20.0) is None
 
 
 def test_ranks_that_report_a_new_epoch_one_after_another_cost_no_slices(
@@ -106,7 +107,7 @@ def test_ranks_that_report_a_new_epoch_one_after_another_cost_no_slices(
     for turn in range(turns):
         kept.add(report(turn % 2, epoch=turn % 2), 0.8 * turn / turns)
     for epoch in (0, 1):
-        window = kept.window(1, (0,), 1.0, epoch=epoch)
+        window = kept.window(1, 1.0, epoch=epoch)
         assert window is not None
         assert window.measured.figures.tokens == 100 * turns / 2, "none was dropped"
 
@@ -118,7 +119,7 @@ def test_the_error_of_a_mean_is_about_what_its_spread_makes_it() -> None:
         for second in range(24):
             step = 0.02 * max(1.0 + spread * float(chance.standard_normal()), 0.1)
             kept.add(report(took=step), float(second))
-        window = kept.window(1, (0,), 24.0)
+        window = kept.window(1, 24.0)
         assert window is not None
         found.append((window.measured.figures.step_seconds, window.measured.errors.step_seconds))
     means, errors = np.array(found).T
@@ -131,12 +132,12 @@ def test_a_bounded_number_of_slices_is_kept(story: list[tuple[float, int]]) -> N
     for pause, epoch in story:
         now += pause
         kept.add(report(epoch=epoch), now)
-    window = kept.window(1, (0,), now)
+    window = kept.window(1, now)
     assert window is None or window.measured.figures.tokens == 100 * min(len(story), SLICES)
     kept.keep_only([])
-    assert kept.window(1, (0,), now) is None
+    assert kept.window(1, now) is None
     kept.keep_only([ENTRY])
-    assert kept.window(1, (0,), now) is None, "a present engine starts anew"
+    assert kept.window(1, now) is None, "a present engine starts anew"
 
 
 @pytest.mark.parametrize(
@@ -167,9 +168,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     with pytest.raises(InvalidPlacementEvent) as refusal:
         kept.add(report(**wrong), 0.0)
     assert refusal.value.fault is fault
-    assert kept.window(1, (0,), 0.0) is None
+    assert kept.window(1, 0.0) is None
     kept.add(report(), 0.0)
-    assert kept.window(1, (0,), 0.0) is not None
+    assert kept.window(1, 0.0) is not None
 
 
 def test_reports_of_absent_engines_are_ignored_and_contradictory_ones_are_refused(
@@ -179,8 +180,29 @@ def test_reports_of_absent_engines_are_ignored_and_contradictory_ones_are_refuse
     kept = DispatchWindows(CONFIG)
     kept.add(report(), 0.0)
     kept.keep_only([ENTRY])
-    assert kept.window(1, (0,), 0.0) is None, "it was not present then"
+    assert kept.window(1, 0.0) is None, "it was not present then"
     kept.keep_only([])
     kept.keep_only([EngineEntry("b", 1, DP_ATTENTION, ENTRY.placement)])
     with pytest.raises(InvalidPlacementEvent, match="worker 1 is engine 'b'"):
         kept.add(report(), 0.0)
+
+
+def test_measurements_begin_anew_where_layers_change_their_form() -> None:
+    kept = measured()
+    for second in range(8):
+        kept.add(report(), float(second))
+    moved = EngineEntry("a", 1, DP_ATTENTION, with_rows(WHOLE, {0: None}, epoch=1))
+    kept.placed(moved)
+    assert kept.window(1, 8.0) is not None, "the layers have the forms that they had"
+    turned = EngineEntry("a", 1, DP_ATTENTION, with_rows(WHOLE, {0: None, 1: None}, epoch=2))
+    kept.placed(turned)
+    assert kept.window(1, 8.0) is None
+    for second in range(8, 14):
+        kept.add(report(0, epoch=2), float(second))
+        kept.add(report(1, epoch=1), float(second))
+    window = kept.window(1, 14.0)
+    assert window is not None
+    assert window.measured.figures.tokens == pytest.approx(6 * 100), (
+        "late reports of other forms do not count"
+    )
+    assert window.measured.figures.balance == pytest.approx(0.6), "of the one layer that is whole"

@@ -307,6 +307,14 @@ def test_a_copy_comes_from_the_same_node_and_from_whom_gave_least() -> None:
     assert len({copy.source for copy in copies}) == 3
 
 
+def test_of_two_ranks_on_two_nodes_the_one_that_holds_an_expert_is_its_source() -> None:
+    before = placement([1, 0, EMPTY, EMPTY], ranks=2, experts=2)
+    both = joined([replicate(0, 2, 0), replicate(0, 3, 1)])
+    (handover,) = ordered(before, both, room(2, per_node=1))
+    assert [copy.source for step in handover.steps for copy in step.copies] == [1, 0]
+    assert applied(before, handover).replicas_on_rank.all()
+
+
 def test_a_dead_holder_is_no_source_and_what_nobody_else_holds_comes_from_the_checkpoint() -> None:
     start = placement([0, 1, 0, EMPTY, 2, EMPTY], ranks=3, experts=3)
     live = np.array([False, True, True])
