@@ -13,6 +13,8 @@ from deploy.client.last_plan_entry import before_verdicts
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
+from fleet.facts.placements import PlacementCommitted
+from fleet.layout import Layout
 
 LISTEN_SECONDS = 1.5
 """Listening time; longer than the interval of heartbeats and load reports."""
@@ -31,6 +33,14 @@ class EngineNow:
 
     migrating: str = ""
     """id of the running plan; empty: none"""
+    sharded: tuple[int, ...] | None = None
+    """layers that are sharded since the last recorded epoch; None: as in the join"""
+
+    @property
+    def layout(self) -> Layout | None:
+        """Layout of the served epoch; None: the engine reports no experts."""
+        joined = self.joined
+        return joined.layout if self.sharded is None else Layout.of(joined.attention, self.sharded)
 
     def drained(self, rank: int) -> str | None:
         """Return the reason why a rank is drained; None: it is not."""
@@ -47,6 +57,8 @@ class EngineNow:
                 self.drains[message.rank] = message.reason
             case RankDrained():
                 self.drains.pop(message.rank, None)
+            case PlacementCommitted():
+                self.sharded = message.placement.sharded
             case MigrationPlanned() | MigrationStaged() | MigrationCommitted(last=False):
                 self.migrating = message.plan
             case MigrationCommitted() | MigrationAborted():
@@ -86,8 +98,9 @@ async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
         if isinstance(received.message, EngineJoined | EngineLeft):
             last[received.message.engine] = received.message
     found = [EngineNow(joined) for _, joined in sorted(last.items()) if isinstance(joined, EngineJoined)]
-    async for received in bus.replay(subjects.drains(), latest=True, follow=False):
-        _apply(found, received.message)
+    for subject in (subjects.drains(), subjects.placements()):
+        async for received in bus.replay(subject, latest=True, follow=False):
+            _apply(found, received.message)
     return found
 
 
@@ -133,7 +146,7 @@ def as_record(engine: EngineNow) -> dict[str, Any]:
         "alive": engine.heartbeat is not None,
         "epoch": engine.heartbeat.epoch if engine.heartbeat else None,
         "migrating": engine.migrating or None,
-        "layout": joined.layout,
+        "layout": engine.layout,
         "block_size": joined.block_size,
         "kv_blocks": joined.kv_blocks,
         "max_context": joined.max_context,

@@ -16,7 +16,7 @@ from deploy.process import alongside
 from fleet.facts.engines import EngineJoined
 from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.requests.handovers import HandoverDescribed
-from fleet.requests.plans import ApplyMap, ApplyPlan, MigrateExpert, MigrationAccepted, RollBack
+from fleet.requests.plans import ApplyMap, ApplyPlan, MigrateExpert, MigrationAccepted, RollBack, SetLayout
 from migration.model.plan_log import ProgressEntry, RunProgress
 
 ASK_SECONDS = 15.0
@@ -27,7 +27,7 @@ QUIET_SECONDS = 15.0
 """Time without news of a plan after which the user is informed."""
 BEFORE_SECONDS = 60.0
 """Messages stored this long before a request belong to other plans."""
-Order = MigrateExpert | ApplyMap | ApplyPlan | RollBack
+Order = MigrateExpert | ApplyMap | ApplyPlan | RollBack | SetLayout
 Say = Callable[[str], None]
 
 
@@ -162,7 +162,7 @@ async def carried_out(
 
 
 async def preview(
-    bus: Bus, subjects: Subjects, order: MigrateExpert | ApplyMap, say: Say
+    bus: Bus, subjects: Subjects, order: MigrateExpert | ApplyMap | SetLayout, say: Say
 ) -> MigrationAccepted:
     """Return what the planner would do for a request, of which nothing is done. Raises NotAccepted when it
     refuses or does not answer."""

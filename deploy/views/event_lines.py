@@ -15,6 +15,8 @@ from fleet.facts.migrations import (
     PlanEvaluated,
 )
 from fleet.facts.placements import HomesPublished, PlacementCommitted
+from fleet.layout import layer_ranges
+from fleet.placement import PlacementRecord
 from fleet.text import byte_size, counted, listed
 
 LISTED_LAYERS = 6
@@ -41,13 +43,19 @@ def _migration_line(message: Message) -> str | None:
                 if message.copies
                 else "no bytes"
             )
+            turns = "".join(
+                f", layers {layer_ranges(layers)} become {form}"
+                for layers, form in ((message.to_sharded, "sharded"), (message.to_whole, "whole"))
+                if layers
+            )
             return (
-                f"{message.engine}: plan {message.plan} of the {message.origin} begins, {copied}{predicted}"
+                f"{message.engine}: plan {message.plan} of the {message.origin} begins,"
+                f" {copied}{turns}{predicted}"
             )
         case MigrationStaged():
             return (
                 f"{message.engine}: handover {message.number + 1} of {message.plan} is staged,"
-                f" {byte_size(message.bytes)} in {message.seconds:.2f} s"
+                f" {byte_size(message.bytes)} in {message.seconds:.2f} s{_forms(message.placement)}"
             )
         case MigrationCommitted():
             done = f"; plan {message.plan} is done" if message.last else ""
@@ -105,6 +113,11 @@ def _operator_line(message: Message) -> str | None:
                 f"refused: {message.refused}" if message.refused is not None else changed
             )
     return None
+
+
+def _forms(placement: PlacementRecord) -> str:
+    """Return which layers of an epoch are sharded; empty: none."""
+    return f"; layers {layer_ranges(placement.sharded)} are sharded then" if placement.sharded else ""
 
 
 def _change(before: LoopFigures, after: LoopFigures) -> str:

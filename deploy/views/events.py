@@ -16,6 +16,7 @@ from deploy.terminal.output import in_json, show
 from fleet.facts.activity import RequestOutcome, RequestProfile
 from fleet.facts.demand import KeyedRows
 from fleet.facts.migrations import LoopFigures
+from fleet.layout import layer_ranges
 from fleet.placement import PlacementRecord
 from fleet.popularity import ExpertCounts, ExpertTable
 from fleet.requests.demand import RankPopularity
@@ -119,7 +120,9 @@ def _value(value: Any) -> str:
         case ExpertTable() | ExpertCounts():
             return _table_word(value)
         case PlacementRecord():
-            return f"[epoch {value.epoch}: {value.layers} layers, {value.ranks}x{value.slots_per_rank} slots]"
+            sharded = f", layers {layer_ranges(value.sharded)} sharded" if value.sharded else ""
+            slots = f"{value.ranks}x{value.slots_per_rank} slots"
+            return f"[epoch {value.epoch}: {value.layers} layers, {slots}{sharded}]"
         case ClusterRecord():
             return (
                 f"[version {value.version}: {value.clusters} clusters of {value.layers}x{value.experts},"

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,16 @@ from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.output import USAGE, console, fail, in_json, note, show
 from deploy.views import map_files
 from fleet.experts import ExpertId
-from fleet.requests.plans import ApplyMap, ApplyPlan, MigrateExpert, MigrationAccepted, RollBack
+from fleet.layout import layers_named
+from fleet.requests.plans import (
+    ApplyMap,
+    ApplyPlan,
+    MigrateExpert,
+    MigrationAccepted,
+    RollBack,
+    SetLayout,
+    SwitchEstimate,
+)
 from fleet.text import byte_size, counted
 from migration.model.plan import Plan
 
@@ -86,10 +95,15 @@ def _show_preview(accepted: MigrationAccepted, form: OutputForm, *, dry_run: boo
     """Show what a request would move. dry_run: end the command with it."""
     if form.as_json and dry_run:
         names = ("engine", "plan", "what", "handovers", "copies", "bytes")
-        show(in_json({name: getattr(accepted, name) for name in names}))
+        record = {name: getattr(accepted, name) for name in names}
+        if accepted.switch is not None:
+            record["switch"] = msgspec.to_builtins(accepted.switch)
+        show(in_json(record))
     elif not form.as_json:
         for step in accepted.what:
             console().print(f"- {step}", markup=False)
+        for line in () if accepted.switch is None else switch_lines(accepted.switch):
+            console().print(line, markup=False)
     if dry_run:
         note("dry run: nothing was moved")
         raise typer.Exit
@@ -111,6 +125,39 @@ def show_map(
         return order
 
     _show(bus_config, ask, form._replace(steps=False))
+
+
+def show_switch(
+    bus_config: BusConfig, engine: str | None, wanted: str, form: OutputForm, *, now: bool, dry_run: bool
+) -> None:
+    """Turn layers of an engine, or (None) of the only one with experts, over until `wanted` is its layout
+    (`fleet.layout.layers_named`). now: without waiting for the byte budget."""
+
+    async def ask(bus: Bus, subjects: Subjects) -> SetLayout:
+        found = await engine_named(bus, subjects, engine)
+        if found.shape is None:
+            raise NoSuchEngine(f"engine {found.engine!r} states no experts")
+        try:
+            sharded = layers_named(wanted, found.shape.layers)
+        except ValueError as error:
+            fail(f"--set: {error}", USAGE)
+        order = SetLayout(engine=found.engine, sharded=sharded, now=now)
+        _show_preview(await preview(bus, subjects, order, note), form, dry_run=dry_run)
+        return order
+
+    _show(bus_config, ask, form._replace(steps=False))
+
+
+def switch_lines(switch: SwitchEstimate) -> Iterator[str]:
+    """Describe the cost of a switch of layout."""
+    ways = ", ".join(f"{byte_size(size)} {link}" for link, size in switch.bytes_by_link.items() if size)
+    yield f"bytes: {ways or 'none'}"
+    speed = "measured in the last handover" if switch.measured else "configured; no handover was measured yet"
+    waits = (
+        f", at least {switch.budget_seconds:.0f} s within the byte budget" if switch.budget_seconds else ""
+    )
+    yield f"time: {switch.seconds:.2f} s at the speed of links that is {speed}{waits} (--now: none)"
+    yield f"cells: a rank fills up to {switch.cells} in a handover, of at least {switch.free} that are free"
 
 
 def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, form: OutputForm) -> None:

@@ -84,6 +84,7 @@ def _placement_record(now: Placement, layer: int | None) -> dict[str, Any]:
         "experts": now.experts,
         "ranks": now.ranks,
         "slots_per_rank": now.slots_per_rank,
+        "sharded": now.sharded,
         "expert_of_slot": {
             str(at): [now.on_rank(rank)[at].tolist() for rank in range(now.ranks)]
             for at in _shown_layers(now, layer)
@@ -104,6 +105,8 @@ def _of_layers(now: Placement, part: NDArray[np.uint16], layer: int | None) -> d
 def _experts(now: Placement, layer: int, rank: int) -> str:
     """Return the experts in a rank's slots, in runs; `*` marks replicated experts, followed by this replica's
     share if shares are uneven."""
+    if layer in now.sharded:
+        return "a part of each"
     first = rank * now.slots_per_rank
     held = sorted(
         (int(expert), slot)

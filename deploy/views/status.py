@@ -181,7 +181,7 @@ def fitting(
 def engine_lines(engine: EngineNow, *, each: bool) -> Iterator[Text]:
     """Return the lines of an engine and its ranks: one per rank, or one for all."""
     joined, beat = engine.joined, engine.heartbeat
-    layout = "" if joined.layout is None else f", {joined.layout}"
+    layout = "" if engine.layout is None else f", {engine.layout}"
     epoch = "silent" if beat is None else f"epoch {beat.epoch}"
     moving = (
         f"; plan {printable(engine.migrating)} is being carried out: roost top" if engine.migrating else ""

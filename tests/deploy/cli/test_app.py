@@ -21,6 +21,7 @@ COMMANDS = (
     "popularity",
     "plan",
     "migrate",
+    "layout",
     "migration",
     "rollback",
     "top",

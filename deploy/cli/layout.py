@@ -1,0 +1,67 @@
+"""`roost layout`: show which layers of an engine are whole or sharded, and turn layers over.
+
+Implementations are imported when the command runs, because not every command needs the NATS client.
+"""
+
+from typing import Annotated
+
+import typer
+
+from deploy.cli.migrate import NoWaitOption
+from deploy.terminal.command_settings import bus_from, refuse
+from deploy.terminal.options import ConfigOption, EngineArgument, JsonOption, NatsOption
+
+SetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--set",
+        metavar="LAYOUT",
+        help="Turn layers over until these are sharded: ep (none), experts-tp (all), or numbers, e.g. 0-3,7.",
+    ),
+]
+NowOption = Annotated[
+    bool,
+    typer.Option(
+        "--now",
+        help="Turn the layers over one after another without a pause, outside the planner's byte budget.",
+    ),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show bytes by link, seconds and cells. Nothing is moved.")
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("layout")(layout)
+
+
+def layout(
+    engine: EngineArgument = None,
+    wanted: SetOption = None,
+    now: NowOption = False,
+    dry_run: DryRunOption = False,
+    no_wait: NoWaitOption = False,
+    nats: NatsOption = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+) -> None:
+    """Show the layout of each engine: which MoE layers are sharded, and which layouts it can change to.
+
+    With --set: change it while the engine serves, by a plan of handovers like a migration. Each turns over as
+    many layers as the ranks have spare cells for, within the planner's byte budget. Layers that become whole
+    get an even share of their experts on each rank. `roost rollback` undoes it. Generated tokens do not stop.
+    Ctrl-C ends this command; the switch continues.
+
+    Exit status 1: the switch was refused or aborted; the layers turned over before stay as they are.
+    """
+    bus = bus_from(config, nats)
+    if wanted is None:
+        refuse({"--now": now, "--dry-run": dry_run, "--no-wait": no_wait}, "belongs to --set LAYOUT")
+        from deploy.views.layout import show_layouts
+
+        show_layouts(bus, engine, as_json=as_json)
+        return
+    from deploy.views.migration import OutputForm, show_switch
+
+    show_switch(bus, engine, wanted, OutputForm(wait=not no_wait, as_json=as_json), now=now, dry_run=dry_run)
