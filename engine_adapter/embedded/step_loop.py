@@ -174,13 +174,14 @@ class StepLoop:
         """Exchange headers and return every rank's tokens of this step. None when this rank leaves.
         Afterwards, all ranks serve the same epoch."""
         leaving, next_up, served = self.leaving, self._ready, self.placement.epoch
-        ready = served if next_up is None else next_up.placement.epoch
+        ready = self.placement if next_up is None else next_up.placement
         mine = StepHeader(
             step=self._step,
             tokens=tokens,
             flags=LEAVING if leaving else 0,
             epoch_served=served,
-            epoch_ready=ready,
+            epoch_ready=ready.epoch,
+            digest=ready.digest,
         )
         headers = self._setup.step_sync.exchange(mine)
         left = [rank for rank, header in enumerate(headers) if header.flags & LEAVING]

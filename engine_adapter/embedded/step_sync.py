@@ -49,7 +49,7 @@ class PeerTimeout(StepSyncError):
 
 
 class StepMismatch(StepSyncError):
-    """The ranks are at different steps or serve different epochs."""
+    """The ranks are at different steps, or serve different epochs or different placements of one epoch."""
 
 
 class StepHeader(NamedTuple):
@@ -64,6 +64,9 @@ class StepHeader(NamedTuple):
     epoch_ready: int = 0
     """Highest epoch that this rank could serve. All ranks switch before they compute, as soon as the minimum
     over all ranks exceeds the served epoch."""
+    digest: int = 0
+    """`Placement.digest` of `epoch_ready`, so that ranks whose placements or sharded layers differ end before
+    they serve that epoch."""
 
 
 class RankGroup:
@@ -203,7 +206,8 @@ class StepSync:
 
     def exchange(self, header: StepHeader) -> tuple[StepHeader, ...]:
         """Exchange this step's headers and return them in rank order. PeerLost, PeerTimeout. StepMismatch
-        when the ranks are at different steps or serve different epochs."""
+        when the ranks are at different steps, serve different epochs, or have different placements of one
+        epoch."""
         if self._group is None:
             return (header,)
         found = self._group.all_gather(torch.tensor(header, dtype=torch.int64))
@@ -219,6 +223,14 @@ class StepSync:
                 f"rank {self.rank} serves epoch {header.epoch_served}, the ranks {served}; the engine must be"
                 " restarted"
             )
+        first: dict[int, int] = {}
+        for rank, other in enumerate(headers):
+            known = first.setdefault(other.epoch_ready, rank)
+            if headers[known].digest != other.digest:
+                raise StepMismatch(
+                    f"ranks {known} and {rank} have different placements of epoch {other.epoch_ready}, with"
+                    f" digests {headers[known].digest} and {other.digest}; the engine must be restarted"
+                )
         return headers
 
     def sleep(self, step: int) -> None:

@@ -181,6 +181,11 @@ class SimulatedEngine:
         """Switch to the placement that all ranks are ready for, if there is one."""
         prepared = self.adoptions.due(self.placement.epoch)
         if prepared:
+            if len({one.placement.digest for one in prepared}) > 1:
+                raise ValueError(
+                    f"the ranks have different placements of epoch {prepared[0].placement.epoch}; the engine"
+                    " must be restarted"
+                )
             for rank in self.ranks:
                 rank.count()
             self.placement, self.routes = prepared[0].placement, prepared[0].routes

@@ -23,6 +23,7 @@ from engine_adapter.embedded.step_sync import (
     StepSync,
     StepSyncError,
 )
+from fleet.placement import linear, with_rows
 
 HERE = Path(__file__).parents[1]
 FIELD = st.integers(-(2**62), 2**62)
@@ -44,11 +45,11 @@ def pair(tmp_path):
 
 
 @settings(deadline=None)
-@given(st.lists(FIELD, min_size=5, max_size=5))
+@given(st.lists(FIELD, min_size=6, max_size=6))
 def test_a_header_survives_the_wire(fields):
     header = StepHeader(*fields)
     wire = torch.tensor(header, dtype=torch.int64)
-    assert wire.shape == (5,)
+    assert wire.shape == (6,)
     assert StepHeader(*wire.tolist()) == header
 
 
@@ -131,6 +132,37 @@ def test_ranks_that_serve_different_epochs_notice(pair):
     for one in [pool.submit(one.exchange, StepHeader(step=3, epoch_served=one.rank)) for one in steps]:
         with pytest.raises(StepMismatch, match=r"serves epoch [01], the ranks \[0, 1\]"):
             one.result(timeout=10)
+
+
+def test_ranks_whose_layers_of_one_epoch_differ_in_form_notice_before_they_serve_it(pair):
+    steps, pool = pair
+    whole = linear(layers=2, experts=4, ranks=2)
+    placements = [with_rows(whole, {layer: None}, epoch=1) for layer in range(2)]
+    before = [StepHeader(step=3, digest=whole.digest) for _ in steps]
+    assert list(pool.map(StepSync.exchange, steps, before)) == [tuple(before)] * 2
+    # The second rank gets ready one step later.
+    ready = [StepHeader(step=4, epoch_ready=1, digest=placements[0].digest), before[1]._replace(step=4)]
+    assert list(pool.map(StepSync.exchange, steps, ready)) == [tuple(ready)] * 2
+    both = [StepHeader(step=5, epoch_ready=1, digest=one.digest) for one in placements]
+    for found in [pool.submit(*call) for call in zip([one.exchange for one in steps], both, strict=True)]:
+        with pytest.raises(StepMismatch, match=r"ranks 0 and 1 have different placements of epoch 1"):
+            found.result(timeout=10)
+
+
+def test_every_rank_names_the_first_two_that_differ(tmp_path):
+    digests = [7, 7, 8]
+    with ThreadPoolExecutor(3) as pool:
+        groups = ranks_in_threads(tmp_path, 3, pool, step_timeout_s=20)
+        steps = [StepSync(tmp_path, rank, group) for rank, group in enumerate(groups)]
+        found = [
+            pool.submit(one.exchange, StepHeader(step=1, digest=digest))
+            for one, digest in zip(steps, digests, strict=True)
+        ]
+        for one in found:
+            with pytest.raises(StepMismatch, match=r"ranks 0 and 2 .* digests 7 and 8"):
+                one.result(timeout=10)
+        for one in (*steps, *groups):
+            one.close()
 
 
 def test_sleeping_uses_no_processor(tmp_path):
