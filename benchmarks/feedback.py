@@ -164,7 +164,6 @@ def distinct(rounds: int) -> tuple[float, float]:
     reading = ReadingGroup(
         ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.1),
         TOP_K,
-        tuple(range(LAYERS)),
     )
     misses = reading.misses()
     mixes = [20 * chance.dirichlet(np.full(CLUSTERS, 0.2)) for _ in range(ENGINES)]

@@ -102,7 +102,8 @@ def as_dispatched(placement: Placement, rule: str, rows: NDArray[Any] | int = MA
     layer, slot = np.nonzero(filled)
     place = layer * placement.experts + held.expert[layer, slot]
     nth, copies = _ordinals(place), np.bincount(place)[place]
-    ends = np.zeros((int(copies.max()) + 1, int(copies.max()) + 1))
+    most = int(copies.max(initial=0)) + 1
+    ends = np.zeros((most, most))
     for count in np.unique(copies).tolist():
         ends[count, 1 : count + 1] = np.rint(FULL * np.cumsum(row_shares(count, rows)))
     spill = np.zeros(filled.shape, np.uint16)
@@ -115,6 +116,7 @@ def as_dispatched(placement: Placement, rule: str, rows: NDArray[Any] | int = MA
         epoch=placement.epoch,
         split=Split(nothing, spill, nothing),
         duplicates=True,
+        sharded=placement.sharded,
     )
 
 
@@ -283,7 +285,7 @@ def own_part(placement: Placement, node: NDArray[np.intp]) -> FloatArray:
 
 
 class Chooser:
-    """Dispatches the tokens of some ranks of one placement, one by one.
+    """Dispatches the tokens of some ranks in the whole layers of one placement, one by one.
 
     The slots that may serve an expert divide a circle in proportion to their `shares`. A rank's tokens for
     this expert step around the circle by the golden ratio. Of N consecutive steps each slot gets its share
@@ -296,8 +298,9 @@ class Chooser:
         several: NDArray[np.bool_] = np.any(ends[:, :1] < _LAST, axis=1)  # no ends: only one slot
         self.table: IntArray = np.ascontiguousarray(slots[:, :, 0])
         """int64 [layers, homes * experts]: the first slot that may serve an expert; in `plain` layers the
-        only one
+        only one. -1 in sharded layers, where no slot serves an expert
         """
+        self.table[list(placement.sharded)] = EMPTY
         self.plain: tuple[bool, ...] = tuple(not any(one) for one in several.tolist())
         """per layer: True if every expert has only one possible slot for each home"""
         self._several = several
@@ -418,7 +421,7 @@ def _circles(placement: Placement, part: FloatArray) -> tuple[IntArray, NDArray[
     order = np.argsort(place, kind="stable")
     counts = np.bincount(place, minlength=layers * across)
     nth = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
-    slots = np.zeros((layers * across, int(counts.max())), np.int64)
+    slots = np.zeros((layers * across, max(1, int(counts.max()))), np.int64)
     length = np.zeros(slots.shape)
     slots[place[order], nth] = slot[order]
     length[place[order], nth] = part[home, layer, slot][order]

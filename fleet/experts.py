@@ -80,3 +80,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def expert_bytes(self) -> int:
         """Bytes of one expert of one layer: gate, up and down projections, without quantisation scales."""
         return 3 * self.hidden * self.expert_intermediate * BYTES_PER_VALUE[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's hidden state between ranks. Weights of 8 bits work on states of 16."""
+        return self.hidden * max(2, BYTES_PER_VALUE[self.dtype])

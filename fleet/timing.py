@@ -5,7 +5,7 @@ states otherwise. Costs are expected added seconds, for the request itself and f
 delays.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray
 from fleet.dispatch import LocalReplicas, onward, own_part
+from fleet.experts import ModelShape
 from fleet.placement import EMPTY, FULL, Placement
 
 _CELLS = 1 << 21
@@ -56,6 +57,10 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """per (token, expert) pair of one layer, on the rank that serves it: time that a layer loses per pair of
     its most loaded rank above the mean. Up to the mean load this cost is already part of `prefill_token` and
     `decode_sequence`
+    """
+    gather_byte: float = 1e-9
+    """per byte that a rank moves in the all-gathers and reduce-scatters of sharded layers (`gathered_bytes`).
+    An engine on several machines states the speed of its slowest link
     """
 
     def __post_init__(self) -> None:
@@ -199,19 +204,23 @@ def distinct_seconds(
     return output_tokens * (read_s * added_experts)
 
 
+def gathered_bytes(shape: ModelShape, ranks: int, sharded: int) -> float:
+    """Return the bytes that every rank of an engine moves for one token of any rank, in `sharded` layers.
+
+    Each rank computes its part of the experts of all tokens. An all-gather brings it the hidden states of the
+    others' tokens, and a reduce-scatter takes its sums to them: (ranks - 1) / ranks of a token's bytes each.
+    """
+    return 2.0 * sharded * shape.token_bytes * (ranks - 1) / ranks
+
+
 def expected_remote(
-    profile: NDArray[Any],
-    placement: Placement,
-    top_k: int,
-    node: NDArray[np.intp],
-    whole: Iterable[int] | None = None,
+    profile: NDArray[Any], placement: Placement, top_k: int, node: NDArray[np.intp]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the expected numbers of distinct remote ranks and of distinct remote nodes that a token reaches,
     per home rank.
 
-    Result: float64 [..., ranks] each, summed over layers. profile: [..., layers, experts], probability of an
-    expert per routed pair. node: int [ranks], numbers from 0. whole: layers with whole experts; the others
-    are left out. None: all.
+    Result: float64 [..., ranks] each, summed over whole layers. profile: [..., layers, experts], probability
+    of an expert per routed pair. node: int [ranks], numbers from 0.
     Replicas serve by the rule of `fleet.dispatch`; tokens served on another rank of their node cross no
     machine. A token's k experts are treated as independent draws, so a rank or node of mass m is reached with
     probability 1 - (1 - m)^k.
@@ -221,7 +230,7 @@ def expected_remote(
     member = (node[:, None] == np.arange(int(node.max()) + 1)).astype(np.float64)
     masses, everyone = _Masses(placement, node), np.arange(ranks)
     found = np.zeros((2, ranks, len(demand)))
-    for layer in range(placement.layers) if whole is None else whole:
+    for layer in placement.whole.tolist():
         for homes, away in masses.of(demand[:, layer], layer):
             found[0][homes] += _elsewhere(_reached(away, top_k), everyone[homes])
             if member.shape[1] > 1:
@@ -286,21 +295,22 @@ def _reached(mass: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
 
 
 def expected_local_share(
-    profile: NDArray[Any], placement: Placement, node: NDArray[np.intp], whole: Collection[int] | None = None
+    profile: NDArray[Any], placement: Placement, node: NDArray[np.intp]
 ) -> NDArray[np.float64]:
-    """Return the expected share of routed pairs that the home rank serves itself, mean over layers: float64
-    [..., ranks].
+    """Return the expected share of routed pairs that the home rank serves itself, mean over whole layers:
+    float64 [..., ranks].
 
-    Arguments as in `expected_remote`; some layer must be whole.
+    Arguments as in `expected_remote`. ValueError if no layer is whole.
     """
+    if not len(placement.whole):
+        raise ValueError(f"local share: {placement!r} has no layer of whole experts")
     layers, experts = placement.layers, placement.experts
     demand = np.asarray(profile, np.float64).reshape(-1, layers, experts)
     held, own = LocalReplicas.of(placement), own_part(placement, node)
     local = np.zeros((len(demand), placement.ranks))
-    counted = range(layers) if whole is None else whole
-    for layer in counted:
+    for layer in placement.whole.tolist():
         local += demand[:, layer] @ held.by_rank(own[layer], layer).T
-    return local.reshape(*profile.shape[:-2], placement.ranks) / len(counted)
+    return local.reshape(*profile.shape[:-2], placement.ranks) / len(placement.whole)
 
 
 def surplus_pairs(served: NDArray[Any]) -> NDArray[np.float64]:
@@ -353,14 +363,16 @@ def step_seconds(
     remote_nodes: NDArray[Any],
     distinct_experts: NDArray[Any],
     surplus: float,
+    gathered: float = 0.0,
 ) -> FloatArray:
     """Return the duration of one step on each rank of an engine. The engine's step takes as long as the
     longest of them.
 
-    Every argument but the last is [ranks]. prefill_pairs: pairs of a computed prompt token and a token it
+    Every argument but the last two is [ranks]. prefill_pairs: pairs of a computed prompt token and a token it
     attends to. sequences: in decode; blocks: KV blocks they hold. remote_ranks, remote_nodes: distinct
     destinations, summed over the rank's tokens and layers. distinct_experts: to read. surplus: of the engine,
     `surplus_pairs`. It is the same for all ranks, since all wait for the most loaded one in each layer.
+    gathered: `gathered_bytes` of the engine's tokens, the same for all ranks.
     """
     prefill = speed.prefill_token * prefill_tokens + speed.prefill_pair * prefill_pairs
     decode = decode_step_seconds(speed.step, speed.decode_sequence, speed.decode_block, sequences, blocks)
@@ -369,5 +381,6 @@ def step_seconds(
         + speed.dispatch_node * remote_nodes
         + speed.expert_read * distinct_experts
         + speed.expert_pair * surplus
+        + speed.gather_byte * gathered
     )
     return np.asarray(prefill + decode + experts, np.float64)

@@ -157,6 +157,8 @@ class RouterConfig:
     """weight of dispatch traffic to other ranks and nodes"""
     distinct_weight: NonNegative = 1.0
     """weight of the distinct experts that a step reads"""
+    sharded_weight: NonNegative = 1.0
+    """weight of sharing tokens with all ranks in sharded layers"""
     lockstep_weight: NonNegative = 1.0
     """weight of waiting for an engine's slowest rank, and of being it"""
     handover_weight: NonNegative = 1.0

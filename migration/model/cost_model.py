@@ -37,6 +37,8 @@ class CostTerms:
     """tokens of one engine step, summed over all ranks"""
     shape: ModelShape | None = None
     """model shape, for gates with group-limited routing; None: the gate does not choose groups"""
+    gather_seconds: float = 0.0
+    """seconds of a step in the collectives of sharded layers, the same for every placement of the others"""
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
@@ -45,7 +47,8 @@ class CostTerms:
             raise ValueError(f"terms: step_tokens must be above 0 and finite, not {self.step_tokens}")
 
     def step_seconds(self, spent: "StepSeconds", layers: int, blocks: float = 0.0) -> float:
-        """Return the duration of a step with `layers` layers, given the placement-dependent part `spent`.
+        """Return the duration of a step with `layers` whole layers, given the placement-dependent part
+        `spent`.
 
         Engine speeds measured under an even load already contain the even part of the expert time
         (`EngineSpeed.expert_pair`). blocks: KV blocks in use, mean over the ranks.
@@ -53,7 +56,7 @@ class CostTerms:
         speed, ranks = self.speed, len(self.node)
         alone = speed.step + speed.decode_sequence * self.step_tokens / ranks + speed.decode_block * blocks
         even = speed.expert_pair * layers * self.step_tokens * self.top_k / ranks
-        return alone + max(spent.experts - even, 0.0) + spent.dispatch + spent.memory
+        return alone + self.gather_seconds + max(spent.experts - even, 0.0) + spent.dispatch + spent.memory
 
     def pairs_per_demand(self, demand: NDArray[Any]) -> float:
         """Return the (token, k) pairs of one step and layer per unit of demand [ranks, layers, experts]; 0

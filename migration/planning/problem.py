@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fleet.arrays import FloatArray, SlotTable
 from fleet.dispatch import as_dispatched
 from fleet.placement import FULL, Placement, Split, even_split
-from fleet.timing import EngineSpeed
+from fleet.timing import EngineSpeed, gathered_bytes
 from migration.config import MigrationConfig, Policy
 from migration.model.constraints import Constraints
 from migration.model.cost_model import (
@@ -323,12 +323,15 @@ def prepare(view: EngineView, question: PlanningQuestion, config: MigrationConfi
         np.asarray(demand.rates[:, layers], np.float64) for demand in (view.demand, view.evaluation)
     )
     step_tokens = tokens_of_a_step(view)
+    speed = priced_speed(view, step_tokens)
+    gathered = step_tokens * gathered_bytes(view.shape, len(view.node), len(view.layout.sharded))
     terms = CostTerms(
-        speed=priced_speed(view, step_tokens),
+        speed=speed,
         node=view.node,
         top_k=view.shape.top_k,
         step_tokens=step_tokens,
         shape=view.shape,
+        gather_seconds=speed.gather_byte * gathered,
     )
     limits = _limits(view, question, config, placement, fit.sum(axis=0), evaluation.sum(axis=0))
     return PlanningProblem(view, question, config, layers, placement, fit, evaluation, terms, limits)

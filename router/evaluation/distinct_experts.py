@@ -2,7 +2,8 @@
 each step's reads. Pure.
 
 An engine that holds all experts reads, in each decode step, the weights of every expert to which some token
-of the step is routed. A request adds few reads if its experts are already being read for others
+of the step is routed. Its ranks share these reads evenly: by experts in whole layers, by parts in sharded
+ones. A request adds few reads if its experts are already being read for others
 (`fleet.timing.added_distinct_experts`). Source: law 3 of ELDR (arXiv 2607.00466).
 
 State (`ClusterMixes`): per engine, the sum of the signatures of its open bookings. Sequences without a
@@ -104,13 +105,10 @@ class ClusterMixes:
 
 
 class ReadingGroup(NamedTuple):
-    """Facts shared by engines that read the same experts. whole: layers of whole experts, ascending; of a
-    sharded layer every rank reads its part of all experts.
-    """
+    """Facts shared by engines that read the same experts."""
 
     clusters: ClusterModel
     top_k: int
-    whole: tuple[int, ...]
 
     def misses(self) -> NDArray[np.float32]:
         """Return `fleet.timing.log_misses`, float32 [K, cells]. Clusters without traffic use the mean profile
@@ -118,7 +116,7 @@ class ReadingGroup(NamedTuple):
         """
         model = self.clusters
         profiles = np.where((model.shares > 0)[:, None, None], model.profiles, model.mean)
-        return log_misses(profiles[:, self.whole], self.top_k)
+        return log_misses(profiles, self.top_k)
 
 
 class DistinctReads(NamedTuple):

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array, FloatArray
-from fleet.layout import EP
 from fleet.signatures import ClusterModel
 from router.evaluation.distinct_experts import ClusterMixes, DistinctReads, MixShare, ReadingGroup, read
 from router.evaluation.expected_latency import NONE, Surcharge
@@ -20,13 +19,13 @@ from router.fleet_state.reservations import SEQUENCES, Reservations
 from router.fleet_state.view import FleetView
 from router.scheduling.decision import Decision
 
-_Key = tuple[str, int, tuple[int, ...]]
-"""model, top-k and layers of whole experts"""
+_Key = tuple[str, int]
+"""model and top-k"""
 
 
 class ActiveClusterMix:
     """Mix of active clusters on each engine. `booked` is for the hot path. Engines whose distinct experts
-    cost nothing (`expert_read` 0), or that read all experts together (TP), are skipped.
+    cost nothing (`expert_read` 0) are skipped.
     """
 
     def __init__(self, view: FleetView, reservations: Reservations, threads: ThreadPoolExecutor) -> None:
@@ -37,8 +36,8 @@ class ActiveClusterMix:
         self._misses: dict[_Key, tuple[ReadingGroup, Float32Array]] = {}
         """miss probabilities; 2 MB each for 58 layers of 256 experts and 32 clusters"""
         self._surcharges: dict[int, Surcharge] = {}
-        self._sent: dict[int, tuple[DispatchPrices | None, ClusterModel | None]] = {}
-        """prices and clusters that each engine's dispatch surcharge was computed from"""
+        self._sent: dict[int, tuple[DispatchPrices | None, ClusterModel | None, float]] = {}
+        """prices, clusters and cost of sharded layers that each engine's token surcharge was computed from"""
 
     def booked(self, decision: Decision) -> MixShare | None:
         """Add a request to its engine's mix until its share ends. None: its experts make no difference, or
@@ -70,7 +69,7 @@ class ActiveClusterMix:
                     token=self.surcharge(state.joined.worker_id).token
                 )
             else:
-                key = (state.joined.model, reading.top_k, reading.whole)
+                key = (state.joined.model, reading.top_k)
                 readings[key] = reading
                 tokens = self._changed(state, reading, now)
                 if tokens is not None:
@@ -84,18 +83,20 @@ class ActiveClusterMix:
                 self._update(state, readings[key], float(reads), added)
 
     def _sending(self, state: EngineState) -> None:
-        """Update the cost for each rank to send a token of the traffic's mix to other ranks and nodes."""
+        """Update the cost for each rank to send a token of the traffic's mix to other ranks and nodes, in
+        whole and in sharded layers."""
         worker_id, speed, clusters = (
             state.joined.worker_id,
             state.joined.speed,
             self._view.clusters(state.joined.model),
         )
         prices = None if state.locality is None else state.locality.prices
-        known = self._sent.get(worker_id)
-        if known is not None and known[0] is prices and known[1] is clusters:
+        # The collectives of sharded layers carry the tokens of all targets, which are taken to be as many.
+        known, gather = self._sent.get(worker_id), state.gather_token * state.ranks
+        if known is not None and known[0] is prices and known[1] is clusters and known[2] == gather:
             return
-        self._sent[worker_id] = prices, clusters
-        seconds: tuple[float, ...] = ()
+        self._sent[worker_id] = prices, clusters, gather
+        seconds: tuple[float, ...] = (gather,) * state.ranks if gather else ()
         if (
             prices is not None
             and clusters is not None
@@ -105,6 +106,7 @@ class ActiveClusterMix:
             seconds = tuple(
                 (
                     (speed.dispatch * prices.remote + speed.dispatch_node * prices.nodes) @ clusters.shares
+                    + gather
                 ).tolist()
             )
         self._surcharges[worker_id] = self.surcharge(worker_id)._replace(token=seconds)
@@ -122,8 +124,7 @@ class ActiveClusterMix:
             return None
         if clusters.profiles.shape[1:] != (joined.shape.layers, joined.shape.experts):
             return None
-        whole = (state.layout or EP).whole(joined.shape.layers)
-        return ReadingGroup(clusters, joined.shape.top_k, tuple(whole.tolist()))
+        return ReadingGroup(clusters, joined.shape.top_k)
 
     def _changed(self, state: EngineState, reading: ReadingGroup, now: float) -> FloatArray | None:
         load = self._reservations.load(np.array(state.rows, np.intp), now)
@@ -146,7 +147,7 @@ class ActiveClusterMix:
         if speed is not None and self._view.engine(worker_id) is state:
             self._view.set_distinct(worker_id, added)
             shape, seconds = reading.clusters.profiles.shape, speed.expert_read * state.reads
-            everything, hit = seconds * len(reading.whole) * shape[2], reading.top_k / shape[2]
+            everything, hit = seconds * shape[1] * shape[2], reading.top_k / shape[2]
             self._surcharges[worker_id] = self.surcharge(worker_id)._replace(
                 reading=seconds * reads, all_experts=everything, hit=hit
             )

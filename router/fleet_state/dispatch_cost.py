@@ -2,7 +2,6 @@
 epoch and cluster version. Pure.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +18,8 @@ from fleet.timing import expected_local_share, expected_remote
 
 class DispatchPrices(NamedTuple):
     """float64 [ranks, K], per token of each cluster. remote, nodes: expected distinct remote ranks and nodes
-    it must reach, summed over MoE layers. local: expected share of its routed pairs that the rank serves
-    itself.
+    it must reach, summed over whole layers. local: expected share of its routed pairs in them that the rank
+    serves itself.
     """
 
     remote: FloatArray
@@ -79,7 +78,7 @@ def locality(
 ) -> DispatchCost:
     """Price one engine's placement (`DispatchInputs`).
 
-    Sharded layers do not count.
+    Sharded layers do not count here: they cost the same at every rank (`EngineState.gather_token`).
     """
     layout, rules = layout or EP, rules or DispatchRules(len(nodes))
     if shape is None:
@@ -100,7 +99,6 @@ def locality(
         _prices(
             clusters,
             as_dispatched(placement, rules.dispatch),
-            layout.whole(shape.layers).tolist(),
             shape.top_k,
             np.array(nodes),
         ),
@@ -123,7 +121,7 @@ def _alike(layout: Layout, rules: DispatchRules, shape: ModelShape, ranks: int) 
 
 
 def _prices(
-    clusters: ClusterModel, placement: Placement, whole: Sequence[int], top_k: int, node: NDArray[np.intp]
+    clusters: ClusterModel, placement: Placement, top_k: int, node: NDArray[np.intp]
 ) -> DispatchPrices:
     """Compute the prices. Clusters without traffic get the price of the mean, which they represent until they
     are used.
@@ -133,7 +131,7 @@ def _prices(
     which = np.full(clusters.clusters, len(used))
     which[used] = np.arange(len(used))
     found = (
-        *expected_remote(profiles, placement, top_k, node, whole),
-        expected_local_share(profiles, placement, node, whole),
+        *expected_remote(profiles, placement, top_k, node),
+        expected_local_share(profiles, placement, node),
     )
     return DispatchPrices(*(np.ascontiguousarray(table[which].T) for table in found))

@@ -16,7 +16,8 @@ from fleet.facts.engines import EngineJoined
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
-from router.fleet_state.cluster_homes import EngineHomes
+from fleet.timing import gathered_bytes
+from router.fleet_state.cluster_homes import ClusterHomes, EngineHomes
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchPrices, DispatchRules
 from router.fleet_state.target_table import (
     MAX_REQUESTS,
@@ -83,6 +84,17 @@ class EngineState:
             ):
                 self.locality, self.priced_epoch = old.locality, old.priced_epoch
 
+    def prices_outlast(self, layout: Layout) -> bool:
+        """Return True if the prices may stand in an epoch of this layout until its own are known: some layer
+        is whole in both, and few experts move between two epochs.
+        """
+        if self.locality is None or self.locality.prices is None or self.layout is None:
+            return False
+        shape = self.joined.shape
+        return (
+            layout.attention == self.layout.attention and shape is not None and layout.has_whole(shape.layers)
+        )
+
     @property
     def contexts(self) -> dict[str, int]:
         """Token limits of a request, by the name of each served model."""
@@ -117,12 +129,27 @@ class EngineState:
 
     @property
     def reads(self) -> float:
-        """Share of a step's distinct experts that each rank reads, since the ranks read theirs in parallel. 0
-        if experts are sharded over all ranks, because the saving is unknown then.
+        """Share of a step's distinct experts that each rank reads: in whole layers because the ranks read
+        theirs in parallel, in sharded ones because each reads its part of every expert. 0 without experts.
         """
-        shape, layout = self.joined.shape, self.layout or EP
-        sharded = shape is None or not layout.has_whole(shape.layers)
-        return 0.0 if sharded else 1.0 / self.joined.expert_ranks
+        return 0.0 if self.joined.shape is None else 1.0 / self.joined.expert_ranks
+
+    @property
+    def gather_token(self) -> float:
+        """Seconds that a token of any rank takes in the collectives of the sharded layers."""
+        shape, sharded = self.joined.shape, (self.layout or EP).sharded
+        if shape is None or not sharded:
+            return 0.0
+        speed = self.joined.speed or REFERENCE
+        return speed.gather_byte * gathered_bytes(shape, self.joined.expert_ranks, len(sharded))
+
+    @property
+    def homes_now(self) -> ClusterHomes | None:
+        """Homes that requests are sent to; None: there are none, or no layer is whole, so that all ranks are
+        equally near."""
+        shape = self.joined.shape
+        has_whole = shape is None or (self.layout or EP).has_whole(shape.layers)
+        return self.homes.now if has_whole else None
 
     @property
     def dialect(self) -> Dialect:
@@ -275,6 +302,7 @@ def _columns(
         expert_read_s=column(
             speed.expert_read * state.reads for speed, (state, _) in zip(speeds, ranks, strict=True)
         ),
+        gather_token_s=column(state.gather_token for state, _ in ranks),
         engine=engine,
         first=first,
         group=np.stack([engine, engine + len(engines)]),
@@ -283,6 +311,7 @@ def _columns(
         pairs=any(speed.prefill_pair for speed in speeds),
         far=any(speed.dispatch_node for speed in speeds),
         reads=any(speed.expert_read and state.reads for speed, (state, _) in zip(speeds, ranks, strict=True)),
+        gathers=any(state.gather_token for state in engines),
         in_lockstep=np.repeat(members > 1, members).astype(np.float64)
         if members.max(initial=0) > 1
         else None,
@@ -352,7 +381,7 @@ def _versions(target_table: TargetTable, engines: Mapping[int, EngineState]) -> 
     for first in target_table.first.tolist():
         name, state = target_table.targets[first].engine.engine, engines[target_table.targets[first].key[0]]
         found.prices[name] = None if state.locality is None else state.priced_epoch
-        for homes, versions_by_engine in ((state.homes.now, found.homes), (state.homes.coming, found.coming)):
+        for homes, versions_by_engine in ((state.homes_now, found.homes), (state.homes.coming, found.coming)):
             if homes is not None:
                 versions_by_engine[name] = homes.version, homes.epoch
     return found
@@ -367,7 +396,8 @@ def _homes(
     found = None
     for at, target in enumerate(target_table.targets):
         state = engines[target.key[0]]
-        lift = None if state.homes.now is None or state.is_one_of_many else state.homes.now.lift
+        homes = None if state.is_one_of_many else state.homes_now
+        lift = None if homes is None else homes.lift
         if lift is not None and lift.shape[1] == clusters.clusters:
             if found is None:
                 found = np.ones((len(target_table.targets), clusters.clusters), np.float32)

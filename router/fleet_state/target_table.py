@@ -92,7 +92,7 @@ class TargetTable:
     max_requests: NDArray[np.int64]
     """concurrent requests that each rank declares; MAX_REQUESTS: none declared"""
     stated: NDArray[np.bool_]
-    """the engine states its speed; otherwise the next ten come from `REFERENCE`"""
+    """the engine states its speed; otherwise the next ones come from `REFERENCE`"""
     prefill_token_s: NDArray[np.float64]
     """this and the next: `EngineSpeed`"""
     prefill_pair_s: NDArray[np.float64]
@@ -104,9 +104,10 @@ class TargetTable:
     dispatch_s: NDArray[np.float64]
     dispatch_node_s: NDArray[np.float64]
     expert_read_s: NDArray[np.float64]
-    """reading one expert, divided by the ranks of its engine, which read in parallel; 0 where experts are
-    sharded over all ranks
+    """reading one expert, divided by the ranks of its engine, which share the reads of a step
     """
+    gather_token_s: NDArray[np.float64]
+    """collectives of the engine's sharded layers, per token; 0 where no layer is sharded"""
     engine: NDArray[np.intp]
     """number of each target's engine, from 0"""
     first: NDArray[np.intp]
@@ -121,11 +122,12 @@ class TargetTable:
     apart: bool
     """some engine has only one target"""
     pairs: bool
-    """this and the next two: some target has a price for pairs of tokens, for other nodes, for reading
-    experts; terms without a price are not computed
+    """this and the next three: some target has a price for pairs of tokens, for other nodes, for reading
+    experts, for sharded layers; terms without a price are not computed
     """
     far: bool
     reads: bool
+    gathers: bool
     passes_fields: bool
     """some rank serves fields that Roost does not read; requests with such fields go only to such ranks"""
     approximate: NDArray[np.bool_]

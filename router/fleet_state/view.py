@@ -152,7 +152,7 @@ class FleetView:
         state = self._engines.get(worker_id)
         if state is None or (state.placement is not None and placement.epoch <= state.placement.epoch):
             return False
-        if layout != state.layout or state.locality is None or state.locality.prices is None:
+        if not state.prices_outlast(layout):
             state.locality = None  # otherwise the prices of the last epoch stand until the new ones are known
         state.placement, state.layout = placement, layout
         self._changed()

@@ -127,6 +127,14 @@ def _distinct(work: RequestWork) -> FloatArray | None:
     return distinct_seconds(work.target_table.expert_read_s, work.expected.added_experts, tokens)
 
 
+def _sharded(work: RequestWork) -> FloatArray | None:
+    """Share each token with all ranks in sharded layers, and bring back their sums."""
+    if not work.target_table.gathers:
+        return None
+    seconds: FloatArray = (work.uncached + work.output) * work.target_table.gather_token_s
+    return seconds
+
+
 def _lockstep(work: RequestWork) -> FloatArray | None:
     """Wait for the engine's slowest rank, and make its longest prefill longer."""
     if work.longest is None:
@@ -146,6 +154,7 @@ COST_TERMS = (
     CostTerm("decode", _decode, DECODE_SPEED, by_load=True),
     CostTerm("experts", _experts),
     CostTerm("distinct", _distinct),
+    CostTerm("sharded", _sharded),
     CostTerm("lockstep", _lockstep, DECODE_SPEED, by_load=True),
     CostTerm("handover", _switch_delay),
 )

@@ -31,7 +31,7 @@ from fleet.dispatch import (
     served_by,
     shares,
 )
-from fleet.placement import EMPTY, FULL, Placement, even_split, linear
+from fleet.placement import EMPTY, FULL, Placement, even_split, linear, with_rows
 from tests.fleet.splits import random_split, random_table
 
 
@@ -352,6 +352,21 @@ def test_no_rank_keeps_its_own_tokens() -> None:
     assert loads(hashed, np.array([[[8.0, 0.0]], [[0.0, 0.0]]]), np.zeros(2, np.intp)) == pytest.approx(
         4, 1e-3
     )
+
+
+def test_sharded_layers_stay_so_under_any_rule_and_no_slot_serves_their_experts() -> None:
+    whole = linear(layers=3, experts=4, ranks=2, slots_per_rank=3)
+    for sharded in ({1}, {0, 2}, {0, 1, 2}):
+        placement = with_rows(whole, dict.fromkeys(sharded), epoch=1)
+        hashed = as_dispatched(placement, ROW_HASH)
+        assert hashed.sharded == placement.sharded
+        assert (hashed.expert_of_slot == placement.expert_of_slot).all()
+        chooser, node = Chooser(placement, (0, 1), np.zeros(2, np.intp)), np.zeros(2, np.intp)
+        demand = np.ones((2, 3, 4))
+        for layer in range(3):
+            chosen = chooser.choose(layer, np.arange(8), 0)
+            assert (chosen == -1).all() == (layer in sharded)
+            assert loads(placement, demand, node)[layer].sum() == (0 if layer in sharded else 8)
 
 
 def test_other_rules_leave_the_placement_as_it_is() -> None:

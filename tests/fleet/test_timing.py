@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.dispatch import LocalReplicas, shares
-from fleet.experts import ExpertId
-from fleet.placement import EMPTY, FULL, Placement, linear
+from fleet.experts import ExpertId, ModelShape
+from fleet.placement import EMPTY, FULL, Placement, linear, with_rows
 from fleet.popularity import ExpertTable, profile, uniform
 from fleet.timing import (
     EngineSpeed,
     expected_local_share,
     expected_remote,
+    gathered_bytes,
     running_seconds,
     step_seconds,
     surplus_pairs,
@@ -130,11 +131,13 @@ def test_any_split_reaches_what_the_exhaustive_count_of_the_rule_says(
     """Enumerate two draws of an expert and the slots that serve it. Sharded layers do not count."""
     rng, node = np.random.default_rng(seed), np.array(nodes)
     table = random_table(rng, 3, 3, 5, 2)
-    placement = Placement(table, experts=5, ranks=3, split=random_split(rng, table, 5, nodes=seed > 0))
+    split = random_split(rng, table, 5, nodes=seed > 0)
+    sharded = [[1], [0, 2], [], [0, 1], [0]][seed]
+    whole = [layer for layer in range(3) if layer not in sharded]
+    placement = with_rows(Placement(table, experts=5, ranks=3, split=split), dict.fromkeys(sharded), epoch=0)
     wanted = rng.dirichlet(np.ones(5), size=(2, 3))
-    whole = [[0, 2], [1], [0, 1, 2], [2], [1, 2]][seed]
-    remote, away = expected_remote(wanted, placement, 2, node, whole)
-    local = expected_local_share(wanted, placement, node, whole)
+    remote, away = expected_remote(wanted, placement, 2, node)
+    local = expected_local_share(wanted, placement, node)
     for at, home in itertools.product(range(2), range(3)):
         part = shares(placement, home, node)
         ranks = nodes_reached = own = 0.0
@@ -151,6 +154,29 @@ def test_any_split_reaches_what_the_exhaustive_count_of_the_rule_says(
                 nodes_reached += together * len({nodes[rank[one]], nodes[rank[two]]} - {nodes[home]})
         assert (remote[at, home], away[at, home]) == pytest.approx((ranks, nodes_reached))
         assert local[at, home] == pytest.approx(own)
+
+
+def test_where_no_layer_is_whole_nothing_is_sent_to_an_expert_and_nothing_is_local() -> None:
+    sharded = with_rows(linear(layers=2, experts=4, ranks=2), {0: None, 1: None}, epoch=0)
+    assert not expected_remote_ranks(uniform(2, 4), sharded, 2).any()
+    with pytest.raises(ValueError, match="no layer of whole experts"):
+        expected_local_share(uniform(2, 4), sharded, np.zeros(2, np.intp))
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float32", 4), ("bfloat16", 2), ("float8_e4m3fn", 2)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_collectives_of_sharded_layers_move_each_token_to_all_other_ranks_and_back(
+    ranks: int, dtype: str, value: int
+) -> None:
+    """Count the copies of one token of each rank."""
+    shape = ModelShape(layers=5, experts=4, top_k=2, hidden=6, expert_intermediate=8, dtype=dtype)
+    came = [0] * ranks
+    for _, home, other in itertools.product(range(3), range(ranks), range(ranks)):
+        if home != other:
+            came[other] += 6 * value  # the hidden state
+            came[home] += 6 * value  # the other's sum
+    assert [gathered_bytes(shape, ranks, 3) * ranks] * ranks == pytest.approx(came)
+    assert gathered_bytes(shape, ranks, 0) == 0.0
 
 
 def test_a_step_waits_for_the_fullest_rank_of_each_layer() -> None:

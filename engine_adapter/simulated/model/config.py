@@ -22,7 +22,7 @@ class SimulatedConfig:
     """Settings of one simulated engine. The constructor raises a ValueError that names the key and the
     remedy.
 
-    The speeds (prefill_token ... expert_pair) are those of `fleet.timing.EngineSpeed`. Unset ones are the
+    The speeds (prefill_token ... gather_byte) are those of `fleet.timing.EngineSpeed`. Unset ones are the
     shape's on H100s (`presets`).
     """
 
@@ -61,6 +61,7 @@ class SimulatedConfig:
     dispatch_node: NonNegative | None = None
     expert_read: NonNegative | None = None
     expert_pair: NonNegative | None = None
+    gather_byte: NonNegative | None = None
     rank_bytes_per_second: Positive = 50e9
     """Bandwidth of expert reads between ranks of one machine, in bytes per simulated second."""
     node_bytes_per_second: Positive = 12.5e9
@@ -134,7 +135,7 @@ class SimulatedConfig:
     @property
     def speed(self) -> EngineSpeed:
         """Speeds of a rank in simulated seconds."""
-        default = speed_of(self.shape, BLOCK_SIZE)
+        default = speed_of(self.shape, BLOCK_SIZE, several_machines=self.ranks > self.node_ranks)
         chosen = {key: getattr(self, key) for key in EngineSpeed.__struct_fields__}
         return EngineSpeed(
             **{key: getattr(default, key) if value is None else value for key, value in chosen.items()}

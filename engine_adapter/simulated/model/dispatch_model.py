@@ -16,6 +16,7 @@ from engine_adapter.simulated.model.routing_model import RoutingModel
 from fleet.arrays import Float32Array
 from fleet.dispatch import Chooser, reached, shares
 from fleet.placement import EMPTY, Placement
+from fleet.timing import gathered_bytes
 
 _NEVER = 1e-300
 """Replaces 0, which has no logarithm."""
@@ -25,14 +26,16 @@ _TURNS = 8
 
 class StepTraffic(NamedTuple):
     """Expected traffic of a step's tokens. The first three fields are per rank: float64 [ranks], summed over
-    tokens and layers."""
+    tokens and layers. Sharded layers count in the third and the last."""
 
     remote_ranks: NDArray[np.float64]
     remote_nodes: NDArray[np.float64]
     distinct_experts: NDArray[np.float64]
-    """Experts that the rank must read."""
+    """Experts that the rank must read. Its part of an expert of a sharded layer counts 1 / ranks."""
     served: NDArray[np.float64]
-    """[layers, ranks] (token, k) pairs."""
+    """[layers, ranks] (token, k) pairs; 0 in sharded layers, where all ranks serve every pair."""
+    gathered: float
+    """Bytes that each rank moves in the collectives of sharded layers (`fleet.timing.gathered_bytes`)."""
 
 
 class DispatchModel:
@@ -60,6 +63,8 @@ class DispatchModel:
         np.put_along_axis(demand, routing.places, True, axis=1)
         self._sole = _Sole(routing, held.only(replicas == 1), demand, placement)
         self._several = _Several(held.only(replicas > 1), demand, placement)
+        self._shards = _Shards(demand, placement)
+        self._token_bytes = gathered_bytes(routing.shape, placement.ranks, len(placement.sharded))
         if cover and (replicas > 1).any():
             self._reached, self._local, nodes = _covered(routing, placement, node)
         else:
@@ -87,10 +92,9 @@ class DispatchModel:
         remote = (tokens_of_row * self._remote_ranks).sum(axis=1, dtype=np.float64)
         nodes = (tokens_of_row * self._remote_nodes).sum(axis=1, dtype=np.float64)
         pairs = self._several.pairs(tokens_of_row)
-        read = self._sole.read(tokens_of_row) + self._several.read(pairs)
-        return StepTraffic(
-            remote, nodes, read, self._sole.served(tokens_of_row) + self._several.served(pairs)
-        )
+        read = self._sole.read(tokens_of_row) + self._several.read(pairs) + self._shards.read(tokens_of_row)
+        served = self._sole.served(tokens_of_row) + self._several.served(pairs)
+        return StepTraffic(remote, nodes, read, served, self._token_bytes * float(tokens_of_row.sum()))
 
 
 class _Slots(NamedTuple):
@@ -124,11 +128,7 @@ class _Sole:
         by_row = np.bincount(cells.ravel(), minlength=routing.rows * (servers + 1)).reshape(routing.rows, -1)
         self._pairs = by_row[:, :servers].astype(np.float32)
         """[rows, layers * ranks] pairs per token of each row."""
-        # Whether an expert is read is one bit per row, and a step only joins the bits of its rows: 64 slots
-        # an operation, instead of a product over rows and slots.
-        bits = np.packbits(demand[:, held.place], axis=1)
-        self._demand = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))).view(np.uint64)
-        """[rows, slots / 64]: one bit per slot."""
+        self._demand = _Demand(demand[:, held.place])
 
     def served(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the load, float64 [layers, ranks]."""
@@ -137,9 +137,38 @@ class _Sole:
 
     def read(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the experts that each rank must read, float64 [ranks]."""
-        joined = np.bitwise_or.reduce(self._demand[tokens_of_row.any(axis=0)], axis=0)
-        read = np.flatnonzero(np.unpackbits(joined.view(np.uint8), count=len(self._rank)))
+        read = self._demand.of(tokens_of_row)
         return np.bincount(self._rank[read], minlength=self._ranks).astype(np.float64)
+
+
+class _Shards:
+    """Experts of sharded layers, of which every rank holds a part."""
+
+    def __init__(self, demand: NDArray[np.bool_], placement: Placement) -> None:
+        """demand: [rows, layers * experts]."""
+        by_layer = demand.reshape(len(demand), placement.layers, placement.experts)
+        self._demand = _Demand(by_layer[:, list(placement.sharded)].reshape(len(demand), -1))
+        self._ranks = placement.ranks
+
+    def read(self, tokens_of_row: NDArray[np.int64]) -> float:
+        """Return the experts that each rank must read."""
+        return len(self._demand.of(tokens_of_row)) / self._ranks
+
+
+class _Demand:
+    """Demand of rows for some experts: whether an expert is read is one bit per row, and a step only joins
+    the bits of its rows, 64 experts an operation, instead of a product over rows and experts."""
+
+    def __init__(self, demand: NDArray[np.bool_]) -> None:
+        """demand: [rows, experts]."""
+        bits = np.packbits(demand, axis=1)
+        self._bits = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))).view(np.uint64)
+        self._experts = demand.shape[1]
+
+    def of(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.intp]:
+        """Return the experts that a step reads, ascending. tokens_of_row: [ranks, rows]."""
+        joined = np.bitwise_or.reduce(self._bits[tokens_of_row.any(axis=0)], axis=0)
+        return np.flatnonzero(np.unpackbits(joined.view(np.uint8), count=self._experts))
 
 
 class _Several:
@@ -188,7 +217,7 @@ def _remote(
         return found
     alike = bool((held.part == held.part[0]).all())
     ends = np.searchsorted(held.layer, np.arange(placement.layers + 1))
-    for layer, home in product(range(placement.layers), range(placement.ranks)):
+    for layer, home in product(placement.whole.tolist(), range(placement.ranks)):
         # Without a preference for near replicas, all homes share the result of the first.
         if not home or not alike:
             these = slice(ends[layer], ends[layer + 1])
@@ -216,7 +245,7 @@ def _covered(
     chooser, per = Chooser(placement, range(placement.ranks), node), placement.slots_per_rank
     found = np.zeros((3, placement.ranks, placement.layers, routing.rows), np.float32)
     ranks, local, nodes = found
-    for layer, home, turn in product(range(placement.layers), range(placement.ranks), range(_TURNS)):
+    for layer, home, turn in product(placement.whole.tolist(), range(placement.ranks), range(_TURNS)):
         rank = (
             chooser.cover(layer, home * placement.experts + routing.table[:, layer].astype(np.intp), turn)
             // per

@@ -64,13 +64,14 @@ DEMO_CACHE_TOKEN_BYTES = 4 * 2 * 2 * 32 * 2
 SHAPES = {name: preset.shape for name, preset in PRESETS.items()} | {"demo": DEMO_SHAPE}
 
 
-def speed_of(name: str, block_size: int) -> EngineSpeed:
+def speed_of(name: str, block_size: int, *, several_machines: bool = False) -> EngineSpeed:
     """Return the speeds of a rank of this model on an H100 in an 8-GPU machine. The demo model has those of a
     small CPU engine.
 
     Follows the constants of Roost's cost model. Token reads cost KV bytes / HBM bandwidth. Distinct experts
     cost expert bytes / HBM bandwidth. Each (token, destination) sends H bytes of fp8 with a scale per 128 and
-    returns 2H bytes of bf16, over NVLink within a machine and RDMA between machines. Arithmetic runs at 40 %
+    returns 2H bytes of bf16, over NVLink within a machine and RDMA between machines. Collectives of sharded
+    layers move their bytes over the slowest of these links. Arithmetic runs at 40 %
     of the peak, including a rank's load above the mean. The fixed part of a decode step is the dense weights
     and two small collectives per layer.
     """
@@ -90,6 +91,7 @@ def speed_of(name: str, block_size: int) -> EngineSpeed:
         dispatch_node=copy_bytes / RDMA_BYTES_PER_SECOND,
         expert_read=about.shape.expert_bytes / HBM_BYTES_PER_SECOND,
         expert_pair=_PAIR_FLOPS * hidden * about.shape.expert_intermediate / FLOPS,
+        gather_byte=1.0 / (RDMA_BYTES_PER_SECOND if several_machines else NVLINK_BYTES_PER_SECOND),
     )
 
 

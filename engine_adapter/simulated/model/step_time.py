@@ -84,4 +84,5 @@ def seconds(speed: EngineSpeed, plans: Sequence[StepPlan], caused: StepTraffic) 
         remote_nodes=caused.remote_nodes,
         distinct_experts=caused.distinct_experts,
         surplus=float(surplus_pairs(caused.served)),
+        gathered=caused.gathered,
     )

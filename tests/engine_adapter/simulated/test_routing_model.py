@@ -8,7 +8,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine_adapter.batching.kv_cache import identify
@@ -20,7 +20,7 @@ from engine_adapter.simulated.model.routing_model import BUCKETS, RoutingModel, 
 from engine_adapter.simulated.model.step_time import StepPlan, plan, seconds, tokens_of_row
 from engine_adapter.simulated.model.text import END, VOCABULARY, Script, WordTokenizer
 from fleet.dispatch import loads, shares
-from fleet.placement import FULL, Placement, Split, linear
+from fleet.placement import FULL, Placement, Split, linear, with_rows
 from fleet.routings import count_pairs
 from fleet.timing import EngineSpeed
 from tests.fleet.splits import random_table
@@ -101,18 +101,29 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_traffic_is_what_counting_token_by_token_gives(placement):
+@given(sharded=st.sets(st.integers(0, 3)))
+@example(sharded=set())
+@example(sharded={0, 1, 2, 3})
+@settings(max_examples=5, deadline=None)
+def test_traffic_is_what_counting_token_by_token_gives(placement, sharded):
     """Each expert of each token goes its own way: all ways that a token's experts may go together, by their
-    probability."""
+    probability. In sharded layers each token goes to all ranks and back, and each rank reads its part of
+    every expert in demand."""
+    placement = with_rows(placement, dict.fromkeys(sharded), epoch=0)
     by_row = np.random.default_rng(2).integers(0, 3, (4, ROUTING.rows)) * (np.arange(ROUTING.rows) % 29 == 0)
     node = CONFIG.node_of_rank
     part = np.stack([shares(placement, home, np.array(node)) for home in range(4)])
     ranks, nodes, served = np.zeros(4), np.zeros(4), np.zeros((4, 4))
     reached, local = np.zeros((2, 4, 4))  # [home, layer]
     unread = np.ones(placement.expert_of_slot.shape)
+    read_in_parts, states = set(), 0
     for home, row in zip(*np.nonzero(by_row), strict=True):
         tokens = by_row[home, row]
         for layer, experts in enumerate(ROUTING.table[row]):
+            if layer in sharded:
+                read_in_parts |= {(layer, expert) for expert in experts.tolist()}
+                states += 2 * 3 * tokens  # to the other ranks, and from them
+                continue
             ways = [
                 [
                     slot
@@ -141,7 +152,11 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
     assert found.remote_ranks == pytest.approx(ranks)
     assert found.remote_nodes == pytest.approx(nodes)
     assert found.served == pytest.approx(served)
-    assert found.distinct_experts == pytest.approx((1 - unread).reshape(4, 4, -1).sum(axis=(0, 2)))
+    unread[placement.expert_of_slot < 0] = 1
+    assert found.distinct_experts == pytest.approx(
+        (1 - unread).reshape(4, 4, -1).sum(axis=(0, 2)) + len(read_in_parts) / 4
+    )
+    assert found.gathered == pytest.approx(states * 192 * 2 / 4)  # 192 values in bfloat16
     demand = np.stack([ROUTING.counts(rows) for rows in by_row])
     assert found.served == pytest.approx(loads(placement, demand, np.array(node)))
 
@@ -164,6 +179,17 @@ def test_tokens_chosen_for_as_a_whole_reach_fewer_ranks_and_cause_the_same_else(
         DispatchModel(ROUTING, sole, (0, 0, 1, 1), cover=cover).traffic(tokens) for cover in (False, True)
     )
     assert cover.remote_ranks.tolist() == split.remote_ranks.tolist()
+
+
+def test_tokens_chosen_for_as_a_whole_go_to_no_rank_in_sharded_layers():
+    whole = Placement(random_table(np.random.default_rng(3), 4, 4, 32, 6), experts=32, ranks=4)
+    tokens = np.random.default_rng(4).integers(0, 3, (4, ROUTING.rows))
+    before, after = (
+        DispatchModel(ROUTING, placement, (0, 0, 1, 1), cover=True).sent(1, tokens[1])
+        for placement in (whole, with_rows(whole, {0: None, 2: None}, epoch=1))
+    )
+    for old, new in zip(before, after, strict=True):
+        assert new.tolist() == pytest.approx([0.0, old[1], 0.0, old[3]])
 
 
 def test_alignment_keeps_domains_at_home_and_ranks_balanced():
@@ -211,12 +237,15 @@ def test_a_step_costs_what_its_slices_say():
         dispatch_node=1e-5,
         expert_read=1e-6,
         expert_pair=0.01,
+        gather_byte=1e-5,
     )
-    routes = DispatchModel(ROUTING, linear(layers=4, experts=32, ranks=2), (0, 1))
+    placement = with_rows(linear(layers=4, experts=32, ranks=2), {3: None}, epoch=0)
+    routes = DispatchModel(ROUTING, placement, (0, 1))
     cause = routes.traffic(by_row)
     busy, idle = seconds(speed, [found, StepPlan([], 0, 0.0, 0, 0)], cause)
     waits = 0.01 * sum(float(layer.max() - layer.mean()) for layer in cause.served)
     assert waits > 0
+    waits += 1e-5 * 21 * 2 * 192 * 2 / 2  # 21 tokens there and back, to one of two ranks
     experts = 1e-4 * cause.remote_ranks[0] + 1e-5 * cause.remote_nodes[0] + 1e-6 * cause.distinct_experts[0]
     assert busy == pytest.approx(20 + 1e-3 * found.prefill_pairs + 100 + 7 + 1.5 + experts + waits)
     assert idle == pytest.approx(100 + 1e-6 * cause.distinct_experts[1] + waits)

@@ -10,17 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from fleet.layout import EP, Layout, experts_tp, tp
-from fleet.placement import Placement
+from fleet.layout import EP, Layout, tp
+from fleet.placement import Placement, with_rows
 from fleet.timing import EngineSpeed
 from router.evaluation.distinct_experts import ClusterMixes, MixShare, ReadingGroup, read
-from router.evaluation.expected_latency import NONE
 from router.feedback.active_cluster_mix import ActiveClusterMix
+from router.fleet_state.dispatch_cost import locality
 from tests.router.learnt_tables import halves
+from tests.router.router_fixture import SHAPE
 from tests.router.scheduling.test_decision import decided, prediction_of, view_of
 
 FIRST, SECOND = np.array([1, 0], np.float32), np.array([0, 1], np.float32)
-READS = EngineSpeed(expert_read=1e-4)
+READS = EngineSpeed(expert_read=1e-4, gather_byte=1e-5)
 
 
 def mix(mixes: ClusterMixes, sequences: int, worker: int = 1, version: int = 1) -> list[float] | None:
@@ -100,7 +101,7 @@ def test_any_order_of_bookings_and_ends_leaves_what_is_open(events: list[tuple[i
 
 def test_a_request_adds_least_where_its_experts_are_read_anyway() -> None:
     reads = read(
-        ReadingGroup(halves(skew=30.0), 1, (0, 1)).misses(),
+        ReadingGroup(halves(skew=30.0), 1).misses(),
         [np.array([8.0, 0.0]), np.array([0.0, 8.0]), np.zeros(2)],
     )
     assert reads.added[0, 0] < 0.3 * reads.added[1, 0]
@@ -110,11 +111,10 @@ def test_a_request_adds_least_where_its_experts_are_read_anyway() -> None:
     assert reads.now[0] == pytest.approx(reads.now[1])
 
 
-def test_sharded_layers_and_unused_clusters() -> None:
+def test_a_cluster_without_traffic_reads_what_the_mean_reads() -> None:
     model = halves()
-    assert ReadingGroup(model, 2, (0,)).misses().shape == (2, 4)
     unused = type(model)(1, model.profiles, np.array([1, 0], np.float32), 0.1)
-    misses = ReadingGroup(unused, 2, (0, 1)).misses()
+    misses = ReadingGroup(unused, 2).misses()
     assert misses[0].tolist() == misses[1].tolist()  # the mean, which is the first's
 
 
@@ -160,19 +160,14 @@ async def test_engines_are_priced_by_what_they_run(threads: ThreadPoolExecutor) 
 
 
 @pytest.mark.parametrize(
-    ("layout", "speed"),
-    [
-        (tp(2), READS),
-        (EP, EngineSpeed()),
-        (EP, None),
-        (experts_tp(2), READS),
-    ],
-    ids=["tp", "no reading time", "no speed", "all layers sharded"],
+    "speed",
+    [EngineSpeed(), None],
+    ids=["no reading time", "no speed"],
 )
-async def test_engines_that_read_nothing_or_everything_are_left_out(
-    threads: ThreadPoolExecutor, layout: Layout, speed: EngineSpeed | None
+async def test_engines_whose_reads_have_no_price_are_left_out(
+    threads: ThreadPoolExecutor, speed: EngineSpeed | None
 ) -> None:
-    running = Running(threads, layout, speed)
+    running = Running(threads, speed=speed)
     await running.mixing.refresh(0.0)
     assert not running.view.prices("demo").distinct.any()
     assert running.mixing.surcharge(1).reading == 0.0
@@ -193,7 +188,30 @@ async def test_an_engine_that_introduces_itself_again_is_priced_again(threads: T
     assert again.distinct.tolist() == before.tolist()
 
 
-async def test_an_engine_that_switches_to_tensor_parallelism_reads_and_sends_nothing_of_its_own_any_more(
+@pytest.mark.parametrize("sharded", [(1,), (0, 1)])
+async def test_an_engine_whose_layers_become_sharded_reads_as_much_and_pays_for_their_collectives(
+    threads: ThreadPoolExecutor, sharded: tuple[int, ...]
+) -> None:
+    running = Running(threads)
+    await running.mixing.refresh(0.0)
+    before, state = running.mixing.surcharge(1), running.view.engine(1)
+    assert state is not None
+    assert state.placement is not None
+    placement = with_rows(state.placement, dict.fromkeys(sharded), epoch=state.placement.epoch + 1)
+    layout = Layout(attention="dp", sharded=sharded)
+    assert running.view.place(1, placement, layout)
+    running.view.price(1, placement.epoch, locality((0, 0), SHAPE, layout, placement, halves(skew=30.0)))
+    await running.mixing.refresh(1.0)
+    after = running.mixing.surcharge(1)
+    assert after._replace(token=()) == before._replace(token=())
+    # Two ranks with as many tokens each; half of a token's bytes go to the other rank, and come back.
+    collectives = 2 * READS.gather_byte * len(sharded) * 2 * SHAPE.hidden * 4 / 2
+    sent = np.array(before.token) / 2 * (2 - len(sharded))  # both layers are alike
+    assert after.token == pytest.approx(sent + collectives)
+    assert running.mixing.surcharge(2).token == before.token
+
+
+async def test_an_engine_that_switches_to_tensor_parallelism_sends_nothing_of_its_own_any_more(
     threads: ThreadPoolExecutor,
 ) -> None:
     running = Running(threads)
@@ -209,5 +227,7 @@ async def test_an_engine_that_switches_to_tensor_parallelism_reads_and_sends_not
     )
     assert running.view.place(1, placement, tp(2))
     await running.mixing.refresh(1.0)
-    assert running.mixing.surcharge(1) == NONE
+    after = running.mixing.surcharge(1)
+    assert after.reading == pytest.approx(before.reading)
+    assert after.token == pytest.approx([READS.gather_byte * 2 * 2 * SHAPE.hidden * 4 / 2])
     assert running.mixing.surcharge(2).token == before.token

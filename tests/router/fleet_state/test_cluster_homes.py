@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from fleet.facts.placements import HomesPublished
+from fleet.layout import Layout
+from fleet.placement import with_rows
 from fleet.signatures import ClusterModel
 from router.fleet_state.cluster_homes import homes_of, is_home
+from router.fleet_state.dispatch_cost import locality
 from router.fleet_state.view import FleetView
 from router.scheduling.cost import Weights
 from router.scheduling.decision_record import DecisionRecord
@@ -150,6 +153,27 @@ def test_a_home_may_cost_more_by_its_expected_saving_scaled_by_confidence() -> N
     assert decided(target_table, prediction=unpriced, conditions=load).choice.why == "tie", (
         "what is not priced saves nothing that is known"
     )
+
+
+def test_there_are_no_homes_while_no_layer_is_whole() -> None:
+    view, _ = view_of({"speed": SLOW}, clusters=halves())
+    assert view.set_homes(1, homes_of(published(share=((0.75, 0.25), (0.25, 0.75))), 2))
+    state = view.engine(1)
+    assert state is not None
+    assert state.placement is not None
+    whole = state.placement
+    for epoch, sharded in enumerate([(0,), (0, 1), (1,), ()], whole.epoch + 1):
+        placement = with_rows(whole, dict.fromkeys(sharded), epoch=epoch)
+        layout = Layout(attention="dp", sharded=sharded)
+        assert view.place(1, placement, layout)
+        prices = view.prices("demo")
+        assert (prices.homes is None) == ("e0" not in prices.versions.homes) == (sharded == (0, 1))
+        assert prices.priced.all() == (sharded in {(0,), ()})
+        view.price(1, epoch, locality((0, 0), SHAPE, layout, placement, halves()))
+        prices = view.prices("demo")
+        assert prices.priced.all() == (sharded != (0, 1))
+        # In each whole layer each cluster's experts are all on one of the two ranks.
+        assert prices.remote.sum() == pytest.approx(2 * (2 - len(sharded)))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from functools import reduce
 from operator import add
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from fleet.dispatch import numbered
 from fleet.experts import ModelShape
-from fleet.layout import EP, experts_tp, tp
+from fleet.layout import EP, Layout, experts_tp, tp
 from fleet.placement import linear
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
@@ -231,8 +232,6 @@ def test_an_engine_of_one_target_has_neither_expert_nor_lockstep_terms(about: di
     )
     assert len(view.target_table("demo").targets) == 1
     assert found["experts"] == found["lockstep"] == [0.0]
-    if about.get("layout") == TP:
-        assert found["distinct"] == [0.0], "each rank reads its share of every expert, for any routing"
 
 
 def test_an_engine_behind_one_url_is_one_target_whose_experts_are_not_priced() -> None:
@@ -458,9 +457,32 @@ def test_an_announced_handover_counts_until_it_is_over_and_rebuilds_nothing() ->
     view.handing_over(77, 1.0)
 
 
-def test_layouts_with_sharded_experts_read_nothing_for_one_request() -> None:
-    for layout, reads in ((EP, [5e-5] * 2), (experts_tp(2), [0.0] * 2), (TP, [0.0])):
+def test_the_ranks_share_reads_in_every_layout() -> None:
+    for layout, reads in ((EP, [5e-5] * 2), (experts_tp(2), [5e-5] * 2), (TP, [5e-5])):
         assert pair(layout=layout).expert_read_s.tolist() == reads
+
+
+@given(sharded=st.sets(st.integers(0, 1)), uncached=st.integers(1, 500), output=st.integers(1, 500))
+def test_a_sharded_layer_takes_every_token_to_all_other_ranks_and_back(
+    sharded: set[int], uncached: int, output: int
+) -> None:
+    """Two engines of two ranks. The second has no sharded layer."""
+    layout = Layout(attention="dp", sharded=tuple(sorted(sharded)))
+    speed = msgspec.structs.replace(SPEED, gather_byte=1e-6)
+    view, _ = view_of({"speed": speed, "layout": layout}, {"speed": speed})
+    target_table = view.target_table("demo")
+    found = score(
+        target_table,
+        np.zeros((AMOUNTS, 4), np.int64),
+        np.full(4, uncached, np.int64),
+        uncached,
+        output,
+        Weights(),
+    ).ms("sharded")
+    there_and_back = (
+        2 * len(sharded) * SHAPE.hidden * 4 / 2
+    )  # half of a token's float32 values are its rank's
+    assert found == pytest.approx([1e-3 * (uncached + output) * there_and_back] * 2 + [0.0, 0.0])
 
 
 @settings(deadline=None, max_examples=30)
@@ -468,8 +490,8 @@ def test_layouts_with_sharded_experts_read_nothing_for_one_request() -> None:
 def test_what_has_no_price_is_not_computed_and_would_have_been_nothing(state: dict[str, Any]) -> None:
     load, uncached = np.array(state["load"]).T, np.array(state["uncached"])
     foreseen = ExpectedLoad(np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]))
-    assert (PLAIN.pairs, PLAIN.far, PLAIN.reads, PLAIN.apart) == (False,) * 4
-    houses = PLAIN, replace(PLAIN, pairs=True, far=True, reads=True, apart=True)
+    assert (PLAIN.pairs, PLAIN.far, PLAIN.reads, PLAIN.gathers, PLAIN.apart) == (False,) * 5
+    houses = PLAIN, replace(PLAIN, pairs=True, far=True, reads=True, gathers=True, apart=True)
     short, whole = (
         score(house, load, uncached, 2000, state["output"], Weights(), foreseen) for house in houses
     )

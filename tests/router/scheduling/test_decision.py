@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fleet.dispatch import ROW_HASH
 from fleet.facts.engines import Capabilities
 from fleet.layout import EP, TP_EP, Layout, experts_tp, tp
-from fleet.placement import Placement, linear
+from fleet.placement import Placement, linear, with_rows
 from router.fleet_state.dispatch_cost import (
     DispatchCost,
     DispatchInputs,
@@ -311,7 +311,8 @@ def test_copies_chosen_by_the_row_are_near_to_no_rank() -> None:
 def test_sharded_layers_cost_nothing_and_are_not_counted_as_local() -> None:
     placement = linear(layers=2, experts=4, ranks=2)
     whole = prices(locality((0, 0), SHAPE, None, placement, halves()))
-    half = prices(locality((0, 0), SHAPE, Layout(attention="dp", sharded=(0,)), placement, halves()))
+    sharded = with_rows(placement, {0: None}, epoch=0)
+    half = prices(locality((0, 0), SHAPE, Layout(attention="dp", sharded=(0,)), sharded, halves()))
     assert half.remote == pytest.approx(whole.remote / 2)
     assert half.local == pytest.approx(whole.local)
 

@@ -80,7 +80,7 @@ async def test_ranks_that_are_gone_are_excluded_with_that_reason(
             "without=luck",
             (
                 "there is no term 'luck' that could be left out; terms: prefill, queue, decode, experts,"
-                " distinct, lockstep, handover"
+                " distinct, sharded, lockstep, handover"
             ),
         ),
         (
