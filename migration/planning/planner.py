@@ -563,6 +563,7 @@ class _PlanningRun:
                 slots,
                 present=present,
                 expert_bytes=found.view.shape.expert_bytes,
+                sharded=len(found.view.layout.sharded),
             ),
         )
 

@@ -115,17 +115,20 @@ def curve(
     *,
     present: int,
     expert_bytes: int,
+    sharded: int = 0,
 ) -> tuple[TradeOffPoint, ...]:
     """Return the expected costs for each number of slots per rank and layer, with a full placement into them.
 
     demand: [ranks, layers, experts], as for `figures`. present: current slots per rank and layer, for which
-    the cache has `cache.blocks`. expert_bytes: of one expert of one layer. Numbers that leave no KV block, or
-    have no room for all experts, are left out; more slots than experts are of no use. The step time follows
-    from the engine's speeds at the present load, so a shorter step also empties the cache.
+    the cache has `cache.blocks`. expert_bytes: of one expert of one layer. sharded: layers beside those of
+    the demand, whose slots take as much memory, since they may become whole again. Numbers that leave no KV
+    block, or have no room for all experts, are left out; more slots than experts are of no use. The step time
+    follows from the engine's speeds at the present load, so a shorter step also empties the cache.
     """
     ranks, layers, experts = demand.shape
     load, fewest = demand.sum(axis=0, dtype=np.float64), -(-experts // ranks)
-    slot_blocks = layers * expert_bytes / cache.block_bytes
+    slot_bytes = (layers + sharded) * expert_bytes
+    slot_blocks = slot_bytes / cache.block_bytes
     numbers = sorted({number for number in slots if fewest <= number <= experts} | {min(present, experts)})
     made = {
         number: figures(
@@ -150,7 +153,7 @@ def curve(
                     made[number],
                     lasts[number],
                     waits,
-                    (number - fewest) * layers * expert_bytes,
+                    (number - fewest) * slot_bytes,
                 )
             )
     return tuple(points)

@@ -229,6 +229,27 @@ def test_a_step_of_evenly_loaded_ranks_lasts_what_the_speeds_say_and_chance_and_
     assert even < record.after.step_seconds < even + 0.2 * mean + record.after.memory_seconds
 
 
+def test_sharded_layers_lengthen_a_step_by_their_collectives() -> None:
+    truth, foreign, _ = zipf()
+    layout = Layout(attention="dp", sharded=(0,))
+    slow, free = (
+        decided(
+            view(
+                planned_for(truth),
+                foreign,
+                layout=layout,
+                speed=msgspec.structs.replace(SPEED, gather_byte=byte),
+            )
+        )
+        for byte in (1e-9, 0.0)
+    )
+    assert slow.record.before is not None
+    assert free.record.before is not None
+    # One layer, 512 tokens of each rank, there and back: 64 float32 values.
+    moved = 2 * 512 * RANKS * (64 * 4) * (RANKS - 1) / RANKS
+    assert slow.record.before.step_seconds - free.record.before.step_seconds == pytest.approx(1e-9 * moved)
+
+
 def specialised(special: float = 1.0) -> Truth:
     return by_rank(domains("topheavy", 4, special, LAYERS, EXPERTS, np.random.default_rng(5)), RANKS, 0.0)
 

@@ -60,7 +60,7 @@ def test_replicas_cost_what_requests_wait_longer_for_their_sake_and_never_more_t
 
 
 @cache_results
-def points(used: float, requests: float = 16.0) -> tuple[TradeOffPoint, ...]:
+def points(used: float, requests: float = 16.0, sharded: int = 0) -> tuple[TradeOffPoint, ...]:
     load = 1.0 / np.arange(1, 17)
     demand = np.repeat(np.stack([load, load[::-1]])[None], 4, axis=0)
     terms = CostTerms(
@@ -76,7 +76,17 @@ def points(used: float, requests: float = 16.0) -> tuple[TradeOffPoint, ...]:
         (3, 4, 5, 6, 7, 14, 15, 17),
         present=5,
         expert_bytes=5_000,
+        sharded=sharded,
     )
+
+
+def test_slots_of_sharded_layers_take_memory_too() -> None:
+    alone, beside = points(20.0), points(20.0, sharded=2)
+    assert [point.slots_per_rank for point in beside] == [4, 5, 6, 7]
+    for one, other in zip(alone, beside, strict=False):
+        assert other.bytes_per_rank == 2 * one.bytes_per_rank
+        assert other.kv_blocks - 100 == 2 * (one.kv_blocks - 100)
+        assert other.figures == one.figures
 
 
 def test_slots_are_worth_it_while_there_are_blocks_to_spare() -> None:

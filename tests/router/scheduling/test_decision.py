@@ -162,7 +162,7 @@ def test_terms_are_milliseconds_of_the_time_model() -> None:
     )
     own, running = 20 * (3.0 + 1.0 + 0.01 * (100 + 20) / 4), 20 * (3 * 1.0 + 40 * 0.01)
     assert decision.scores.terms[:, 0] == pytest.approx(
-        [80.0, 200.0, own + running, 0.6 * (80 + 20) * 0.01 * remote, 0.0, 80.0, 0.0]
+        [80.0, 200.0, own + running, 0.6 * (80 + 20) * 0.01 * remote, 0.0, 0.0, 80.0, 0.0]
     )
 
 
