@@ -15,7 +15,9 @@ service. The second phase ends in a *flip*: all ranks serve the new epoch from t
    and so never sends a commit.
 3. On `commit` a rank is ready: it announces the new epoch as `epoch_ready` in the header that starts every
    step. All ranks see the same headers. They all flip at the first step in which the minimum of *ready*
-   exceeds *served*. No message can make them diverge.
+   exceeds *served*. No message can make them diverge. Next to the epoch, a header states a digest of the
+   placement that the rank would serve under it, forms of layers included. Where ranks mean different
+   placements by one epoch (`agree`), the engine stops before the step computes anything.
 4. Before the decision, a refusal, a failure, a rank silent beyond the deadline or a new coordinator leads to
    `abort`: ranks drop what they staged.
 
@@ -35,7 +37,9 @@ Four rules make late, repeated and reordered messages harmless:
   flipped. Otherwise no coordinator can commit it, and it is aborted.
 - *Settlement.* A cell is not free while bytes may still arrive in it or another rank may still read it. No
   time-out changes that (a transfer cannot be recalled), nor does an abort or a flip. The cell is quarantined,
-  or drains, until the transfer has settled.
+  or drains, until the transfer has settled. Where several reads fill a cell (`Filling`), all of them count:
+  it is staged when every part has arrived and compares, and given up as a whole when one part fails. Where
+  several peers read a cell, it drains until the last of them has settled.
 
 A rank that has staged cannot abort on its own: the decision may have been made. It waits for the coordinator
 or its successor, and serves its old epoch meanwhile. Nor can a coordinator revoke a decision because ranks
@@ -185,7 +189,7 @@ class CellEvent(StrEnum):
     RESERVED = "reserved"
     LANDED = "landed"
     BROKEN = "broken"
-    """the transfer failed, and none is in progress"""
+    """a transfer or a part failed, and none is in progress"""
     OVERDUE = "overdue"
     """given up at a deadline or by an abort, while bytes may still arrive"""
     VERIFIED = "verified"
@@ -234,6 +238,78 @@ def next_state(table: Mapping[tuple[State, Happening], State], state: State, eve
             f"a {_ROLES[type(state)]} that is {state.value!r} cannot take {event.value!r}; allowed: {allowed}"
         )
     return after
+
+
+class Filling(NamedTuple):
+    """Reads that fill a cell, one per part of what it is to hold. Bits: which parts.
+
+    A whole expert that is read from one rank is one part; a layer that is turned over (`fleet.sharding`)
+    fills a cell from every rank. A part that is in none of the three has arrived and compares, or has failed.
+    Parts only move on: none is read a second time into the same cell.
+    """
+
+    waiting: int = 0
+    """the read has not begun"""
+    reading: int = 0
+    """bytes may arrive"""
+    comparing: int = 0
+    """all bytes have arrived, and are being compared with their checksums"""
+
+    @classmethod
+    def of(cls, parts: int) -> "Filling":
+        """Return the filling of a reserved cell: no read has begun. parts: how many there are."""
+        return cls(waiting=(1 << parts) - 1)
+
+    @property
+    def uses_cell(self) -> bool:
+        """True while bytes may arrive in the cell, or are being compared there."""
+        return bool(self.reading | self.comparing)
+
+    def begun(self, part: int) -> "Filling":
+        """Return the filling after the read of a part began. IllegalTransition if it is not the first."""
+        bit = self._only(part, self.waiting, "be read")
+        return self._replace(waiting=self.waiting ^ bit, reading=self.reading | bit)
+
+    def landed(self, part: int) -> "Filling":
+        """Return the filling after all bytes of a part arrived. IllegalTransition if it is not being read."""
+        bit = self._only(part, self.reading, "land")
+        return self._replace(reading=self.reading ^ bit, comparing=self.comparing | bit)
+
+    def done(self, part: int) -> "Filling":
+        """Return the filling after a part was compared, or its read failed or settled: it does not use the
+        cell any more.
+        """
+        keep = ~(1 << part)
+        return Filling(self.waiting & keep, self.reading & keep, self.comparing & keep)
+
+    def stopped(self) -> "Filling":
+        """Return the filling of a cell that was given up: no further read begins."""
+        return self._replace(waiting=0)
+
+    def _only(self, part: int, bits: int, verb: str) -> int:
+        if not bits >> part & 1:
+            raise IllegalTransition(f"part {part} of a cell cannot {verb} now: {self}")
+        return 1 << part
+
+
+def after_part(use: Cell, filling: Filling) -> CellEvent | None:
+    """Return the event of a cell that follows from its parts; None: other parts are still awaited."""
+    if use is Cell.PULLING and not filling.waiting | filling.reading:
+        return CellEvent.LANDED
+    if use is Cell.VERIFYING and not filling.comparing:
+        return CellEvent.VERIFIED
+    if use is Cell.QUARANTINED and not filling.uses_cell:
+        return CellEvent.SETTLED
+    return None
+
+
+def given_up(use: Cell, filling: Filling) -> CellEvent:
+    """Return the event by which a cell that is pulling or verifying is given up, because a part failed or is
+    overdue, or the handover was aborted. It is free at once only if no other part uses it.
+    """
+    if filling.uses_cell:
+        return CellEvent.OVERDUE
+    return CellEvent.BROKEN if use is Cell.PULLING else CellEvent.REFUSED
 
 
 class CommandVerdict(StrEnum):
@@ -391,3 +467,14 @@ def passes(ballots: Sequence[Ballot]) -> bool:
 def flips(served: int, ready: tuple[int, ...]) -> bool:
     """Return True if the ranks flip at this step. Every rank decides this from the same step headers."""
     return min(ready) > served
+
+
+def agree(ready: Sequence[int], digests: Sequence[int]) -> bool:
+    """Return True if the ranks mean one placement by each epoch. Every rank decides this from the same step
+    headers, before it flips or computes anything.
+
+    ready: the epoch that each rank announces as ready; digests: of the placement that it would serve under
+    that epoch. A digest of the placement in service would be one step late: ranks flip between the headers
+    of a step and its computation.
+    """
+    return len(set(zip(ready, digests, strict=True))) == len(set(ready))

@@ -21,14 +21,18 @@ from fleet.handover import (
     CommandVerdict,
     CoordinatorEvent,
     CoordinatorState,
+    Filling,
     IllegalTransition,
     ProtocolState,
     RankEvent,
     RankState,
     aborted,
+    after_part,
+    agree,
     committed,
     flipped,
     flips,
+    given_up,
     handle_abort,
     handle_commit,
     handle_propose,
@@ -102,6 +106,54 @@ def test_nothing_leaves_live_memory_but_by_draining_and_nothing_enters_it_but_ve
     assert {event for (of, event) in CELL if of is Cell.LIVE} == {CellEvent.EVICTED}
     assert {of for (of, _), after in CELL.items() if after is Cell.LIVE} == {Cell.STAGED}
     assert {of for (of, _), after in CELL.items() if after is Cell.STAGED} == {Cell.VERIFYING}
+
+
+@given(st.integers(1, 8), st.data())
+def test_a_cell_follows_its_slowest_part_and_is_given_up_as_a_whole(parts: int, data: st.DataObject) -> None:
+    progress = dict.fromkeys(range(parts), "waiting")  # the oracle: one word per part
+    filling, use, gave_up = Filling.of(parts), Cell.PULLING, False
+    onward = {"waiting": "reading", "reading": "comparing", "comparing": "done"}
+    while use in (Cell.PULLING, Cell.VERIFYING, Cell.QUARANTINED):
+        movable = [part for part, at in progress.items() if at in onward and (at != "waiting" or not gave_up)]
+        part = data.draw(st.sampled_from(movable))
+        fails = data.draw(st.booleans()) if progress[part] != "waiting" else False
+        if progress[part] == "waiting":
+            progress[part], filling = "reading", filling.begun(part)
+        elif gave_up or fails or progress[part] == "comparing":
+            progress[part], filling = "done", filling.done(part)
+        else:
+            progress[part], filling = "comparing", filling.landed(part)
+        uses = {at for at in progress.values() if at in ("reading", "comparing")}
+        assert filling.uses_cell == bool(uses)
+        if fails and not gave_up:
+            filling, gave_up = filling.stopped(), True
+            use = next_state(CELL, use, given_up(use, filling))
+            assert use is (Cell.QUARANTINED if uses else Cell.FREE)
+            continue
+        event = after_part(use, filling)
+        if event is not None:
+            use = next_state(CELL, use, event)
+        if gave_up:
+            assert use is (Cell.QUARANTINED if uses else Cell.FREE)
+        else:
+            expected = Cell.STAGED if set(progress.values()) == {"done"} else Cell.VERIFYING
+            assert use is (Cell.PULLING if set(progress.values()) & {"waiting", "reading"} else expected)
+
+
+def test_a_part_is_read_once_into_a_cell() -> None:
+    filling = Filling.of(2).begun(1)
+    for again in (filling, filling.landed(1), filling.landed(1).done(1), Filling.of(2).stopped()):
+        with pytest.raises(IllegalTransition, match="part 1 of a cell cannot be read now"):
+            again.begun(1)
+    with pytest.raises(IllegalTransition, match="part 0 of a cell cannot land now"):
+        filling.landed(0)
+
+
+@given(st.lists(st.tuples(st.integers(3, 4), st.integers(0, 2)), min_size=1, max_size=5))
+def test_ranks_agree_if_no_epoch_stands_for_two_placements(headers: list[tuple[int, int]]) -> None:
+    ready, digests = zip(*headers, strict=True)
+    conflicts = any(one[0] == other[0] and one[1] != other[1] for one in headers for other in headers)
+    assert agree(ready, digests) is not conflicts
 
 
 def test_after_the_decision_there_is_no_way_to_abort() -> None:

@@ -35,6 +35,8 @@ from tests.handovers.handover_world import (
     ABORTED_BIT,
     COMMITTED_BIT,
     NAMES,
+    SHARDED,
+    Around,
     Rank,
     Size,
     State,
@@ -45,17 +47,24 @@ from tests.handovers.handover_world import (
 class Handovers(Coordinators, Ranks):
     """The model."""
 
+    strict = False
+    """True: a cell that is free too early is wrong, even before it is used again"""
+
     def __init__(self, size: Size) -> None:
         Coordinators.__init__(self, size.handovers)
         Ranks.__init__(self, size)
         self._ranks: list[Rank] = []
         self._number_of_rank: dict[Rank, int] = {}
+        self._named = tuple(range(size.ranks)) if size.turns else (1,)
+        """distances of the ranks that a sentence about a rank may name"""
+        self.stops = 0
+        """steps that began with headers of different placements for one epoch"""
 
     # --- the model's interface ---
 
     def start(self) -> State:
         world = World((CoordinatorState.IDLE, 0), (), 1, 0, 0, 0, (), 1, self.size.faults)
-        return (self.world_number(world), *[self._rank(self.born(0, 0, 0))] * self.size.ranks)
+        return (self.world_number(world), *[self.rank_number(self.born(0, 0, 0))] * self.size.ranks)
 
     def canonical(self, state: State) -> State:
         world, *ranks = state
@@ -69,7 +78,7 @@ class Handovers(Coordinators, Ranks):
             rank.protocol_state is not None
             and rank.protocol_state.state is RankState.SERVING
             and not rank.flows
-            and sorted(use for use, _ in rank.cells)
+            and sorted(record.use for record in rank.cells)
             == sorted([Cell.LIVE] + [Cell.FREE] * (self.size.cells - 1))
             for rank in ranks
         )
@@ -109,10 +118,9 @@ class Handovers(Coordinators, Ranks):
         rank = state[1 + at]
         if self._ranks[rank].protocol_state is None:
             return
+        around = self._around(state, at)
         for due, kind, token, handover, epoch in self.letters(state[0]):
-            after = self._after_command(
-                rank, kind, token, handover, epoch, self._offer(state[1 + (at - 1) % self.size.ranks])
-            )
+            after = self._after_command(rank, kind, token, handover, epoch, around)
             if after != rank:
                 told = (
                     "rank {} hears {} of handover {} from coordinator {}",
@@ -121,31 +129,26 @@ class Handovers(Coordinators, Ranks):
                 yield Step(due, told, (*state[: 1 + at], after, *state[2 + at :]))
 
     def _after_command(
-        self, number: int, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]
+        self, number: int, kind: int, token: int, handover: int, epoch: int, around: Around
     ) -> int:
-        key = ("command", number, kind, token, handover, epoch, offer)
+        key = ("command", number, kind, token, handover, epoch, around)
         known = self.known.get(key)
         if known is None:
-            known = self.known[key] = self._rank(
-                self.obeyed(self._ranks[number], kind, token, handover, epoch, offer)
+            known = self.known[key] = self.rank_number(
+                self.obeyed(self._ranks[number], kind, token, handover, epoch, around)
             )
         return known
 
     # --- autonomous steps of ranks and transfers ---
 
     def _by_itself(self, state: State, at: int) -> Iterator[Step[State]]:
-        world, count = self.worlds[state[0]], self.size.ranks
-        before, behind = state[1 + (at - 1) % count], state[1 + (at + 1) % count]
-        key = ("own", state[1 + at], self._offer(before), self._readers(behind))
+        world, count, around = self.worlds[state[0]], self.size.ranks, self._around(state, at)
+        key = ("own", state[1 + at], around)
         known = self.known.get(key)
         if known is None:
             rank = self._ranks[state[1 + at]]
-            own = (
-                []
-                if rank.protocol_state is None
-                else list(self.own(rank, rank.protocol_state, self._offer(before), self._readers(behind)))
-            )
-            known = self.known[key] = [(one, self._rank(one.after)) for one in own]
+            own = [] if rank.protocol_state is None else self.own(rank, rank.protocol_state, around)
+            known = self.known[key] = [(one, self.rank_number(one.after)) for one in own]
         for one, after in known:
             new = state[0]
             if one.fault:
@@ -155,20 +158,32 @@ class Handovers(Coordinators, Ranks):
                 new = self.world_number(world._replace(left=world.left._replace(**{one.fault: allowed - 1})))
             yield Step(
                 one.kind,
-                (one.told, (at, (at - 1) % count)),
+                (one.told, (at, *[(at - distance) % count for distance in self._named])),
                 (new, *state[1 : 1 + at], after, *state[2 + at :]),
             )
+
+    def _around(self, state: State, at: int) -> Around:
+        ranks = state[1:]
+        offers = tuple(self._offer(ranks[at - distance]) for distance in self.size.sources)
+        readers = tuple(
+            self._reads(ranks[(at + distance) % len(ranks)], part)
+            for part, distance in enumerate(self.size.sources)
+            if distance
+        )
+        return Around(offers, readers)
 
     def _offer(self, number: int) -> tuple[int, int]:
         """Return the rank's readable (cell, epoch); (-1, -1): none, it is dead."""
         live = [
-            (cell, epoch) for cell, (use, epoch) in enumerate(self._ranks[number].cells) if use is Cell.LIVE
+            (cell, record.epoch)
+            for cell, record in enumerate(self._ranks[number].cells)
+            if record.use is Cell.LIVE
         ]
         return live[0] if live else (-1, -1)
 
-    def _readers(self, number: int) -> int:
-        """Return the cells that a rank reads from the one before it, as bits."""
-        return sum({1 << there for _, there in self._ranks[number].flows})
+    def _reads(self, number: int, part: int) -> int:
+        """Return the cells from which a rank reads a part, as bits."""
+        return sum({1 << flow.source for flow in self._ranks[number].flows if flow.part == part})
 
     # --- steps of the whole engine ---
 
@@ -176,13 +191,32 @@ class Handovers(Coordinators, Ranks):
         world, ranks = self.worlds[state[0]], [self._ranks[number] for number in state[1:]]
         if any(rank.protocol_state is None for rank in ranks):
             yield Step(Kind.DUE, *self._restarted(world, ranks))
-        elif flipping := self._flipping(state[1:], ranks):
+        elif any(self.ready(rank) > rank.steps for rank in ranks):
+            yield from self._headers(state, ranks)
+        if world.left.deaths:
+            left = self.world_number(world._replace(left=world.left._replace(deaths=world.left.deaths - 1)))
+            for at, rank in enumerate(ranks):
+                if rank.protocol_state is not None:
+                    dead = self.rank_number(Rank(None, 0, 0, (), (), rank.said))
+                    yield Step(
+                        Kind.FAULT,
+                        ("rank {} dies", (at,)),
+                        (left, *state[1 : 1 + at], dead, *state[2 + at :]),
+                    )
+
+    def _headers(self, state: State, ranks: list[Rank]) -> Iterator[Step[State]]:
+        """Yield what the headers of the next step lead to."""
+        if not self.agree(ranks):
+            stopped = [self.rank_number(Rank(None, 0, 0, (), (), rank.said)) for rank in ranks]
+            self.stops += 1
+            yield Step(
+                Kind.DUE,
+                ("the headers name two placements for one epoch: the engine stops before it computes", ()),
+                (state[0], *stopped),
+            )
+        elif flipping := self.flipping(ranks):
             after = [
-                (
-                    self._rank(rank._replace(steps=rank.steps + 1, made=rank.protocol_state.handover))
-                    if at in flipping and rank.protocol_state
-                    else state[1 + at]
-                )
+                self.rank_number(_flipped(rank)) if at in flipping else state[1 + at]
                 for at, rank in enumerate(ranks)
             ]
             yield Step(
@@ -190,24 +224,11 @@ class Handovers(Coordinators, Ranks):
                 ("the step begins: {} over to the next epoch", (_names(flipping),)),
                 (state[0], *after),
             )
-        if world.left.deaths:
-            left = self.world_number(world._replace(left=world.left._replace(deaths=world.left.deaths - 1)))
-            for at, rank in enumerate(ranks):
-                if rank.protocol_state is not None:
-                    dead = self._rank(Rank(None, 0, 0, (), (), rank.said))
-                    yield Step(
-                        Kind.FAULT,
-                        ("rank {} dies", (at,)),
-                        (left, *state[1 : 1 + at], dead, *state[2 + at :]),
-                    )
-
-    def _flipping(self, numbers: tuple[int, ...], ranks: list[Rank]) -> list[int]:
-        return self.flipping(ranks) if any(self.ready(rank) > rank.steps for rank in ranks) else []
 
     def _restarted(self, world: World, ranks: list[Rank]) -> tuple[Told, State]:
         made = self.last_decided(world)
         epoch = world.handovers[made - 1][1] if made else 0
-        born = [self._rank(self.born(epoch, made, rank.said)) for rank in ranks]
+        born = [self.rank_number(self.born(epoch, made, rank.said)) for rank in ranks]
         return ("the engine begins a new life, with epoch {}", (epoch,)), (
             self.world_number(world._replace(life=world.life + 1)),
             *born,
@@ -238,26 +259,51 @@ class Handovers(Coordinators, Ranks):
         alive = [rank for rank in ranks if rank.protocol_state is not None]
         if len({rank.steps for rank in alive}) > 1:
             return "ranks serve different epochs in one step"
+        if len({(rank.made, rank.form) for rank in alive}) > 1:
+            return "ranks serve different placements as one epoch in one step"
         for at, rank in enumerate(ranks):
-            landing = [here for here, _ in rank.flows]
-            if len(set(landing)) < len(landing):
-                return "a cell is used again while bytes of an earlier read still land in it"
-            if any(
-                rank.cells[here][0] not in (Cell.PULLING, Cell.QUARANTINED, Cell.FREE) for here in landing
-            ):
-                return "bytes land in a cell that is in use"
-            if set(landing) & {there for _, there in ranks[(at + 1) % len(ranks)].flows}:
-                return "a cell is used again while another rank still reads from it"
-        if len(alive) == len(ranks):
-            held = {
-                (at - epoch) % len(ranks)
-                for at, rank in enumerate(ranks)
-                for use, epoch in rank.cells
-                if use in (Cell.LIVE, Cell.STAGED)
-            }
-            if len(held) < len(ranks):
-                return "the last verified copy of an expert is gone"
+            wrong = self._wrong_flows(rank, self._readers_of(ranks, at)) or _wrong_service(rank)
+            if wrong:
+                return wrong
+        if len(alive) == len(ranks) and len(self._held(ranks)) < len(ranks) * len(self.size.sources):
+            return "the last verified copy of an expert is gone"
         return ""
+
+    def _readers_of(self, ranks: list[Rank], at: int) -> set[int]:
+        """Return the cells of a rank that its peers still read."""
+        return {
+            flow.source
+            for other, rank in enumerate(ranks)
+            for flow in rank.flows
+            if other != at and (other - self.size.sources[flow.part]) % len(ranks) == at
+        }
+
+    def _wrong_flows(self, rank: Rank, read: set[int]) -> str:
+        landing = [(flow.cell, flow.part) for flow in rank.flows]
+        if len(set(landing)) < len(landing):
+            return "a cell is used again while bytes of an earlier read still land in it"
+        for cell, part in landing:
+            record = rank.cells[cell]
+            if record.use is not Cell.FREE and not record.filling.reading >> part & 1:
+                return "bytes land in a cell that is in use"
+            if record.use is Cell.FREE and self.strict:
+                return "a cell is free while bytes still land in it"
+            if cell in read:
+                return "a cell is used again while another rank still reads from it"
+        if self.strict and any(rank.cells[cell].use is Cell.FREE for cell in read if rank.cells):
+            return "a cell is free while another rank still reads from it"
+        return ""
+
+    def _held(self, ranks: list[Rank]) -> set[tuple[int, int]]:
+        """Return the verified (expert, part) of all ranks. Every part of an expert that moves whole is one."""
+        count, held = len(ranks), set()
+        for at, rank in enumerate(ranks):
+            for record in rank.cells:
+                if record.use in (Cell.LIVE, Cell.STAGED) and not self.size.turns:
+                    held.add(((at - record.epoch) % count, 0))
+                elif record.use in (Cell.LIVE, Cell.STAGED):
+                    held |= {(other, at) if record.form == SHARDED else (at, other) for other in range(count)}
+        return held
 
     def wrong_step(self, before: State, after: State) -> str:
         if self.worlds[before[0]].life != self.worlds[after[0]].life:
@@ -277,12 +323,26 @@ class Handovers(Coordinators, Ranks):
 
     # --- numbers for values, so that states are small ---
 
-    def _rank(self, rank: Rank) -> int:
+    def rank_number(self, rank: Rank) -> int:
         number = self._number_of_rank.get(rank)
         if number is None:
             number = self._number_of_rank[rank] = len(self._ranks)
             self._ranks.append(rank)
         return number
+
+
+def _flipped(rank: Rank) -> Rank:
+    assert rank.protocol_state is not None
+    return rank._replace(steps=rank.steps + 1, made=rank.protocol_state.handover, form=rank.next_form)
+
+
+def _wrong_service(rank: Rank) -> str:
+    serving = [
+        record
+        for record in rank.cells
+        if record.epoch == rank.steps and record.use in (Cell.LIVE, Cell.STAGED)
+    ]
+    return "a part is served that was never verified" if any(one.filling.uses_cell for one in serving) else ""
 
 
 def _names(ranks: list[int]) -> str:

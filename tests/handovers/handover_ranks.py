@@ -1,12 +1,13 @@
 """Steps of the model's ranks, each on its own: receive commands, read, verify, adopt. See
 `handover_model`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fleet.handover import (
     Cell,
     CellEvent,
     CommandVerdict,
+    Filling,
     ProtocolState,
     RankState,
     aborted,
@@ -24,6 +25,10 @@ from tests.handovers.handover_world import (
     GIVEN_UP,
     PROPOSE,
     STAGED,
+    WHOLE,
+    Around,
+    CellRecord,
+    Flow,
     Own,
     Rank,
     Rules,
@@ -33,21 +38,20 @@ from tests.handovers.handover_world import (
 
 
 class Ranks(Rules):
-    """Steps of a rank. offer: the readable (cell, epoch) of the rank before it; (-1, -1): none, it is
-    dead."""
+    """Steps of a rank."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
 
     def born(self, epoch: int, made: int, said: int) -> Rank:
-        cells = ((Cell.LIVE, epoch), *[(Cell.FREE, 0)] * (self.size.cells - 1))
-        return Rank(ProtocolState(RankState.SERVING, epoch), epoch, made, cells, (), said)
+        form = self._form(epoch, 1)
+        cells = (CellRecord(Cell.LIVE, epoch, form), *[CellRecord(Cell.FREE)] * (self.size.cells - 1))
+        return Rank(ProtocolState(RankState.SERVING, epoch), epoch, made, cells, (), said, form, form)
 
-    def obeyed(
-        self, rank: Rank, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]
-    ) -> Rank:
+    def obeyed(self, rank: Rank, kind: int, token: int, handover: int, epoch: int, around: Around) -> Rank:
         protocol_state = rank.protocol_state
         assert protocol_state is not None
+        sender = token
         handover, token = (
             self.meant(protocol_state, kind, handover, epoch),
             self.fenced(protocol_state, token),
@@ -64,8 +68,9 @@ class Ranks(Rules):
         if verdict is not CommandVerdict.TAKE:
             return rank
         if kind == PROPOSE:
-            return self._reading(
-                rank._replace(protocol_state=proposed(protocol_state, token, handover)), offer
+            opened = proposed(protocol_state, token, handover)
+            return self._opening(
+                rank._replace(protocol_state=opened, next_form=self._form(epoch, sender)), opened, around
             )
         if kind == COMMIT:
             return rank._replace(protocol_state=committed(protocol_state, token))
@@ -73,140 +78,217 @@ class Ranks(Rules):
             protocol_state=aborted(protocol_state, token, handover)
         )
 
-    def dropped(self, rank: Rank) -> Rank:
-        given_up = {
-            Cell.PULLING: CellEvent.OVERDUE,
-            Cell.VERIFYING: CellEvent.OVERDUE,
-            Cell.STAGED: CellEvent.DROPPED,
-        }
-        cells = tuple(
-            (self.cell_after(use, given_up[use]), 0) if use in given_up else (use, epoch)
-            for use, epoch in rank.cells
-        )
-        return rank._replace(cells=cells)
+    def _form(self, epoch: int, token: int) -> int:
+        return self.form(epoch, token) if self.size.turns else WHOLE
 
-    def own(
-        self, rank: Rank, protocol_state: ProtocolState, offer: tuple[int, int], readers: int
-    ) -> Iterator[Own]:
+    def _opening(self, rank: Rank, protocol_state: ProtocolState, around: Around) -> Rank:
+        if self.size.turns and rank.next_form == rank.form:
+            return self._telling(
+                rank._replace(protocol_state=staged(protocol_state)), STAGED, protocol_state.handover
+            )
+        return self._reading(rank, around)
+
+    def dropped(self, rank: Rank) -> Rank:
+        for cell, record in enumerate(rank.cells):
+            if record.use in (Cell.PULLING, Cell.VERIFYING):
+                rank = self._given_up(rank, cell, record.filling)
+            elif record.use is Cell.STAGED:
+                rank = self._used(rank, cell, CellEvent.DROPPED)
+        return rank
+
+    def own(self, rank: Rank, protocol_state: ProtocolState, around: Around) -> Iterator[Own]:
         if protocol_state.state is RankState.READY and rank.steps > protocol_state.served:
             yield Own(
                 Kind.DUE,
                 "the agent of rank {} hears that it flipped: the old cell drains",
-                self._adopted(rank, protocol_state, readers),
+                self._adopted(rank, protocol_state, around.readers),
             )
         if protocol_state.state is RankState.STAGED:
             alone = self.gives_up(rank, protocol_state)
             if alone is not None:
                 yield Own(Kind.MAY, "rank {} has waited long enough, and gives up", alone)
         if protocol_state.state is RankState.STAGING and not any(
-            use in (Cell.PULLING, Cell.VERIFYING) for use, _ in rank.cells
+            record.use in (Cell.PULLING, Cell.VERIFYING) for record in rank.cells
         ):
-            yield from self._beginning(rank, protocol_state, offer)
-        for cell, (use, _) in enumerate(rank.cells):
-            yield from self._transferring(rank, protocol_state, cell, use, alive=offer[0] >= 0)
-            if use is Cell.DRAINING and self.drained(readers, cell):
+            yield from self._beginning(rank, protocol_state, around)
+        for cell, record in enumerate(rank.cells):
+            for part in range(len(self.size.sources)):
+                yield from self._part(rank, protocol_state, cell, part, around)
+            if record.use is Cell.DRAINING and self.drained(around.readers, cell):
                 yield Own(
                     Kind.DUE,
                     f"nobody reads cell {cell} of rank {{}} any more: it is free",
                     self._used(rank, cell, CellEvent.SETTLED),
                 )
 
-    def _beginning(self, rank: Rank, protocol_state: ProtocolState, offer: tuple[int, int]) -> Iterator[Own]:
-        uses = [use for use, _ in rank.cells]
-        reading = self._reading(rank, offer)
+    # --- reads ---
+
+    def _beginning(self, rank: Rank, protocol_state: ProtocolState, around: Around) -> Iterator[Own]:
+        reading = self._reading(rank, around)
         if reading is not rank:
             yield Own(Kind.DUE, "rank {} tries again, and reads its expert of rank {}", reading)
-        if reading is rank or Cell.QUARANTINED in uses:
+        if reading is rank or any(record.use is Cell.QUARANTINED for record in rank.cells):
             yield Own(
                 Kind.DUE,
                 "rank {} cannot stage, and says so",
                 rank._replace(protocol_state=staged(protocol_state, failed=True)),
             )
 
-    def _reading(self, rank: Rank, offer: tuple[int, int]) -> Rank:
-        """Start to read if source and a free cell exist; otherwise unchanged."""
+    def _reading(self, rank: Rank, around: Around) -> Rank:
+        """Start to read if all sources and a free cell exist; otherwise unchanged."""
         rank = self.with_room(rank)
-        uses = [use for use, _ in rank.cells]
         assert rank.protocol_state is not None
-        if Cell.FREE not in uses or offer[1] != rank.protocol_state.served:
+        served = rank.protocol_state.served
+        free = [cell for cell, record in enumerate(rank.cells) if self.reservable(record.use)]
+        if not free or any(epoch != served for _, epoch in around.offers):
             return rank
-        cell = uses.index(Cell.FREE)
-        return self._used(rank, cell, CellEvent.RESERVED, rank.protocol_state.served + 1)._replace(
-            flows=(*rank.flows, (cell, offer[0]))
+        cell, parts = free[0], len(self.size.sources)
+        reserved = CellRecord(
+            self.cell_after(rank.cells[cell].use, CellEvent.RESERVED),
+            served + 1,
+            rank.next_form,
+            Filling.of(parts),
         )
+        rank = _with(rank, cell, reserved)
+        for part in () if self.size.one_by_one else range(parts):
+            rank = self._begun(rank, cell, part, around)
+        return rank
 
-    def _transferring(
-        self, rank: Rank, protocol_state: ProtocolState, cell: int, use: Cell, *, alive: bool
+    def _begun(self, rank: Rank, cell: int, part: int, around: Around) -> Rank:
+        record = rank.cells[cell]
+        rank = _with(rank, cell, record._replace(filling=record.filling.begun(part)))
+        return rank._replace(flows=(*rank.flows, Flow(cell, part, around.offers[part][0])))
+
+    def _part(
+        self, rank: Rank, protocol_state: ProtocolState, cell: int, part: int, around: Around
     ) -> Iterator[Own]:
-        under_way = any(here == cell for here, _ in rank.flows)
-        settled = rank._replace(flows=tuple(flow for flow in rank.flows if flow[0] != cell))
-        match use:
-            case Cell.PULLING if alive:
-                landed = self._used(settled, cell, CellEvent.LANDED)
-                if self.size.verified_at_once:
-                    yield from self._transferring(landed, protocol_state, cell, Cell.VERIFYING, alive=True)
+        """Yield the steps of one part of what fills a cell."""
+        record = rank.cells[cell]
+        filling, distance = record.filling, self.size.sources[part]
+        flying = any((flow.cell, flow.part) == (cell, part) for flow in rank.flows)
+        what = f"the read into cell {cell} of rank {{}}"
+        if self.size.turns:
+            what = f"the read of part {part} into cell {cell} of rank {{0}} from rank {{{distance + 1}}}"
+        alive = around.offers[part][0] >= 0
+        match record.use:
+            case Cell.PULLING if filling.waiting >> part & 1:
+                if around.offers[part][1] == protocol_state.served:
+                    yield Own(Kind.DUE, f"{what} begins", self._begun(rank, cell, part, around))
                 else:
-                    yield Own(Kind.DUE, f"all bytes have landed in cell {cell} of rank {{}}", landed)
-                overdue = self._used(rank, cell, CellEvent.OVERDUE)
-                yield Own(
-                    Kind.FAULT,
-                    f"the read into cell {cell} of rank {{}} is overdue, and given up",
-                    overdue,
-                    "overdue",
-                )
-            case Cell.PULLING:
-                yield Own(
-                    Kind.DUE,
-                    f"the read into cell {cell} of rank {{}} breaks",
-                    self._used(settled, cell, CellEvent.BROKEN),
-                )
-            case Cell.VERIFYING:
-                verified = self._used(rank, cell, CellEvent.VERIFIED)._replace(
-                    protocol_state=staged(protocol_state)
-                )
-                yield Own(
-                    Kind.DUE,
-                    f"rank {{}} has verified cell {cell}, and says that it has staged",
-                    self._telling(verified, STAGED, protocol_state.handover),
-                )
-                refused = self._used(rank, cell, CellEvent.REFUSED)
-                yield Own(
-                    Kind.FAULT,
-                    f"the checksums of cell {cell} of rank {{}} are not those promised",
-                    refused,
-                    "corrupted",
-                )
-            case Cell.QUARANTINED:
+                    yield Own(Kind.DUE, f"{what} is refused", self._lost(rank, cell, part))
+            case Cell.PULLING if filling.reading >> part & 1 and alive:
+                yield from self._arriving(rank, protocol_state, cell, part, what)
+            case Cell.PULLING if filling.reading >> part & 1:
+                yield Own(Kind.DUE, f"{what} breaks", self._lost(rank, cell, part))
+            case Cell.PULLING | Cell.VERIFYING if filling.comparing >> part & 1:
+                yield from self._comparing(rank, protocol_state, cell, part)
+            case Cell.QUARANTINED if flying or (filling.reading | filling.comparing) >> part & 1:
+                settled = self._moved(self._ended(rank, cell, part), cell, filling.done(part))
+                yield Own(Kind.DUE, f"nothing lands any more in cell {cell} of rank {{}}", settled)
+            case _ if flying:
                 yield Own(
                     Kind.DUE,
                     f"nothing lands any more in cell {cell} of rank {{}}",
-                    self._used(settled, cell, CellEvent.SETTLED),
+                    self._ended(rank, cell, part),
                 )
-            case _ if under_way:
-                yield Own(Kind.DUE, f"nothing lands any more in cell {cell} of rank {{}}", settled)
 
-    def _adopted(self, rank: Rank, protocol_state: ProtocolState, readers: int) -> Rank:
-        """Drain the old cell; without readers it is free at once."""
+    def _arriving(
+        self, rank: Rank, protocol_state: ProtocolState, cell: int, part: int, what: str
+    ) -> Iterator[Own]:
+        landed = self._moved(self._ended(rank, cell, part), cell, rank.cells[cell].filling.landed(part))
+        if self.size.verified_at_once:
+            yield from self._comparing(landed, protocol_state, cell, part)
+        else:
+            yield Own(Kind.DUE, f"all bytes have landed: {what}", landed)
+        if self.size.sources[part]:
+            flow = next(flow for flow in rank.flows if (flow.cell, flow.part) == (cell, part))
+            again = self.reread(rank, flow)
+            yield Own(
+                Kind.FAULT,
+                f"{what} is overdue, and given up",
+                self._lost(rank, cell, part, overdue=True) if again is None else again,
+                "overdue",
+            )
+
+    def _comparing(self, rank: Rank, protocol_state: ProtocolState, cell: int, part: int) -> Iterator[Own]:
+        verified = self._moved(rank, cell, rank.cells[cell].filling.done(part))
+        name = f"part {part} of cell {cell}" if self.size.turns else f"cell {cell}"
+        told = f"rank {{}} has verified {name}"
+        if verified.cells[cell].use is Cell.STAGED:
+            told += ", and says that it has staged"
+            verified = self._telling(
+                verified._replace(protocol_state=staged(protocol_state)), STAGED, protocol_state.handover
+            )
+        yield Own(Kind.DUE, told, verified)
+        yield Own(
+            Kind.FAULT,
+            f"the checksums of {name} of rank {{}} are not those promised",
+            self._lost(rank, cell, part),
+            "corrupted",
+        )
+
+    def _lost(self, rank: Rank, cell: int, part: int, *, overdue: bool = False) -> Rank:
+        """Give up a cell because one part failed. The rank fails where that part has no other source."""
+        filling = rank.cells[cell].filling
+        rank = self._given_up(
+            rank if overdue else self._ended(rank, cell, part),
+            cell,
+            filling if overdue else filling.done(part),
+        )
+        assert rank.protocol_state is not None
+        if not self.size.turns:
+            return rank
+        return rank._replace(protocol_state=staged(rank.protocol_state, failed=True))
+
+    def _given_up(self, rank: Rank, cell: int, filling: Filling) -> Rank:
+        filling = filling.stopped()
+        event = self.given_up(rank.cells[cell].use, filling)
+        rank = _with(rank, cell, rank.cells[cell]._replace(filling=filling))
+        return self._used(rank, cell, event)
+
+    def _moved(self, rank: Rank, cell: int, filling: Filling) -> Rank:
+        """Let a cell follow one of its parts."""
+        rank = _with(rank, cell, rank.cells[cell]._replace(filling=filling))
+        event = self.after_part(rank.cells[cell].use, filling)
+        return rank if event is None else self._used(rank, cell, event)
+
+    def _ended(self, rank: Rank, cell: int, part: int) -> Rank:
+        """End the transfers of one part."""
+        return rank._replace(
+            flows=tuple(flow for flow in rank.flows if (flow.cell, flow.part) != (cell, part))
+        )
+
+    # --- the flip ---
+
+    def _adopted(self, rank: Rank, protocol_state: ProtocolState, readers: Sequence[int]) -> Rank:
+        """Drain the old cell; without readers it is free at once. Keep it if the new epoch needs no other."""
         swap = {Cell.LIVE: CellEvent.EVICTED, Cell.STAGED: CellEvent.ADOPTED}
-        cells = tuple(
-            (self.cell_after(use, swap[use]), epoch) if use in swap else (use, epoch)
-            for use, epoch in rank.cells
-        )
+        keeps = not any(record.use is Cell.STAGED for record in rank.cells)
+        for cell, record in enumerate(rank.cells):
+            if keeps and record.use is Cell.LIVE:
+                rank = _with(rank, cell, record._replace(epoch=rank.steps))
+            elif record.use in swap:
+                rank = self._used(rank, cell, swap[record.use])
         rank = self._telling(
-            rank._replace(protocol_state=flipped(protocol_state), cells=cells),
-            FLIPPED,
-            protocol_state.handover,
+            rank._replace(protocol_state=flipped(protocol_state)), FLIPPED, protocol_state.handover
         )
-        for cell, (use, _) in enumerate(cells):
-            if use is Cell.DRAINING and self.drained(readers, cell):
+        for cell, record in enumerate(rank.cells):
+            if record.use is Cell.DRAINING and self.drained(readers, cell):
                 rank = self._used(rank, cell, CellEvent.SETTLED)
         return rank
 
     def _telling(self, rank: Rank, fact: int, handover: int) -> Rank:
         return rank._replace(said=rank.said | fact_of(fact, handover))
 
-    def _used(self, rank: Rank, cell: int, event: CellEvent, epoch: int | None = None) -> Rank:
-        use, of = rank.cells[cell]
-        after = self.cell_after(use, event)
-        kept = 0 if after is Cell.FREE else of if epoch is None else epoch
-        return rank._replace(cells=(*rank.cells[:cell], (after, kept), *rank.cells[cell + 1 :]))
+    def _used(self, rank: Rank, cell: int, event: CellEvent) -> Rank:
+        record = rank.cells[cell]
+        after = self.cell_after(record.use, event)
+        if after is Cell.FREE:
+            return _with(rank, cell, CellRecord(after))
+        if after is Cell.QUARANTINED:
+            return _with(rank, cell, CellRecord(after, filling=record.filling))
+        return _with(rank, cell, record._replace(use=after))
+
+
+def _with(rank: Rank, cell: int, record: CellRecord) -> Rank:
+    return rank._replace(cells=(*rank.cells[:cell], record, *rank.cells[cell + 1 :]))

@@ -2,6 +2,7 @@
 `handover_model`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fleet.handover import (
@@ -10,9 +11,13 @@ from fleet.handover import (
     CellEvent,
     CommandVerdict,
     CoordinatorState,
+    Filling,
     ProtocolState,
     RankState,
+    after_part,
+    agree,
     flips,
+    given_up,
     handle_abort,
     handle_commit,
     handle_propose,
@@ -25,6 +30,8 @@ NAMES = ("the proposal", "the commit", "the abort")
 STAGED, FLIPPED, GIVEN_UP = range(3)
 """facts that ranks report"""
 COMMITTED_BIT, ABORTED_BIT = 1, 2
+WHOLE, SHARDED = range(2)
+"""forms of a layer"""
 State = tuple[int, ...]
 """number of the world, then of each rank"""
 
@@ -53,6 +60,15 @@ class Size(NamedTuple):
     faults: Faults
     verified_at_once: bool = False
     """arrival and verification of bytes are one step: fewer states"""
+    turns: bool = False
+    """every handover turns the layer over, to sharded and back to whole: a cell is filled from all ranks"""
+    one_by_one: bool = False
+    """reads of a cell begin one by one, as their leases are granted; False: all at once, fewer states"""
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Distance from a rank back to the source of each part that it reads; 0: the rank itself."""
+        return tuple(range(self.ranks)) if self.turns else (1,)
 
 
 class World(NamedTuple):
@@ -76,6 +92,24 @@ class World(NamedTuple):
     left: Faults
 
 
+class CellRecord(NamedTuple):
+    """One cell: its use, the epoch and the form for which it is used, and what still fills it."""
+
+    use: Cell
+    epoch: int = 0
+    form: int = 0
+    filling: Filling = Filling()
+
+
+class Flow(NamedTuple):
+    """Transfer physically in progress, of one part."""
+
+    cell: int
+    part: int
+    source: int
+    """cell of the rank that is read"""
+
+
 class Rank(NamedTuple):
     """One rank. A dead one has no protocol state and no cells."""
 
@@ -84,12 +118,23 @@ class Rank(NamedTuple):
     """epoch that its steps serve; the agent learns of a flip later"""
     made: int
     """handover that created it; 0: none"""
-    cells: tuple[tuple[Cell, int], ...]
-    """use of each cell, and the epoch for which it is used"""
-    flows: tuple[tuple[int, int], ...]
-    """in progress: (cell here, cell of the rank before)"""
+    cells: tuple[CellRecord, ...]
+    flows: tuple[Flow, ...]
     said: int
     """bits: which fact of which handover"""
+    form: int = WHOLE
+    """form of the layer that its steps serve"""
+    next_form: int = WHOLE
+    """form that the open or last handover leads to"""
+
+
+class Around(NamedTuple):
+    """All that a rank's steps depend on in other ranks."""
+
+    offers: tuple[tuple[int, int], ...]
+    """readable (cell, epoch) of the source of each part; (-1, -1): none, it is dead"""
+    readers: tuple[int, ...]
+    """bits of the cells that each peer reads here"""
 
 
 class Own(NamedTuple):
@@ -137,9 +182,39 @@ class Rules:
     def cell_after(self, state: Cell, event: CellEvent) -> Cell:
         return next_state(CELL, state, event)
 
-    def drained(self, readers: int, cell: int) -> bool:
-        """Return True if a cell out of service is free. readers: bits of the leased cells."""
-        return not readers >> cell & 1
+    def after_part(self, use: Cell, filling: Filling) -> CellEvent | None:
+        return after_part(use, filling)
+
+    def given_up(self, use: Cell, filling: Filling) -> CellEvent:
+        return given_up(use, filling)
+
+    def reservable(self, use: Cell) -> bool:
+        return use is Cell.FREE
+
+    def reread(self, rank: Rank, flow: Flow) -> Rank | None:
+        """Return a rank that reads an overdue part again into the same cell; None: it never does."""
+        return None
+
+    def drained(self, readers: Sequence[int], cell: int) -> bool:
+        """Return True if a cell out of service is free. readers: bits of the cells that each peer leases."""
+        return not any(leased >> cell & 1 for leased in readers)
+
+    def form(self, epoch: int, token: int) -> int:
+        """Return the form of an epoch in the proposal of a coordinator, where each handover turns the layer
+        over."""
+        return SHARDED if epoch % 2 else WHOLE
+
+    def digest(self, rank: Rank) -> int:
+        """Return the digest in a rank's step headers: of the placement, forms included, that it would serve
+        under the epoch for which it is ready."""
+        protocol_state = rank.protocol_state
+        if protocol_state is not None and protocol_state.state is RankState.READY:
+            return 2 * protocol_state.handover + rank.next_form
+        return 2 * rank.made + rank.form
+
+    def agree(self, ranks: list[Rank]) -> bool:
+        """Return True if the step begins; False: the ranks mean different placements by one epoch."""
+        return agree([self.ready(rank) for rank in ranks], [self.digest(rank) for rank in ranks])
 
     def flipping(self, ranks: list[Rank]) -> list[int]:
         """Return the ranks that flip at this step: each decides on its own, from the same headers."""

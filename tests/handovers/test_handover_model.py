@@ -2,12 +2,14 @@
 finds known defects.
 """
 
+from collections.abc import Sequence
+
 import pytest
 
 from fleet.handover import CELL, Cell, CellEvent, CommandVerdict, ProtocolState, aborted, flips, next_state
 from tests.handovers.exploration import Broken, TooLarge, explore
 from tests.handovers.handover_model import Handovers
-from tests.handovers.handover_world import ABORT, ABORTED_BIT, COMMIT, Faults, Rank, Size, World
+from tests.handovers.handover_world import ABORT, ABORTED_BIT, COMMIT, CellRecord, Faults, Rank, Size, World
 
 MOST = 1_000_000
 SMALL = Size(2, 2, 2, Faults(), verified_at_once=True)
@@ -86,7 +88,7 @@ def test_with_several_faults_together_every_promise_holds_and_every_run_ends(siz
 class _NoLease(Handovers):
     """A cell out of service counts as free, even with readers."""
 
-    def drained(self, readers: int, cell: int) -> bool:
+    def drained(self, readers: Sequence[int], cell: int) -> bool:
         return True
 
 
@@ -181,12 +183,10 @@ class _MakesRoomFirst(Handovers):
 
     def with_room(self, rank: Rank) -> Rank:
         cells = tuple(
-            (
-                (next_state(CELL, next_state(CELL, use, CellEvent.EVICTED), CellEvent.SETTLED), 0)
-                if use is Cell.LIVE
-                else (use, of)
-            )
-            for use, of in rank.cells
+            CellRecord(next_state(CELL, next_state(CELL, record.use, CellEvent.EVICTED), CellEvent.SETTLED))
+            if record.use is Cell.LIVE
+            else record
+            for record in rank.cells
         )
         return rank._replace(cells=cells)
 
