@@ -17,7 +17,7 @@ service. The second phase ends in a *flip*: all ranks serve the new epoch from t
    step. All ranks see the same headers. They all flip at the first step in which the minimum of *ready*
    exceeds *served*. No message can make them diverge. Next to the epoch, a header states a digest of the
    placement that the rank would serve under it, forms of layers included. Where ranks mean different
-   placements by one epoch (`agree`), the engine stops before the step computes anything.
+   placements by one epoch (`disagreement`), the engine stops before the step computes anything.
 4. Before the decision, a refusal, a failure, a rank silent beyond the deadline or a new coordinator leads to
    `abort`: ranks drop what they staged.
 
@@ -469,12 +469,17 @@ def flips(served: int, ready: tuple[int, ...]) -> bool:
     return min(ready) > served
 
 
-def agree(ready: Sequence[int], digests: Sequence[int]) -> bool:
-    """Return True if the ranks mean one placement by each epoch. Every rank decides this from the same step
-    headers, before it flips or computes anything.
+def disagreement(ready: Sequence[int], digests: Sequence[int]) -> tuple[int, int] | None:
+    """Return the first two ranks that mean different placements by one epoch; None: the ranks agree. Every
+    rank decides this from the same step headers, before it flips or computes anything.
 
     ready: the epoch that each rank announces as ready; digests: of the placement that it would serve under
     that epoch. A digest of the placement in service would be one step late: ranks flip between the headers
     of a step and its computation.
     """
-    return len(set(zip(ready, digests, strict=True))) == len(set(ready))
+    first: dict[int, int] = {}
+    for rank, (epoch, digest) in enumerate(zip(ready, digests, strict=True)):
+        known = first.setdefault(epoch, rank)
+        if digests[known] != digest:
+            return known, rank
+    return None

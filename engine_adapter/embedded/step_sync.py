@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from fleet.handover import disagreement
+
 STEP_TIMEOUT_SECONDS = 10.0
 """Step timeout: a rank that waits longer for another inside a step gives the engine up."""
 JOIN_TIMEOUT_SECONDS = 120.0
@@ -223,14 +225,13 @@ class StepSync:
                 f"rank {self.rank} serves epoch {header.epoch_served}, the ranks {served}; the engine must be"
                 " restarted"
             )
-        first: dict[int, int] = {}
-        for rank, other in enumerate(headers):
-            known = first.setdefault(other.epoch_ready, rank)
-            if headers[known].digest != other.digest:
-                raise StepMismatch(
-                    f"ranks {known} and {rank} have different placements of epoch {other.epoch_ready}, with"
-                    f" digests {headers[known].digest} and {other.digest}; the engine must be restarted"
-                )
+        pair = disagreement([one.epoch_ready for one in headers], [one.digest for one in headers])
+        if pair is not None:
+            known, other = (headers[rank] for rank in pair)
+            raise StepMismatch(
+                f"ranks {pair[0]} and {pair[1]} have different placements of epoch {other.epoch_ready}, with"
+                f" digests {known.digest} and {other.digest}; the engine must be restarted"
+            )
         return headers
 
     def sleep(self, step: int) -> None:

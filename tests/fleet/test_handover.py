@@ -28,8 +28,8 @@ from fleet.handover import (
     RankState,
     aborted,
     after_part,
-    agree,
     committed,
+    disagreement,
     flipped,
     flips,
     given_up,
@@ -150,10 +150,17 @@ def test_a_part_is_read_once_into_a_cell() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(3, 4), st.integers(0, 2)), min_size=1, max_size=5))
-def test_ranks_agree_if_no_epoch_stands_for_two_placements(headers: list[tuple[int, int]]) -> None:
+def test_the_first_two_ranks_that_mean_different_placements_by_one_epoch_are_named(
+    headers: list[tuple[int, int]],
+) -> None:
     ready, digests = zip(*headers, strict=True)
-    conflicts = any(one[0] == other[0] and one[1] != other[1] for one in headers for other in headers)
-    assert agree(ready, digests) is not conflicts
+    conflicts = [
+        (one, other)
+        for other, (epoch, digest) in enumerate(headers)
+        for one, (same, its_digest) in enumerate(headers[:other])
+        if same == epoch and its_digest != digest
+    ]
+    assert disagreement(ready, digests) == (conflicts[0] if conflicts else None)
 
 
 def test_after_the_decision_there_is_no_way_to_abort() -> None:

@@ -15,7 +15,7 @@ from fleet.handover import (
     ProtocolState,
     RankState,
     after_part,
-    agree,
+    disagreement,
     flips,
     given_up,
     handle_abort,
@@ -214,7 +214,8 @@ class Rules:
 
     def agree(self, ranks: list[Rank]) -> bool:
         """Return True if the step begins; False: the ranks mean different placements by one epoch."""
-        return agree([self.ready(rank) for rank in ranks], [self.digest(rank) for rank in ranks])
+        ready, digests = [self.ready(rank) for rank in ranks], [self.digest(rank) for rank in ranks]
+        return disagreement(ready, digests) is None
 
     def flipping(self, ranks: list[Rank]) -> list[int]:
         """Return the ranks that flip at this step: each decides on its own, from the same headers."""
