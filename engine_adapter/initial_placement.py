@@ -11,9 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from fleet.facts.engines import UNSHARDABLE
 from fleet.facts.migrations import MigrationStaged
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import EP
+from fleet.layout import DP_ATTENTION
 from fleet.placement import Placement, PlacementRecord, linear, with_slots
 
 MAX_BYTES = 64 << 20
@@ -24,17 +25,26 @@ log = logging.getLogger(__name__)
 
 
 def initial(
-    file: Path | None, *, layers: int, experts: int, ranks: int, slots_per_rank: int | None
+    file: Path | None,
+    *,
+    layers: int,
+    experts: int,
+    ranks: int,
+    slots_per_rank: int | None,
+    unshardable: str = UNSHARDABLE,
 ) -> Placement:
     """Return the configured placement as epoch 0. file: JSON of a PlacementRecord. None: experts in order.
-    slots_per_rank: None for as many as needed, or as many as in the file.
+    slots_per_rank: None for as many as needed, or as many as in the file. unshardable: why the engine cannot
+    serve sharded layers; empty: it can.
 
-    ValueError when the file cannot be read, when its placement is for another model or number of ranks, or
-    when it needs more slots.
+    ValueError when the file cannot be read, when its placement is for another model or number of ranks, when
+    it needs more slots, or when it has sharded layers that the engine cannot serve.
     """
     if file is None:
         return linear(layers=layers, experts=experts, ranks=ranks, slots_per_rank=slots_per_rank)
     placement = read(file)
+    if refusal := _refusal(placement, unshardable):
+        raise ValueError(f"{file}: {refusal}; make a placement with roost plan --profile")
     found, expected = (placement.layers, placement.experts, placement.ranks), (layers, experts, ranks)
     if found != expected:
         raise ValueError(
@@ -67,13 +77,13 @@ def last_decided(
     order the two, whichever incarnations they come from. The record of a dead incarnation's decided placement
     may follow the record of the next incarnation's initial placement. Both hold the same placement then.
 
-    Epochs of another layout than EP, of an engine of the same name that was not Roost's own, are refused with
-    a warning.
+    Epochs with other attention than data-parallel, of an engine of the same name that was not Roost's own,
+    are refused with a warning.
     """
-    if committed is not None and committed.layout != EP:
+    if committed is not None and committed.attention != DP_ATTENTION:
         log.warning(
             "epoch %d of a previous engine of this name is not resumed: it had %s, and Roost's own engines"
-            " serve data-parallel attention with whole experts only",
+            " serve data-parallel attention only",
             committed.placement.epoch,
             committed.layout,
         )
@@ -110,24 +120,27 @@ def last_is_left(meeting: Path) -> bool:
     return (meeting / _LAST).exists()
 
 
-def resumed(meeting: Path, first: Placement) -> Placement:
+def resumed(meeting: Path, first: Placement, unshardable: str = UNSHARDABLE) -> Placement:
     """Return the placement that the ranks in a meeting folder start with: the last epoch if it is known and
-    fits, else `first`, the configured placement."""
+    fits, else `first`, the configured placement. unshardable: as in `initial`."""
     if not last_is_left(meeting):
         return first
 
     def read_last() -> PlacementRecord | None:
         return msgspec.json.decode((meeting / _LAST).read_bytes(), type=PlacementRecord | None)
 
-    return fitting_or(first, read_last)
+    return fitting_or(first, read_last, unshardable)
 
 
-def fitting_or(first: Placement, last: Callable[[], PlacementRecord | None]) -> Placement:
+def fitting_or(
+    first: Placement, last: Callable[[], PlacementRecord | None], unshardable: str = UNSHARDABLE
+) -> Placement:
     """Return the placement of the previous incarnation if it fits the engine that starts with `first`, else
-    `first`. last: reads its record, if there is one, and may raise OSError or ValueError."""
+    `first`. last: reads its record, if there is one, and may raise OSError or ValueError. unshardable: as in
+    `initial`."""
     try:
         record = last()
-        return first if record is None else fitting(record, first)
+        return first if record is None else fitting(record, first, unshardable)
     except (OSError, ValueError) as error:
         log.warning(
             "the engine starts with its configured placement, not with the last epoch of its previous"
@@ -148,9 +161,19 @@ def _once(placement: Placement) -> Placement:
     return placement
 
 
-def fitting(record: PlacementRecord, first: Placement) -> Placement:
-    """Return the placement of a record. ValueError states why it does not fit `first`."""
+def _refusal(placement: Placement, unshardable: str) -> str:
+    """Return why the engine cannot serve the forms of a placement's layers; empty: it can."""
+    if not placement.sharded or not unshardable:
+        return ""
+    return f"it has sharded layers, which this engine cannot serve: {unshardable}"
+
+
+def fitting(record: PlacementRecord, first: Placement, unshardable: str = UNSHARDABLE) -> Placement:
+    """Return the placement of a record. ValueError states why it does not fit `first`, or the engine
+    (`unshardable`, as in `initial`)."""
     placement = _once(Placement.from_record(record))
+    if refusal := _refusal(placement, unshardable):
+        raise ValueError(f"epoch {placement.epoch}: {refusal}")
     found, expected = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, first))
     if found != expected:
         raise ValueError(

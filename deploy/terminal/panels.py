@@ -65,10 +65,14 @@ def placement_panels(now: Placement, before: Placement | None, layer: int | None
     maximum = max(2.0, *(float(table.max()) for _, table in replicas))
     rows: Rows = [] if layer is not None else [_beside("replicas", "layer", replicas, maximum)]
     for at in shown_layers(now.layers) if layer is None else (layer,):
-        rows.append(
-            _beside(f"layer {at}", "rank", [(name, _holding(one, at)) for name, one in times], maximum)
-        )
+        holding = [(f"{name}{_form(one, at)}", _holding(one, at)) for name, one in times]
+        rows.append(_beside(f"layer {at}", "rank", holding, maximum))
     return rows
+
+
+def _form(placement: Placement, layer: int) -> str:
+    """Return the form of a layer for a title; empty: its experts are whole."""
+    return ", sharded: every rank holds a part of each" if layer in placement.sharded else ""
 
 
 def _beside(
@@ -120,7 +124,7 @@ def demand_panels(
     for at in shown_layers(demand.shape[1]) if layer is None else (layer,):
         row = [
             Panel(
-                f"layer {at}: {name}, {_local(found[at]):.0%} local",
+                f"layer {at}: {name}{_form(one, at) or f', {_local(found[at]):.0%} local'}",
                 relative[:, at],
                 "amount",
                 "rank",

@@ -65,7 +65,7 @@ class SimulatedEngine:
         self.routing = RoutingModel(config)
         self.tokenizer = WordTokenizer()
         first = self._first() if placement is None else placement
-        self.placement = fitting_or(first, lambda: last)
+        self.placement = fitting_or(first, lambda: last, config.unshardable)
         self.at_death: Callable[[], None] = _ignore
         """Called when the engine is ordered to die, before its open requests fail."""
         self.steps = 0
@@ -105,7 +105,8 @@ class SimulatedEngine:
             Path(self.config.placement),
             {"layers": shape.layers, "experts": shape.experts, "ranks": self.config.ranks},
         )
-        return initial(file, **size, slots_per_rank=self.config.slots_per_rank)
+        config = self.config
+        return initial(file, **size, slots_per_rank=config.slots_per_rank, unshardable=config.unshardable)
 
     @property
     def now(self) -> float:

@@ -199,6 +199,12 @@ class _PlanningRun:
         if found.view.rearranges:
             error = "an engine that moves its experts itself ends with any of its ranks; restart it"
             return self._refused(Finding.of(FindingCode.IMPOSSIBLE, error=error))
+        if found.view.layout.sharded:
+            error = (
+                "the lost ranks alone held their parts of the experts in"
+                f" {len(found.view.layout.sharded)} sharded layers; restart the engine"
+            )
+            return self._refused(Finding.of(FindingCode.IMPOSSIBLE, error=error))
         way = recover(
             found.placement,
             dead,

@@ -15,7 +15,7 @@ from engine_adapter.initial_placement import epoch_above, initial, leave_last, r
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
 from fleet.dispatch import served_by
-from fleet.placement import EMPTY, Placement, Split, even_split, linear, with_slots
+from fleet.placement import EMPTY, Placement, Split, even_split, linear, with_rows, with_slots
 from fleet.timing import EngineSpeed
 
 SIZE = {"layers": 4, "experts": 32, "ranks": 2}
@@ -70,6 +70,17 @@ def test_a_file_of_another_model_or_without_a_placement_is_refused_by_name(tmp_p
             read(tmp_path / "odd.json")
     with pytest.raises(ValueError, match="no placement"):
         read(tmp_path / "absent.json")
+
+
+def test_a_file_with_sharded_layers_is_for_engines_that_serve_them(tmp_path: Path) -> None:
+    sharded = with_rows(turned(), {1: None, 2: None}, epoch=0)
+    file = written(tmp_path / "placement.json", sharded)
+    engine = SimulatedEngine(SimulatedConfig(placement=str(file), slots_per_rank=18))
+    assert engine.placement == with_slots(sharded, 18)
+    with pytest.raises(ValueError, match=r"placement\.json: it has sharded layers.* no kernel"):
+        initial(file, **SIZE, slots_per_rank=None, unshardable="no kernel")
+    again = SimulatedEngine(SimulatedConfig(slots_per_rank=17), last=sharded.record())
+    assert again.placement == sharded
 
 
 def test_a_simulated_engine_begins_with_the_file_and_the_slots_it_is_given(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from engine_adapter.simulated.model.presets import SHAPES, speed_of
 from fleet.blocks import BLOCK_SIZE
 from fleet.dispatch import COVER, DispatchRule
 from fleet.experts import ModelShape
+from fleet.layout import sharding_refusal
 from fleet.settings import NonNegative, NonNegativeInt, Positive, PositiveInt, Share, check_bounds
 from fleet.timing import EngineSpeed
 
@@ -121,6 +122,11 @@ class SimulatedConfig:
     @property
     def model_shape(self) -> ModelShape:
         return SHAPES[self.shape]
+
+    @property
+    def unshardable(self) -> str:
+        """Why experts cannot be cut into parts for the ranks; empty: they can."""
+        return sharding_refusal(self.model_shape, self.ranks)
 
     @property
     def context(self) -> int:

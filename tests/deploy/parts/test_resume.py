@@ -18,7 +18,7 @@ from fleet.facts.migrations import MigrationAborted, MigrationCommitted, Migrati
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState
 from fleet.layout import DP_ATTENTION
-from fleet.placement import Placement, linear
+from fleet.placement import Placement, linear, with_rows
 from migration.handover.coordinator import OpenHandover
 from tests.deploy.loop_figures import PREDICTED, START
 
@@ -77,6 +77,16 @@ def test_a_placement_of_other_slots_or_another_model_or_broken_does_not_fit() ->
     ):
         with pytest.raises(ValueError, match=r"epoch 7 was of .* \(2, 4, 2, 3\); the engine now has"):
             fitting(placement(7).record(), other)
+
+
+def test_an_epoch_with_sharded_layers_fits_an_engine_that_serves_them() -> None:
+    sharded = with_rows(placement(7), {1: None}, epoch=8)
+    last = PlacementCommitted(engine="e", worker_id=1, attention=DP_ATTENTION, placement=sharded.record())
+    record = last_decided(last, None)
+    assert record is not None
+    assert fitting(record, FIRST, unshardable="") == sharded
+    with pytest.raises(ValueError, match=r"epoch 8: it has sharded layers.* cannot serve: no kernel"):
+        fitting(record, FIRST, unshardable="no kernel")
 
 
 def test_ranks_begin_with_what_was_left_for_them_if_it_fits_and_say_so_if_not(

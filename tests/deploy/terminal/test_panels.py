@@ -18,7 +18,7 @@ from deploy.views import popularity
 from fleet.facts.engines import EngineJoined
 from fleet.facts.placements import PlacementCommitted
 from fleet.layout import DP_ATTENTION
-from fleet.placement import Placement, linear
+from fleet.placement import Placement, linear, with_rows
 from tests.deploy.commands import roost
 
 SUBJECTS = Subjects()
@@ -64,6 +64,26 @@ def test_what_came_and_went_stands_beside_before_and_now() -> None:
     assert "epoch 5" in second[1].title
     (only,) = placement_panels(NOW, FIRST, layer=1)
     assert only[2].values.tolist() == second[2].values.tolist()
+
+
+def test_a_sharded_layer_is_shown_as_such_and_has_no_local_share() -> None:
+    sharded = with_rows(NOW, {1: None}, epoch=6)
+    replicas, (_, whole, _), (before, after, went) = placement_panels(sharded, NOW)
+    assert replicas[1].values.tolist() == [[1, 1, 2, 1], [0, 0, 0, 0]]
+    assert [
+        panel.title.endswith("sharded: every rank holds a part of each") for panel in (whole, before)
+    ] == [
+        False,
+        False,
+    ]
+    assert after.title == "layer 1: now, epoch 6, sharded: every rank holds a part of each"
+    assert not after.values.any()
+    assert (went.values <= 0).all()
+    (first,), (second,) = demand_panels(np.ones((2, 2, 4)), [("now", sharded)], NODE)
+    assert "% local" in first.title
+    assert second.title == "layer 1: now, sharded: every rank holds a part of each"
+    assert second.marks is not None
+    assert not second.marks.any()
 
 
 def test_placements_of_different_shapes_are_not_compared() -> None:

@@ -516,6 +516,16 @@ def test_lost_ranks_are_planned_for_whatever_that_costs() -> None:
     assert (alive.sum(axis=1) > 0).all()
 
 
+def test_the_parts_of_sharded_layers_on_lost_ranks_cannot_be_recovered() -> None:
+    truth, _, _ = zipf()
+    seen = view(planned_for(truth, 12), truth, layout=Layout(attention="dp", sharded=(1,)))
+    found = decided(seen, dead=(3,))
+    assert found.plan is None
+    assert "the lost ranks alone held their parts" in " ".join(
+        [str(found.record.refused), *found.record.reasons]
+    )
+
+
 def test_a_lack_of_slots_on_the_survivors_is_reported() -> None:
     truth, _, _ = zipf()
     found = decided(view(planned_for(truth, 8), truth), dead=(0,))
