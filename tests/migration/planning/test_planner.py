@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from benchmarks.rig.placements.popularity import by_rank, domains, drifted, load, sampled
 from fleet.experts import ModelShape
 from fleet.layout import EP, Layout, experts_tp, tp
-from fleet.placement import FULL, Placement, linear
+from fleet.placement import FULL, Placement, linear, with_rows
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
@@ -58,9 +58,10 @@ def view(placement: Placement, truth: Truth, later: Truth | None = None, **about
         "demand": window(truth, 1, pairs),
         "later": window(truth if later is None else later, 2, pairs),
     }
-    return EngineView(
-        engine="e", worker_id=1, model="m", shape=SHAPE, placement=placement, **{**plain, **windows, **about}
-    )
+    stated = {**plain, **windows, **about}
+    # Rows of sharded layers name no experts.
+    placement = with_rows(placement, dict.fromkeys(stated["layout"].sharded), epoch=placement.epoch)
+    return EngineView(engine="e", worker_id=1, model="m", shape=SHAPE, placement=placement, **stated)
 
 
 def planned_for(truth: Truth, slots: int = SLOTS) -> Placement:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fleet.experts import ModelShape
 from fleet.layout import Layout
-from fleet.placement import EMPTY, Placement
+from fleet.placement import EMPTY, Placement, with_rows
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import POLICIES, MigrationConfig
@@ -51,7 +51,11 @@ def some_view(
     """order: layer i of the view is layer `order[i]` of the one without an order."""
     dice = np.random.default_rng(seed)
     drawn = some_placement(dice, ranks, slots)
-    placement = Placement(drawn.expert_of_slot[[*order]], experts=EXPERTS, ranks=ranks, epoch=drawn.epoch)
+    placement = with_rows(
+        Placement(drawn.expert_of_slot[[*order]], experts=EXPERTS, ranks=ranks, epoch=drawn.epoch),
+        dict.fromkeys(sharded),
+        epoch=drawn.epoch,
+    )
     windows = [
         np.floor(dice.pareto(0.8, (ranks, LAYERS, EXPERTS)) * dice.integers(0, 3, (ranks, 1, 1))).clip(
             0, 1e9
