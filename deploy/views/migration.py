@@ -152,11 +152,10 @@ def switch_lines(switch: SwitchEstimate) -> Iterator[str]:
     """Describe the cost of a switch of layout."""
     ways = ", ".join(f"{byte_size(size)} {link}" for link, size in switch.bytes_by_link.items() if size)
     yield f"bytes: {ways or 'none'}"
-    speed = "measured in the last handover" if switch.measured else "configured; no handover was measured yet"
-    waits = (
-        f", at least {switch.budget_seconds:.0f} s within the byte budget" if switch.budget_seconds else ""
-    )
-    yield f"time: {switch.seconds:.2f} s at the speed of links that is {speed}{waits} (--now: none)"
+    speed = "measured" if switch.measured else "configured"
+    yield f"time: {switch.seconds:.2f} s at the {speed} speed of links"
+    if switch.budget_seconds:
+        yield f"byte budget: it takes at least {switch.budget_seconds:.0f} s within it; --now ignores it"
     yield f"cells: a rank fills up to {switch.cells} in a handover, of at least {switch.free} that are free"
 
 

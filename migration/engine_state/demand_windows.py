@@ -401,7 +401,7 @@ class DemandWindows:
                 f"engine {entry.engine!r} is not tracked: it is gone, or its demand exceeds"
                 " planner.max_cells",
             )
-        if entry.layout.has_whole(entry.placement.layers):
+        if len(entry.placement.whole):
             self._check_known(engine, now)
         self._count_all(engine, now)
         fit, later = self._windows(engine, now)
@@ -411,7 +411,6 @@ class DemandWindows:
             worker_id=joined.worker_id,
             model=joined.model,
             shape=engine.joined.shape,
-            layout=entry.layout,
             placement=entry.placement,
             node=engine.node,
             speed=joined.speed or EngineSpeed(),

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from fleet.dispatch import SPLIT
 from fleet.experts import ModelShape
-from fleet.layout import Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed, RearrangeSpeed
@@ -167,8 +166,8 @@ class EngineView:
     worker_id: int
     model: str
     shape: ModelShape
-    layout: Layout
     placement: Placement
+    """its sharded layers are planned for by no planner: every rank has a part of each of their experts"""
     node: NDArray[np.intp]
     """[ranks]: node number of each rank, from 0"""
     speed: EngineSpeed

@@ -79,7 +79,7 @@ def routing_forecast(
     if int((clusters.shares > 0).sum()) < 2:
         return Finding.of(FindingCode.SINGLE_CLUSTER)
     known = _known(view, clusters.clusters)
-    profiles = clusters.profiles[:, view.layout.whole(view.shape.layers)]
+    profiles = clusters.profiles[:, view.placement.whole]
     if known is None:
         found = gate(profiles, float(view.demand.pairs.sum()) * np.asarray(clusters.shares, np.float64))
         if not found.specialised:

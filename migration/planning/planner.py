@@ -139,7 +139,7 @@ limits."""
 
 def decide(view: EngineView, question: PlanningQuestion, config: MigrationConfig) -> PlannerDecision:
     """Return a plan, or the reason for its absence. Equal views give equal answers."""
-    if not view.layout.has_whole(view.shape.layers):
+    if not len(view.placement.whole):
         reason = Finding.of(FindingCode.SHARDED)
         return _nothing(_record(view, question), no_homes(view, sentence(reason)), reason)
     seen, needed = float(view.demand.pairs.sum()), config.min_pairs * view.shape.experts
@@ -199,10 +199,10 @@ class _PlanningRun:
         if found.view.rearranges:
             error = "an engine that moves its experts itself ends with any of its ranks; restart it"
             return self._refused(Finding.of(FindingCode.IMPOSSIBLE, error=error))
-        if found.view.layout.sharded:
+        if found.view.placement.sharded:
             error = (
                 "the lost ranks alone held their parts of the experts in"
-                f" {len(found.view.layout.sharded)} sharded layers; restart the engine"
+                f" {len(found.view.placement.sharded)} sharded layers; restart the engine"
             )
             return self._refused(Finding.of(FindingCode.IMPOSSIBLE, error=error))
         way = recover(
@@ -569,7 +569,7 @@ class _PlanningRun:
                 slots,
                 present=present,
                 expert_bytes=found.view.shape.expert_bytes,
-                sharded=len(found.view.layout.sharded),
+                sharded=len(found.view.placement.sharded),
             ),
         )
 

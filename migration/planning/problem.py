@@ -315,16 +315,15 @@ class PlanningProblem:
 
 
 def prepare(view: EngineView, question: PlanningQuestion, config: MigrationConfig) -> PlanningProblem:
-    """Prepare a view for planning. The layout must hold whole experts in some layer, and demand must not be
-    zero."""
-    layers = view.layout.whole(view.shape.layers)
+    """Prepare a view for planning. Some layer must be whole, and demand must not be zero."""
+    layers = view.placement.whole
     placement = of_layers(view.placement, layers)
     fit, evaluation = (
         np.asarray(demand.rates[:, layers], np.float64) for demand in (view.demand, view.evaluation)
     )
     step_tokens = tokens_of_a_step(view)
     speed = priced_speed(view, step_tokens)
-    gathered = step_tokens * gathered_bytes(view.shape, len(view.node), len(view.layout.sharded))
+    gathered = step_tokens * gathered_bytes(view.shape, len(view.node), len(view.placement.sharded))
     terms = CostTerms(
         speed=speed,
         node=view.node,
@@ -376,7 +375,7 @@ def _limits(
     load: NDArray[np.float64],
     later: NDArray[np.float64],
 ) -> Constraints:
-    layers, experts = view.layout.whole(view.shape.layers), load.shape[1]
+    layers, experts = view.placement.whole, load.shape[1]
     replicas = placement.replicas_on_rank.sum(axis=1) if config.critical_experts else None
     resting = (
         None

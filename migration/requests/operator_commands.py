@@ -102,7 +102,7 @@ class OperatorCommands:
         """Return an engine with whole layers, whose experts can be moved. Raises ValueError if there is none
         of this name."""
         entry = self.present(engine)
-        if not entry.layout.has_whole(entry.placement.layers):
+        if not len(entry.placement.whole):
             raise ValueError(
                 f"all layers of engine {engine!r} are sharded, so that every rank holds a part of each"
                 " expert; make layers whole before moving experts (roost layout)"

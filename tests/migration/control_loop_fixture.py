@@ -16,7 +16,7 @@ from fleet.experts import ModelShape
 from fleet.facts.activity import DispatchMeasured
 from fleet.facts.demand import DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
-from fleet.facts.engines import EngineJoined
+from fleet.facts.engines import UNSHARDABLE, EngineJoined
 from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanEvaluated
 from fleet.placement import linear
 from fleet.popularity import ExpertTable
@@ -59,7 +59,12 @@ class Flight:
     """Environment of the service: an engine of four ranks, the demand on it, and its measurements."""
 
     def __init__(
-        self, broker: MemoryBroker, name: str = "a", worker_id: int = 1, speed: EngineSpeed = SPEED
+        self,
+        broker: MemoryBroker,
+        name: str = "a",
+        worker_id: int = 1,
+        speed: EngineSpeed = SPEED,
+        unshardable: str = UNSHARDABLE,
     ) -> None:
         self.bus = MemoryBus(broker)
         self.ranks = Ranks(self.bus, SUBJECTS, FIRST, engine=name, worker_id=worker_id)
@@ -71,6 +76,7 @@ class Flight:
         self.noise = np.random.default_rng(7)
         self.name, self.worker_id = name, worker_id
         self._speed = speed
+        self._unshardable = unshardable
         self._demand, self._load, self._sent = (
             self.bus.publisher(subject)
             for subject in (SUBJECTS.demand, SUBJECTS.kv_metrics, SUBJECTS.dispatched(name))
@@ -86,7 +92,8 @@ class Flight:
             self._newest[type(one.message)] = one.message
 
     async def join(self, **fields: Any) -> None:
-        said = of_four(self.worker_id, self.name, placement=self.ranks.placement, speed=self._speed, **fields)
+        about = {"placement": self.ranks.placement, "speed": self._speed, "unshardable": self._unshardable}
+        said = of_four(self.worker_id, self.name, **{**about, **fields})
         await self.bus.record(SUBJECTS.membership(self.name), said)
 
     async def speak(self) -> None:

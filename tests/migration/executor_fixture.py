@@ -33,13 +33,13 @@ def leading(bus: Bus, config: MigrationConfig = CONFIG) -> AbstractAsyncContextM
 
 @asynccontextmanager
 async def engine(
-    broker: MemoryBroker, worker_id: int = 1, name: str = "a", placement: Placement = FIRST
+    broker: MemoryBroker, worker_id: int = 1, name: str = "a", placement: Placement = FIRST, **fields: Any
 ) -> AsyncIterator[Ranks]:
-    """Yield an engine that has joined and whose ranks follow the protocol."""
+    """Yield an engine that has joined and whose ranks follow the protocol. fields: of its join."""
     bus = MemoryBus(broker)
     ranks = Ranks(bus, SUBJECTS, placement, engine=name, worker_id=worker_id)
     async with ranks.serving():
-        await bus.record(SUBJECTS.membership(name), joined(worker_id, name, placement))
+        await bus.record(SUBJECTS.membership(name), joined(worker_id, name, placement, **fields))
         yield ranks
 
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from benchmarks.demo_model import routings_path
 from fleet.dispatch import Chooser, reached
 from fleet.experts import ModelShape
-from fleet.layout import EP
 from fleet.placement import Placement, linear
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
@@ -173,7 +172,6 @@ class Loop:
             worker_id=1,
             model="m",
             shape=SHAPE,
-            layout=EP,
             placement=self.placement,
             node=NODE,
             speed=self.speed,

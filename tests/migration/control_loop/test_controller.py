@@ -28,7 +28,7 @@ from fleet.facts.placements import HomesPublished
 from fleet.layout import tp
 from fleet.requests.control_loop import EngineLoop, SetLoopState
 from fleet.requests.demand import DescribeProfile
-from fleet.requests.plans import DescribePlan, MigrateExpert, PlanDescribed, RollBack
+from fleet.requests.plans import DescribePlan, MigrateExpert, PlanDescribed, RollBack, SetLayout
 from migration.config import MigrationConfig
 from migration.control_loop import controller
 from migration.control_loop.context import LoopContext
@@ -602,6 +602,25 @@ async def test_one_plan_is_judged_before_the_next_is_made_and_by_nothing_where_o
         assert evaluation.verdict == "unknown"
         assert "others moved experts meanwhile" in evaluation.reason
         assert evaluation.plan_discount == 1.0
+
+
+@pytest.mark.looptime
+async def test_a_plan_is_not_judged_once_layers_have_changed_their_form() -> None:
+    broker = MemoryBroker()
+    async with (
+        flight(broker, unshardable="") as world,
+        serving(broker, replace(CONFIG, evaluation_seconds=40.0)),
+    ):
+        await world.until(MigrationPlanned)
+        await world.until(MigrationCommitted)
+        await world.last(5)
+        await world.bus.request(SUBJECTS.migrate, SetLayout(engine="a", sharded=(0,), now=True), 20)
+        evaluation = await world.until(PlanEvaluated, 60)
+        assert evaluation.verdict == "unknown"
+        assert "layers changed their form meanwhile" in evaluation.reason
+        assert evaluation.measured_after is None
+        assert evaluation.plan_discount == 1.0
+        assert world.ranks.placement.sharded == (0,)
 
 
 @pytest.mark.looptime

@@ -203,7 +203,7 @@ def test_load_and_clusters_are_part_of_the_view() -> None:
 def test_an_engine_that_is_one_target_is_seen_without_a_demand_for_each_rank() -> None:
     sharded = EngineEntry("a", 1, TP_ATTENTION, with_rows(ENTRY.placement, {0: None, 1: None}, epoch=0))
     view: EngineView = watching().view(sharded, 1.0)
-    assert view.layout.attention == "tp"
+    assert not len(view.placement.whole)
 
 
 def test_the_demand_of_a_target_belongs_to_all_of_its_ranks_alike() -> None:
@@ -367,3 +367,18 @@ def test_measured_map_changes_correct_the_price_of_the_next() -> None:
     assert found.byte == pytest.approx(3 * stated.byte)
     with pytest.raises(InvalidPlacementEvent, match="impossible"):
         watch.rearranged(measured(RearrangementTime(layers=1, bytes=0, seconds=float("nan"))))
+
+
+def test_windows_begin_anew_where_layers_change_their_form_and_only_there() -> None:
+    watch = watching()
+    steady(watch, (3.0, 1.0), 0, 130)
+    moved = with_rows(FIRST, {0: FIRST.expert_of_slot[0, ::-1]}, epoch=1)
+    watch.placed(1, moved, "p", 130.0)
+    entry = EngineEntry("a", 1, DP_ATTENTION, moved)
+    assert watch.view(entry, 131.0).later is not None, "experts moved, and demand is as it was"
+    turned = with_rows(moved, {0: None}, epoch=2)
+    watch.placed(1, turned, "p", 131.0)
+    seen = watch.view(EngineEntry("a", 1, DP_ATTENTION, turned), 132.0)
+    assert (seen.later, seen.since, seen.demand.seconds) == (None, None, 1.0)
+    assert seen.placement.whole.tolist() == [1]
+    assert not watch.resting(1, 132.0) - 8, "the experts that moved rest, those that turned over do not"

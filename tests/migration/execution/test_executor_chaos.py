@@ -5,6 +5,7 @@ import asyncio
 import random
 from collections import Counter
 from contextlib import AsyncExitStack, suppress
+from itertools import pairwise
 
 import pytest
 
@@ -12,7 +13,8 @@ from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.facts.placements import PlacementCommitted
-from fleet.requests.plans import MigrateExpert, RollBack
+from fleet.placement import Placement
+from fleet.requests.plans import MigrateExpert, RollBack, SetLayout
 from tests.migration.execution.test_executor import Stoppable
 from tests.migration.executor_fixture import SUBJECTS, at_rest, engine, in_words, leading, log
 from tests.migration.fake_ranks import Ranks
@@ -73,15 +75,18 @@ async def _wanting(chance: random.Random, bus: MemoryBus, broker: MemoryBroker) 
             rank=chance.randrange(2),
             move=chance.random() < 0.7,
         )
+        sharded = tuple(layer for layer in range(2) if chance.random() < 0.5)
+        turn = SetLayout(engine="a", sharded=sharded, now=chance.random() < 0.5)
+        (order,) = chance.choices([wish, turn, RollBack(engine="a")], [0.5, 0.3, 0.2])
         with suppress(BusError):
-            await bus.request(SUBJECTS.migrate, wish if chance.random() < 0.8 else RollBack(engine="a"), 3)
+            await bus.request(SUBJECTS.migrate, order, 3)
 
 
 async def _run(seed: int) -> Counter[str]:
     chance, broker = random.Random(seed), MemoryBroker()
     bus = MemoryBus(broker)
     async with AsyncExitStack() as stack:
-        ranks = await stack.enter_async_context(engine(broker))
+        ranks = await stack.enter_async_context(engine(broker, unshardable=""))
         ranks.stage_seconds = chance.uniform(0.01, 0.5)
         ranks.mute = chance.random() < 0.2
         trouble = _Trouble(chance, broker, ranks, stack)
@@ -103,20 +108,26 @@ async def _run(seed: int) -> Counter[str]:
         assert [
             entry.placement.epoch for entry in entries if isinstance(entry, PlacementCommitted)
         ] == ranks.served, words
-        for plan in [entry.plan for entry in entries if isinstance(entry, MigrationPlanned)]:
+        for plan in [entry for entry in entries if isinstance(entry, MigrationPlanned)]:
             ends = [
                 e
                 for e in entries
                 if ((isinstance(e, MigrationCommitted) and e.last) or isinstance(e, MigrationAborted))
-                and e.plan == plan
+                and e.plan == plan.plan
             ]
             assert len(ends) == 1, (plan, words)
+            if isinstance(ends[0], MigrationCommitted):
+                done = [e for e in entries if isinstance(e, MigrationCommitted) and e.plan == plan.plan]
+                assert sum(e.bytes for e in done) == plan.bytes, "bytes as planned"
+        committed = [entry.placement for entry in entries if isinstance(entry, PlacementCommitted)]
+        assert Placement.from_record(committed[-1]) == ranks.placement
+        turned = sum(a.sharded != b.sharded for a, b in pairwise(committed))
         decided = {entry.handover for entry in entries if isinstance(entry, MigrationCommitted)}
         assert not decided & {entry.handover for entry in entries if isinstance(entry, MigrationAborted)}
         assert decided <= {entry.handover for entry in entries if isinstance(entry, MigrationStaged)}
         numbers = [entry.handover for entry in entries if isinstance(entry, MigrationCommitted)]
         assert numbers == sorted(set(numbers))
-        return Counter(report for report in words if not report.startswith("1@"))
+        return Counter(report for report in words if not report.startswith("1@")) + Counter(turned=turned)
 
 
 @pytest.mark.slow
@@ -125,4 +136,4 @@ async def test_whatever_happens_everything_comes_to_rest_and_the_log_says_what_r
     seen = Counter[str]()
     for seed in range(50):
         seen += await _run(seed)
-    assert min(seen["Committed"], seen["Aborted"]) > 40, seen
+    assert min(seen["Committed"], seen["Aborted"], seen["turned"]) > 40, seen

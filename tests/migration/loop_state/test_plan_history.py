@@ -33,6 +33,7 @@ from migration.loop_state.plan_history import (
     summaries,
     to_evaluate,
     to_undo,
+    turned_since,
 )
 from migration.loop_state.verdict import StepPrices
 from migration.model.plan_log import EnginePlans
@@ -309,3 +310,21 @@ def test_the_state_that_an_older_version_stored_is_read() -> None:
     for wrong in (b"nonsense", b"[]", b'{"engines":[]}', b'{"engines":{"a":{"trust":"high"}}}'):
         with pytest.raises(ValueError, match=r"."):
             decoded(wrong)
+
+
+def test_a_later_change_of_forms_is_known_once_a_layer_has_turned_over() -> None:
+    switched = msgspec.structs.replace(planned("s", "operator"), to_whole=(1,))
+    plans = history(planned(), committed(0), committed(1, last=True), switched)
+    run = plans.runs["p"]
+    assert not turned_since(plans, run), "no handover was committed yet"
+    plans.apply(committed(0, "s"))
+    assert turned_since(plans, run)
+    assert not turned_since(plans, plans.runs["s"])
+    moved = history(planned(), committed(1, last=True), planned("m", "operator"), committed(0, "m"))
+    assert not turned_since(moved, moved.runs["p"])
+
+
+def test_paced_plans_of_operators_count_towards_the_byte_budget_and_others_do_not() -> None:
+    for paced, spent in ((True, 10), (False, 0)):
+        plan = msgspec.structs.replace(planned("s", "operator"), paced=paced)
+        assert history(plan, committed(0, "s")).spending.within(2.0, 100.0) == spent

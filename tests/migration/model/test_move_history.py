@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fleet.placement import EMPTY, Placement, linear
+from fleet.placement import EMPTY, Placement, linear, with_rows
 from migration.model.engine_view import Demand
 from migration.model.move_history import NEVER, SIGNIFICANT, MoveHistory, differs
 from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges, joined
@@ -145,3 +145,14 @@ def test_experts_that_did_harm_rest_until_their_time_also_while_others_are_moved
     assert not later.frozen(100.0, 1.0).any()
     with pytest.raises(ValueError, match="are to rest"):
         history.harmed(np.ones((2, 4), bool), 1.0)
+
+
+def test_a_layer_that_turns_over_neither_rests_nor_is_there_anything_to_undo() -> None:
+    before = placement(BEFORE, 0, layers=2)
+    history = MoveHistory.begin(WORKER, before).committed(
+        with_rows(before, {0: None, 1: np.array(AFTER)}, epoch=1), "there", 100.0, counts(1, 1, 1)
+    )
+    assert history.moved.tolist() == [[NEVER] * 3, [100.0, NEVER, NEVER]]
+    back = history.committed(placement(AFTER, 2, layers=2), "back", 200.0, counts(1, 1, 1))
+    assert back.moved.tolist() == history.moved.tolist()
+    assert back.without_reversals(BACK, counts(1, 1, 1)).kind.tolist() == [ChangeKind.DROP]

@@ -1,6 +1,7 @@
 """Decisions and their reasons: scenarios of demand, evaluated on the window after the one that plans are fitted
 to."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 
 from benchmarks.rig.placements.popularity import by_rank, domains, drifted, load, sampled
 from fleet.experts import ModelShape
-from fleet.layout import EP, Layout, experts_tp, tp
 from fleet.placement import FULL, Placement, linear, with_rows
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
@@ -46,7 +46,6 @@ def window(truth: Truth, seed: int, pairs: float = PAIRS) -> Demand:
 
 def view(placement: Placement, truth: Truth, later: Truth | None = None, **about: Any) -> EngineView:
     plain: dict[str, Any] = {
-        "layout": EP,
         "node": np.zeros(RANKS, np.intp),
         "speed": SPEED,
         "running": np.full(RANKS, 512.0),
@@ -58,14 +57,17 @@ def view(placement: Placement, truth: Truth, later: Truth | None = None, **about
         "demand": window(truth, 1, pairs),
         "later": window(truth if later is None else later, 2, pairs),
     }
-    stated = {**plain, **windows, **about}
-    # Rows of sharded layers name no experts.
-    placement = with_rows(placement, dict.fromkeys(stated["layout"].sharded), epoch=placement.epoch)
-    return EngineView(engine="e", worker_id=1, model="m", shape=SHAPE, placement=placement, **stated)
+    return EngineView(
+        engine="e", worker_id=1, model="m", shape=SHAPE, placement=placement, **{**plain, **windows, **about}
+    )
 
 
 def planned_for(truth: Truth, slots: int = SLOTS) -> Placement:
     return Placement(full_placement(truth, RANKS, slots), experts=EXPERTS, ranks=RANKS)
+
+
+def sharded_in(placement: Placement, layers: Sequence[int]) -> Placement:
+    return with_rows(placement, dict.fromkeys(layers), epoch=placement.epoch)
 
 
 def zipf(seed: int = 7) -> tuple[Truth, Truth, np.random.Generator]:
@@ -140,10 +142,9 @@ def test_empty_slots_are_filled_with_what_is_wanted_most_where_sending_tokens_ta
     )
 
 
-@pytest.mark.parametrize("layout", [tp(LAYERS), experts_tp(LAYERS)])
-def test_sharded_experts_have_no_better_place(layout: Layout) -> None:
+def test_sharded_experts_have_no_better_place() -> None:
     truth, foreign, _ = zipf()
-    found = decided(view(planned_for(truth), foreign, layout=layout))
+    found = decided(view(sharded_in(planned_for(truth), range(LAYERS)), foreign))
     assert found.why is ReasonCode.SHARDED
     assert "experts are sharded" in str(found.record.refused)
 
@@ -232,13 +233,12 @@ def test_a_step_of_evenly_loaded_ranks_lasts_what_the_speeds_say_and_chance_and_
 
 def test_sharded_layers_lengthen_a_step_by_their_collectives() -> None:
     truth, foreign, _ = zipf()
-    layout = Layout(attention="dp", sharded=(0,))
+    mixed = sharded_in(planned_for(truth), [0])
     slow, free = (
         decided(
             view(
-                planned_for(truth),
+                mixed,
                 foreign,
-                layout=layout,
                 speed=msgspec.structs.replace(SPEED, gather_byte=byte),
             )
         )
@@ -274,10 +274,12 @@ def test_only_the_named_layers_change() -> None:
 
 def test_layers_that_are_sharded_are_left_out_of_plans_and_figures() -> None:
     truth, foreign, _ = zipf()
-    half = view(planned_for(truth), foreign, layout=Layout(attention="dp", sharded=(0,)))
-    for policy in ("roost", "uniform"):
+    half = view(sharded_in(planned_for(truth), [0]), foreign)
+    for policy in ("roost", "uniform", "full"):
         found = decided(half, policy=policy)
         assert {step.layer for step in found.record.steps} == {1, 2}
+        assert found.plan is not None
+        assert replay(half.placement, found.plan)[-1].sharded == (0,)
 
 
 @pytest.mark.parametrize("policy", ["uniform", "full", "eplb", "eplb_hierarchical"])
@@ -399,7 +401,7 @@ def test_a_lull_takes_nobodys_home_away() -> None:
     for another in (replace(seen, homes=to_come), replace(seen, homes=others), replace(seen, homes=None)):
         assert decided(another).homes.share is None
     assert decided(seen, "replicate").homes.share is None, "that policy leaves requests where they are"
-    sharded = decided(replace(seen, layout=tp(LAYERS)))
+    sharded = decided(replace(seen, placement=sharded_in(seen.placement, range(LAYERS))))
     assert sharded.homes.share is None
 
 
@@ -469,11 +471,11 @@ def test_what_the_last_plan_did_is_not_undone_without_new_evidence(sharded: tupl
     wants = truth[layer, table[layer]]
     pair = [int(wants[:per].argmax()), per + int(wants[per : 2 * per].argmin())]
     table[layer, pair] = table[layer, pair[::-1]]
-    moved = Placement(table, experts=EXPERTS, ranks=RANKS, epoch=1)
+    moved = sharded_in(Placement(table, experts=EXPERTS, ranks=RANKS, epoch=1), sharded)
+    start = sharded_in(start, sharded)
     seen = view(
         moved,
         truth,
-        layout=Layout(attention="dp", sharded=sharded),
         history=MoveHistory.begin(1, start).committed(moved, "p", 0.0),
         now=1e6,
     )
@@ -519,7 +521,7 @@ def test_lost_ranks_are_planned_for_whatever_that_costs() -> None:
 
 def test_the_parts_of_sharded_layers_on_lost_ranks_cannot_be_recovered() -> None:
     truth, _, _ = zipf()
-    seen = view(planned_for(truth, 12), truth, layout=Layout(attention="dp", sharded=(1,)))
+    seen = view(sharded_in(planned_for(truth, 12), [1]), truth)
     found = decided(seen, dead=(3,))
     assert found.plan is None
     assert "the lost ranks alone held their parts" in " ".join(

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.experts import ModelShape
-from fleet.layout import Layout
 from fleet.placement import EMPTY, Placement, with_rows
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
@@ -74,7 +73,6 @@ def some_view(
         worker_id=1,
         model="m",
         shape=SHAPE,
-        layout=Layout(attention="dp", sharded=sharded),
         placement=placement,
         node=np.arange(ranks) * nodes // ranks,
         speed=speed,

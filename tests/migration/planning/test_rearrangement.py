@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from fleet.dispatch import ROW_HASH
 from fleet.experts import ModelShape
-from fleet.layout import EP, TP_EP
 from fleet.placement import EMPTY, Placement, repeated
 from fleet.timing import EngineSpeed, RearrangeSpeed
 from migration.config import POLICIES, MigrationConfig
@@ -48,7 +47,6 @@ def view(placement: Placement, truth: NDArray[Any], pairs: float = 1e6, **about:
         for _ in range(2)
     ]
     plain: dict[str, Any] = {
-        "layout": TP_EP,
         "targets": 1,
         "speed": SPEED,
         "running": np.array([4096.0]),
@@ -226,9 +224,7 @@ def test_an_engine_that_states_no_speed_gets_a_plan_from_its_steps() -> None:
 
 
 def test_no_homes_are_published_where_every_rank_receives_every_token() -> None:
-    seen = view(
-        as_vllm_starts(2, 7), skewed(11), layout=EP, targets=2, running=np.full(2, 2048.0), speed=SPEED
-    )
+    seen = view(as_vllm_starts(2, 7), skewed(11), targets=2, running=np.full(2, 2048.0), speed=SPEED)
     assert decided(seen).homes.share is None
 
 
