@@ -84,8 +84,7 @@ def map_to_physical_and_record(
     num_unpadded_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return physical for logical experts [rows, k], and count them: vLLM's kernel in numpy, whose calls on so
-    few numbers take a fraction of torch's. On a GPU one fused kernel does both, and costs the same whether it
-    counts or not."""
+    few numbers take a fraction of torch's. On a GPU one fused kernel does both, and only masks the count."""
     logical = topk_ids.numpy()
     copies = np.maximum(logical_replica_count.numpy()[logical], 1)
     replica = (np.arange(len(logical)) * KNUTH & 0xFFFFFFFF)[:, None] % copies
