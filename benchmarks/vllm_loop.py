@@ -14,7 +14,8 @@ the plans of router, tracker and planner. A run is long enough for five rearrang
 
 A start of vLLM takes a minute or more, and a run of the full size five to ten: `--keep FOLDER` keeps what
 was measured, and a further call runs only what is missing. --quick starts vLLM twice (EPLB at 300 steps, and
-Roost) for some hundred steps, holds nothing but the texts to a target, and still takes minutes.
+Roost) for some two thousand steps, enough for a first plan, holds nothing but the texts to a target, and
+still takes minutes.
 
     python -m benchmarks.vllm_loop --quick --python .venv-vllm/bin/python
 """
@@ -39,7 +40,7 @@ from benchmarks.rig.vllm.ties import Judge
 FEWER, REARRANGEMENTS = 0.2, 5
 """largest share of EPLB's received experts; least rearrangements of each EPLB arm"""
 FULL = Plenty(850, 8, 128, 128)
-SHORT = Plenty(96, 8, 128, 64)
+SHORT = Plenty(256, 8, 128, 64)
 SLOW, FAST, ROOST, HOMES = EplbArm(3000), EplbArm(300), RoostArm(), RoostArm(homes=True)
 Python = typer.Option(None, help=f"Python of vLLM's environment; default: ${PYTHON}, .venv-vllm")
 Keep = typer.Option(None, help="folder for the evidence; what lies there is not run again")
