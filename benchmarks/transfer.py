@@ -34,6 +34,7 @@ from engine_adapter.transfer.address_validation import own_address
 from engine_adapter.transfer.checksums import checksums
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from engine_adapter.transfer.nixl import NixlTransfer
+from engine_adapter.transfer.parts import CellFormat
 from engine_adapter.transfer.port import Pull, Transfer
 from engine_adapter.transfer.shared_memory import SharedTransfer
 from fleet.requests.handovers import MemoryAddress
@@ -84,6 +85,7 @@ class Reader:
 
     def __init__(self, cell_bytes: int, address: MemoryAddress, with_shared: bool) -> None:
         self.memory = memory_of(cell_bytes)
+        self._form = CellFormat.of(self.memory)
         self._address = address
         self._theirs = plainly_mapped(address)
         self._raw = RawLoop(self.memory, address, self.memory.cells, CONFIG.piece_bytes)
@@ -124,14 +126,16 @@ class Reader:
         return run
 
     async def _pull(self, transfer: Transfer, cells: int) -> None:
-        await transfer.pull(self._address, [Pull(cell, cell) for cell in range(cells)], PATIENCE)
+        await transfer.pull(self._address, self._whole(cells), PATIENCE)
+
+    def _whole(self, cells: int) -> list[Pull]:
+        """Return reads of the first cells, whole."""
+        return [Pull(cell, 0, cell, 0, self.memory.cell_bytes) for cell in range(cells)]
 
     async def _verified(self) -> None:
         await self._pull(self._nixl, self.memory.cells)
         await asyncio.to_thread(
-            lambda: [
-                checksums(self.memory.cell(cell), self.memory.tensors) for cell in range(self.memory.cells)
-            ]
+            lambda: [checksums(self.memory.cell(cell), self._form) for cell in range(self.memory.cells)]
         )
 
     def _memcpy(self) -> None:

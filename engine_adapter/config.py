@@ -49,6 +49,8 @@ class EmbeddedConfig:
     slots_per_rank: PositiveInt | None = None
     """Expert slots of a rank in one layer. None: as many as needed. Extra slots hold replicas of the experts
     in highest demand."""
+    spare_layers: PositiveInt = 1
+    """Room of a rank for incoming experts, in layers: as many layers can turn over at once."""
     placement: FilePath | None = None
     """File with the initial placement, as written by `roost plan --profile`. None: experts in order."""
     kv_blocks: Annotated[int, Meta(ge=2)] = 2048

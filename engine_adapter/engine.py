@@ -237,7 +237,13 @@ class ExpertMemory(Protocol):
 
     @property
     def tensors(self) -> tuple[CellTensor, ...]:
-        """Tensors in a cell, weights and scales alike, in order and without overlap."""
+        """Tensors of an expert in a cell, weights and scales alike, in order and without overlap."""
+        ...
+
+    @property
+    def parts(self) -> int:
+        """Parts of an expert: as many as the engine has ranks, or 1 where experts cannot be cut. A cell is
+        large enough for either form of a layer (`transfer.parts`)."""
         ...
 
     @property

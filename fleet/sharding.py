@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from fleet.arrays import IntArray
 from fleet.placement import EMPTY, Placement
 
+ALL_PARTS = -1
+"""In place of the number of a part: the whole expert."""
+
 
 def groups(experts: int, ranks: int) -> int:
     """Return the cells that a rank needs for a sharded layer: ceil(experts / ranks)."""

@@ -148,8 +148,13 @@ def _agents(
 
     def staging(number: int) -> Staging:
         tracing = HandoverTracing(engine=who.engine, rank=number)
+        links = engine.ranks[number].transfer
         return Staging(
-            transfers=(engine.ranks[number].transfer,), config=transfer, tracing=tracing, executor=threads
+            transfers=(links,),
+            config=transfer,
+            tracing=tracing,
+            executor=threads,
+            real_bytes=links.real_bytes,
         )
 
     return [

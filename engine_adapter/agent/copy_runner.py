@@ -9,7 +9,7 @@ is renewed while a read may still use it.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +18,9 @@ from bus import BusError, Message
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.handover.inbound_copies import (
+    CellRead,
     CellsVerified,
+    CopyLocal,
     Effect,
     LeaseDenied,
     LeaseGranted,
@@ -36,10 +38,12 @@ from engine_adapter.handover.inbound_copies import (
 )
 from engine_adapter.handover.read_deadlines import Deadlines
 from engine_adapter.reporting.rank_context import RankContext
-from engine_adapter.transfer.checksums import checksums, compare
+from engine_adapter.transfer.checksums import checksums, compare, piece_checksums
+from engine_adapter.transfer.parts import CellFormat
 from engine_adapter.transfer.port import Overdue, PeerGone, Pull, Transfer, TransferError
 from fleet.requests.handovers import EndLease as EndLeaseRequest
 from fleet.requests.handovers import ExpertsLeased, LeaseExperts
+from fleet.sharding import ALL_PARTS
 
 ANSWER_SECONDS = 2.0
 """Reply timeout of another rank."""
@@ -71,8 +75,10 @@ class Staging:
     config: TransferConfig = field(default_factory=TransferConfig)
     tracing: CopyTracing | None = None
     executor: Executor | None = None
-    """Executor that compares checksums. None: a thread of its own, at lower priority than the computing
-    threads."""
+    """Executor that compares checksums and copies within the rank's memory. None: a thread of its own, at
+    lower priority than the computing threads."""
+    real_bytes: float = 1.0
+    """Bytes that a byte of the rank's cells stands for: more than 1 in a simulated engine."""
 
     def trace(
         self, traceparent: str, name: str, began: int, attributes: Attributes, failure: str = ""
@@ -106,16 +112,19 @@ class CopyRunner:
         self.traceparent = ""
         """Trace context of the open handover."""
         self.executor: Executor | None = None
-        """Executor that compares checksums."""
+        """Executor that compares checksums and copies within the memory."""
         self._context = context
         self._rank = context.rank
         self._memory = memory
+        self._form = CellFormat.of(memory)
         self._staging = staging
         self._config = staging.config
         self._report = report
         self._spawn = spawn
         self._deadlines = Deadlines(staging.config.min_seconds, staging.config.bytes_per_second)
         self._batches: dict[int, _BatchTasks] = {}
+        self._copying: set[asyncio.Task[None]] = set()
+        """Tasks that copy within the memory."""
         self._ended = False
 
     def carry_out(self, effect: Effect) -> None:
@@ -128,6 +137,8 @@ class CopyRunner:
                 )
             case ReadCells():
                 self._begin_read(effect)
+            case CopyLocal():
+                self._begin_copy(effect)
             case StopReads():
                 tasks = self._batches.get(effect.batch)
                 if tasks is not None and tasks.reading is not None:
@@ -139,12 +150,12 @@ class CopyRunner:
 
     @property
     def reads(self) -> "list[asyncio.Task[None]]":
-        """Read tasks in progress."""
+        """Read tasks in progress, and copies within the memory."""
         return [
             tasks.reading
             for tasks in self._batches.values()
             if tasks.reading is not None and not tasks.reading.done()
-        ]
+        ] + list(self._copying)
 
     def end(self) -> None:
         """Stop all reads without waiting for them. The process ends soon."""
@@ -249,18 +260,17 @@ class CopyRunner:
                 )
             )
             return
-        size = len(effect.pulls) * self._memory.cell_bytes
+        pulls = self._pulls(effect.reads)
+        size = round(self._staging.real_bytes * sum(pull.bytes for pull in pulls))
         seconds = min(self._deadlines.allowed(effect.source, transfer.name, size), effect.until - now)
         attributes: Attributes = {
             "roost.source": effect.source,
             "roost.transfer": transfer.name,
-            "roost.experts": len(effect.pulls),
+            "roost.experts": len(effect.reads),
             "roost.bytes": size,
         }
         try:
-            pulled = await transfer.pull(
-                effect.address, [Pull(*pull) for pull in effect.pulls], max(seconds, 1e-3)
-            )
+            pulled = await transfer.pull(effect.address, pulls, max(seconds, 1e-3))
         except TransferError as error:
             if isinstance(error, PeerGone):
                 transfer.forget(effect.address)
@@ -302,6 +312,46 @@ class CopyRunner:
         log.info("rank %d: the late read from rank %d has settled", self._rank, effect.source)
         self._report(ReadSettled(effect.batch))
 
+    def _pulls(self, reads: Sequence[CellRead]) -> list[Pull]:
+        return [
+            pull
+            for read in reads
+            for pull in self._form.pulls(
+                read.source, read.source_piece, read.cell, read.piece, sharded=read.sharded
+            )
+        ]
+
+    # copies within the memory
+
+    def _begin_copy(self, effect: CopyLocal) -> None:
+        copying = self._spawn(self._copy(effect), f"rank {self._rank} copies parts of its experts")
+        if copying is not None:
+            self._copying.add(copying)
+            copying.add_done_callback(self._copying.discard)
+
+    async def _copy(self, effect: CopyLocal) -> None:
+        began, traceparent = time.time_ns(), self.traceparent
+        loop, pulls = asyncio.get_running_loop(), self._pulls(effect.reads)
+        size = round(self._staging.real_bytes * sum(pull.bytes for pull in pulls))
+        attributes: Attributes = {
+            "roost.source": self._rank,
+            "roost.transfer": "local",
+            "roost.experts": len(effect.reads),
+            "roost.bytes": size,
+        }
+        seconds = await loop.run_in_executor(self.executor, self._copy_ranges, pulls)
+        self._staging.trace(traceparent, "pull", began, attributes)
+        self._report(ReadLanded(effect.batch, "local", size, seconds))
+
+    def _copy_ranges(self, pulls: Sequence[Pull]) -> float:
+        """Copy ranges between our own cells, and return the seconds that it took. Runs on a thread."""
+        began = time.perf_counter()
+        for source, source_offset, cell, offset, size in pulls:
+            self._memory.cell(cell)[offset : offset + size] = self._memory.cell(source)[
+                source_offset : source_offset + size
+            ]
+        return time.perf_counter() - began
+
     async def _verify(self, effect: VerifyCells) -> None:
         began = time.time_ns()
         wrong = await asyncio.get_running_loop().run_in_executor(self.executor, self._compare, effect)
@@ -310,7 +360,7 @@ class CopyRunner:
             self.traceparent,
             "verify",
             began,
-            {"roost.source": effect.source, "roost.experts": len(effect.cells)},
+            {"roost.source": effect.source, "roost.experts": len(effect.reads)},
             found,
         )
         if found:
@@ -318,13 +368,17 @@ class CopyRunner:
         self._report(CellsVerified(effect.batch, wrong))
 
     def _compare(self, effect: VerifyCells) -> tuple[str, ...]:
-        """Return the mismatching tensors of each cell. Runs on a thread."""
-        tensors = self._memory.tensors
-        pairs = zip(effect.cells, effect.checksums, strict=True)
+        """Return the mismatching tensors of each read. Runs on a thread."""
         return tuple(
-            ", ".join(compare(tensors, expected, checksums(self._memory.cell(cell), tensors)))
-            for cell, expected in pairs
+            ", ".join(self._differences(read, expected))
+            for read, expected in zip(effect.reads, effect.checksums, strict=True)
         )
+
+    def _differences(self, read: CellRead, expected: tuple[int, ...]) -> tuple[str, ...]:
+        form, cell = self._form, self._memory.cell(read.cell)
+        if read.piece == ALL_PARTS:
+            return compare(form.tensors, expected, checksums(cell, form), form.parts)
+        return compare(form.tensors, expected, piece_checksums(cell, form, read.piece, sharded=read.sharded))
 
 
 def _now() -> float:

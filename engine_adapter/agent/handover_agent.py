@@ -22,14 +22,14 @@ import msgspec
 
 from bus import Message
 from engine_adapter.agent.copy_runner import CopyRunner, Staging
-from engine_adapter.agent.memory_audit import MemoryAudit
+from engine_adapter.agent.memory_audit import MemoryAudit, resident_checksums
 from engine_adapter.engine import Adoption, Engine, EngineFailed, Experts
-from engine_adapter.handover.cell_table import CellTable
+from engine_adapter.handover.cell_table import CellTable, Requested
 from engine_adapter.handover.inbound_copies import Report
 from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare, RankProtocol
 from engine_adapter.reporting.rank_context import RankContext
 from engine_adapter.transfer.address_validation import own_address
-from engine_adapter.transfer.checksums import checksums
+from engine_adapter.transfer.parts import CellFormat
 from fleet.handover import CommandVerdict
 from fleet.placement import Placement
 from fleet.requests.handovers import (
@@ -71,7 +71,9 @@ class HandoverAgent:
         self._memory = self._experts.memory
         self._own = own_address(self._memory)
         self._slots = engine.placement.slots_per_rank
-        cell_table = CellTable(engine.placement.on_rank(self._rank), self._experts.cells, self._memory.cells)
+        cell_table = CellTable(
+            engine.placement, self._rank, self._experts.cells, self._memory.cells, self._memory.parts
+        )
         self.protocol = RankProtocol(
             worker_id=self._worker_id,
             rank=self._rank,
@@ -117,11 +119,10 @@ class HandoverAgent:
     async def _seal(self) -> None:
         """Compute the checksums of all loaded experts. Until then, no lease is granted. Then audit the served
         experts until cancelled. EngineFailed when the audit finds a mismatch."""
-        cell_table, tensors = self.protocol.cell_table, self._memory.tensors
+        cell_table, form = self.protocol.cell_table, CellFormat.of(self._memory)
         for resident in tuple(cell_table.residents()):
-            cell_table.seal(
-                resident, await self._off_loop(checksums, self._memory.cell(resident.cell), tensors)
-            )
+            sums = await self._off_loop(resident_checksums, self._memory, form, resident)
+            cell_table.seal(resident, sums)
         self._sealed.set()
         if seconds := self._staging.config.audit_seconds:
             await MemoryAudit(cell_table, self._memory, seconds, self._off_loop).run()
@@ -230,7 +231,9 @@ class HandoverAgent:
         if not request.seconds > 0:
             raise ValueError(f"a lease for {request.seconds} s: use more than 0")
         first = self._rank * self._slots
-        experts = [(layer, slot - first, expert) for layer, slot, expert in request.experts]
+        experts = [
+            Requested(layer, slot - first, expert, part) for layer, slot, expert, part in request.experts
+        ]
         seconds = min(request.seconds, self._staging.config.lease_seconds)
         lease = self.protocol.cell_table.lease(
             request.reader, request.handover, experts, seconds, self._now()

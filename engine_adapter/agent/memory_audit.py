@@ -13,12 +13,19 @@ from collections.abc import Awaitable, Callable
 from engine_adapter.engine import EngineFailed, ExpertMemory
 from engine_adapter.handover.cell_table import CellTable, ResidentCell
 from engine_adapter.transfer.checksums import checksums, compare
+from engine_adapter.transfer.parts import CellFormat
 
 log = logging.getLogger(__name__)
 
 Sums = tuple[int, ...]
 Aside = Callable[..., Awaitable[Sums]]
 """Call a function with arguments in another thread, at lower priority than the computing threads."""
+
+
+def resident_checksums(memory: ExpertMemory, form: CellFormat, resident: ResidentCell) -> Sums:
+    """Compute the checksums of a served cell, [tensors, parts] row by row (`CellTable.seal`)."""
+    cell, content = memory.cell(resident.cell), resident.content
+    return checksums(cell, form, sharded=content.sharded, pieces=resident.pieces)
 
 
 class MemoryAudit:
@@ -29,6 +36,7 @@ class MemoryAudit:
         self.compared = 0
         self._cell_table = cell_table
         self._memory = memory
+        self._form = CellFormat.of(memory)
         self._seconds = seconds
         self._aside = aside
 
@@ -47,16 +55,15 @@ class MemoryAudit:
         expected = self._cell_table.sealed(resident)
         if expected is None:
             return
-        tensors = self._memory.tensors
-        found = await self._aside(checksums, self._memory.cell(resident.cell), tensors)
+        found = await self._aside(resident_checksums, self._memory, self._form, resident)
         self.compared += 1
         # The expert may have moved during the comparison, and the cell may have another use.
         if found == expected or self._cell_table.sealed(resident) != expected:
             return
-        damaged = ", ".join(compare(tensors, expected, found))
+        damaged = ", ".join(compare(self._form.tensors, expected, found, self._form.parts))
         text = (
-            f"the memory of expert {resident.layer}/{resident.expert} (cell {resident.cell}: {damaged}) was"
-            " changed while it was served"
+            f"the memory of {resident.content} (cell {resident.cell}: {damaged}) was changed while it was"
+            " served"
         )
         log.error("ALARM: %s; the engine ends, and restarts with freshly loaded weights", text)
         raise EngineFailed(text)

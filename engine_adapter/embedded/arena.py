@@ -1,10 +1,11 @@
 """Arena: the expert memory of a rank, cells of equal size in one mapping. There are more cells than slots.
 
 A cell holds one expert: 3I rows of H values, contiguous. These are I gate rows, I up rows, and the down
-projection stored I-major ([I, H]), so that a tensor-parallel shard of each is contiguous too. The ballast
-follows, if there is any. Each slot maps to a cell. A new epoch maps slots to other cells and moves no bytes.
-Initially the slots of layer 0 map to the first cells, those of layer 1 to the next, and so on. One extra
-layer's worth of cells, the *hole*, is free for incoming experts.
+projection stored I-major ([I, H]), so that a part of each for one of several ranks is contiguous too. The
+ballast follows, if there is any. A cell is large enough for a group of such parts too
+(`engine_adapter.transfer.parts`). Each slot maps to a cell. A new epoch maps slots to other cells and moves
+no bytes. Initially the slots of layer 0 map to the first cells, those of layer 1 to the next, and so on. The
+cells of one or more extra layers, the *hole*, are free for what comes in.
 
 Cells begin at multiples of 64 bytes, because matrix products may sum in another order when the alignment of
 their operands differs.
@@ -22,31 +23,42 @@ from numpy.typing import NDArray
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint, ExpertWeights
 from engine_adapter.engine import CellTensor
 from engine_adapter.transfer.mapped_memory import mapped
+from engine_adapter.transfer.parts import CellFormat
 from fleet.experts import ModelShape
+from fleet.layout import ALIGNED, sharding_refusal
 from fleet.placement import EMPTY, Placement
 
-_ALIGNED = 64
 _PARTS = ("gate", "up", "down")
 
 
 class Arena:
-    """Expert memory of one rank (`engine_adapter.engine.ExpertMemory`): (layers + 1) * slots cells, zeroed,
-    with every page allocated."""
+    """Expert memory of one rank (`engine_adapter.engine.ExpertMemory`): (layers + spare_layers) * slots
+    cells, zeroed, with every page allocated."""
 
-    def __init__(self, shape: ModelShape, slots: int, ballast_bytes: int = 0) -> None:
-        """slots: slots per layer. ballast_bytes: padding bytes of every expert, never computed with.
-        ValueError for invalid numbers. OSError when the system has too little memory."""
-        if slots < 1 or ballast_bytes < 0:
+    def __init__(
+        self,
+        shape: ModelShape,
+        slots: int,
+        ballast_bytes: int = 0,
+        *,
+        ranks: int = 1,
+        spare_layers: int = 1,
+    ) -> None:
+        """slots: slots per layer. ballast_bytes: padding bytes of every expert, never computed with. ranks:
+        of the engine; an expert has as many parts, if it can be cut. spare_layers: layers whose cells are
+        free. ValueError for invalid numbers. OSError when the system has too little memory."""
+        if slots < 1 or ballast_bytes < 0 or spare_layers < 1:
             raise ValueError(
-                f"arena: a rank needs at least 1 slot per layer, not {slots}, and at least 0 bytes of"
-                f" ballast, not {ballast_bytes}"
+                f"arena: a rank needs at least 1 slot per layer, not {slots}, at least 0 bytes of ballast,"
+                f" not {ballast_bytes}, and at least 1 spare layer, not {spare_layers}"
             )
         self.shape = shape
         self.slots = slots
         self.ballast_bytes = ballast_bytes
-        self.cells = (shape.layers + 1) * slots
+        self.cells = (shape.layers + spare_layers) * slots
+        self.parts = 1 if sharding_refusal(shape, ranks) or ballast_bytes % ranks else ranks
         # Rounded up, so that the weights of every cell begin aligned wherever the expert moves.
-        self.cell_bytes = -(-(shape.expert_bytes + ballast_bytes) // _ALIGNED) * _ALIGNED
+        self.cell_bytes = -(-CellFormat(self.tensors, self.parts).least_bytes // ALIGNED) * ALIGNED
         self.descriptor, self._memory = _shared_memory(self.nbytes)
         # Readers of other ranks open the file by this descriptor's number, so it stays open with the arena.
         if self.descriptor >= 0:
@@ -133,7 +145,12 @@ def _shared_memory(size: int) -> tuple[int, NDArray[np.uint8]]:
 
 
 def load_arena(
-    checkpoint: Checkpoint, placement: Placement, rank: int, dtype: str, ballast_bytes: int = 0
+    checkpoint: Checkpoint,
+    placement: Placement,
+    rank: int,
+    dtype: str,
+    ballast_bytes: int = 0,
+    spare_layers: int = 1,
 ) -> Arena:
     """Load the arena of a rank with the experts of its slots. Other experts are not read. CheckpointError as
     for `Checkpoint.tensor`.
@@ -145,7 +162,9 @@ def load_arena(
         raise ValueError(
             f"arena: {placement!r} does not fit a model of {shape.layers} layers x {shape.experts} experts"
         )
-    arena = Arena(shape, placement.slots_per_rank, ballast_bytes)
+    arena = Arena(
+        shape, placement.slots_per_rank, ballast_bytes, ranks=placement.ranks, spare_layers=spare_layers
+    )
     for cell, layer, expert in _held(placement, rank):
         arena.load_expert(cell, checkpoint.expert(layer, expert, RUN_DTYPES[dtype]))
         arena.load_ballast(cell, layer, expert)

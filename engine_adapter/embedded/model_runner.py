@@ -114,6 +114,7 @@ class ModelRunner:
         threads: int = 1,
         cover: bool = False,
         ballast_bytes: int = 0,
+        spare_layers: int = 1,
     ) -> None:
         """Load this rank's weights (of the experts only its own) and allocate `kv_pages` pages of KV. The
         checkpoint may be closed afterwards.
@@ -121,7 +122,8 @@ class ModelRunner:
         group: the other ranks. None for an engine of one rank. max_tokens: limit on the tokens of one rank in
         one step. threads: threads that share a large step of an engine of one rank. close() ends them.
         CheckpointError when a tensor cannot be read. ValueError when placement, group or sizes do not fit the
-        model. cover: as in `GlooDispatch`. ballast_bytes: as in `Arena`.
+        model. cover: as in `GlooDispatch`. ballast_bytes, spare_layers: as in
+        `Arena`.
         """
         if kv_pages < 1 or max_tokens < 1 or dtype not in RUN_DTYPES:
             raise ValueError(
@@ -139,7 +141,7 @@ class ModelRunner:
         self.rank = rank
         self.kv_pages = kv_pages
         self.max_tokens = max_tokens
-        self.arena = load_arena(checkpoint, placement, rank, dtype, ballast_bytes)
+        self.arena = load_arena(checkpoint, placement, rank, dtype, ballast_bytes, spare_layers)
         self._of_cell = [
             (self.arena.gate_up(cell).t(), self.arena.down(cell)) for cell in range(self.arena.cells)
         ]
@@ -467,6 +469,10 @@ def _check_adoption(served: Placement, proposed: Placement, cells: NDArray[np.in
         raise ValueError(
             f"runner: {proposed!r} cannot follow {served!r}; it must have the same layers, experts, ranks and"
             " slots"
+        )
+    if proposed.sharded:
+        raise ValueError(
+            f"runner: layers {list(proposed.sharded)} are sharded, which this engine does not compute with"
         )
     shape = (served.layers, served.slots_per_rank)
     if cells.shape != shape or cells.dtype != np.int32:

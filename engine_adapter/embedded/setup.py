@@ -114,6 +114,7 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
                 threads=config.threads_of_rank(os.cpu_count() or 1),
                 cover=config.dispatch == COVER,
                 ballast_bytes=config.ballast_bytes,
+                spare_layers=config.spare_layers,
             )
         opened.callback(runner.close)
         speed = _with_links(runner, config, runner.measure_speed())

@@ -1,13 +1,18 @@
 """Cell table of one rank's expert memory: the use, content and readers of each cell. Pure.
 
-Every slot maps to a cell, also an empty slot. Cells without a slot receive incoming experts.
-`fleet.handover.CELL` defines the transitions of a cell's use, and this module performs them. Invariants, for
-every order of events (`check_integrity`):
+Every slot maps to a cell, also an empty slot. Cells without a slot receive what comes in. A cell consists of
+*pieces*: the parts of one expert in a whole layer, the parts of a group of experts in a sharded one
+(`fleet.sharding`). Each piece arrives on its own, from up to as many sources as there are pieces, and a cell
+may be read by as many peers. `fleet.handover.CELL` defines the transitions of a cell's use, and this module
+performs them. Invariants, for every order of events (`check_integrity`):
 
 - Every slot maps to a cell of its own, and exactly these cells are LIVE.
+- A cell is STAGED once every piece of it has landed and matches its checksums.
+- A piece is read into a cell once. When that fails, the cell is given up: it becomes FREE once no piece of it
+  is being read or compared any more.
 - A cell can be reserved only while it is FREE. It becomes FREE only when no byte can land in it and no lease
-  covers it. A slot's old cell drains while it is leased. A cell that was given up while bytes were landing is
-  quarantined until they have settled.
+  covers it. A slot's old cell drains while it is leased. A cell of which one piece is overdue is quarantined
+  until all its reads have settled.
 - Leased cells do not change: readers rely on the checksums that came with the lease.
 """
 
@@ -21,13 +26,43 @@ from numpy.typing import NDArray
 
 from fleet.experts import ExpertId
 from fleet.handover import CELL, Cell, CellEvent, next_state
-from fleet.placement import EMPTY
+from fleet.placement import EMPTY, Placement
+from fleet.sharding import ALL_PARTS, contents, group_of
 
 MAX_LEASES = 256
 """Limit of open leases. A reader has one per source and handover, and forgotten leases expire."""
 
-ExpertInSlot = tuple[int, int, int]
-"""(layer, slot of this rank, expert)."""
+
+class Content(NamedTuple):
+    """Content of a cell that a slot holds or will hold."""
+
+    layer: int
+    slot: int
+    """Slot of this rank."""
+    number: int
+    """Expert, or group of a sharded layer."""
+    sharded: bool = False
+    """The layer is sharded."""
+
+    def __str__(self) -> str:
+        return (
+            f"group {self.number} of layer {self.layer}"
+            if self.sharded
+            else f"expert {ExpertId(self.layer, self.number)}"
+        )
+
+
+_NOTHING = Content(0, 0, EMPTY)
+
+
+class Requested(NamedTuple):
+    """An expert or a part of one, as a lease names it."""
+
+    layer: int
+    slot: int
+    """Slot of this rank. In a sharded layer that of the expert's group."""
+    expert: int
+    part: int = ALL_PARTS
 
 
 class NoFreeCell(Exception):
@@ -43,26 +78,36 @@ class Inconsistent(Exception):
 
 
 class ResidentCell(NamedTuple):
-    """A cell that holds a served expert."""
+    """A cell that holds served experts."""
 
     cell: int
-    layer: int
-    slot: int
-    """Slot of this rank."""
-    expert: int
+    content: Content
+    pieces: int
+    """Number of its pieces. The last group of a sharded layer may have fewer than the others."""
 
 
 @dataclass(slots=True)
 class _Record:
     use: Cell = Cell.FREE
-    layer: int = 0
-    slot: int = 0
-    expert: int = EMPTY
+    content: Content = _NOTHING
     checksums: tuple[int, ...] = ()
+    """[tensors, parts] row by row, 0 for pieces that the cell does not have. Empty: unknown."""
     since: float = 0.0
     """Time of the last change of use, in seconds."""
     readers: set[int] = field(default_factory=set)
     """Numbers of the leases on this cell."""
+    coming: set[int] = field(default_factory=set)
+    """Pieces that have not landed."""
+    comparing: set[int] = field(default_factory=set)
+    """Pieces that have landed and are compared with their checksums."""
+    late: set[int] = field(default_factory=set)
+    """Pieces that were given up while they were landing or being compared."""
+    spoiled: bool = False
+    """A piece was given up, so the cell will not be staged."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.coming or self.comparing or self.late)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +118,10 @@ class ReadLease:
     reader: int
     """Rank of the reader."""
     handover: int
-    experts: tuple[ExpertInSlot, ...]
+    experts: tuple[Requested, ...]
     cells: tuple[int, ...]
     checksums: tuple[tuple[int, ...], ...]
-    """Per expert: one u64 per tensor."""
+    """Per part: one u64 per tensor. Per whole expert: [tensors, parts] row by row."""
     until: float
     """Expiry time in seconds, unless the lease is renewed."""
 
@@ -84,15 +129,22 @@ class ReadLease:
 class CellTable:
     """Use and content of one rank's cells.
 
-    held: int16 [layers, slots], the experts in the rank's slots, -1 in empty slots. cells: int32 [layers,
-    slots], the cell of each slot. total: number of cells. ValueError when `cells` names a cell twice or one
-    that does not exist.
+    placement, rank: the served placement, and this rank in it. cells: int32 [layers, slots], the cell of each
+    slot. total: number of cells. parts: parts of an expert, 1 or the number of ranks. ValueError when `cells`
+    names a cell twice or one that does not exist, or a layer is sharded whose experts cannot be cut.
     """
 
     def __init__(
-        self, held: NDArray[np.int16], cells: NDArray[np.int32], total: int, now: float = 0.0
+        self,
+        placement: Placement,
+        rank: int,
+        cells: NDArray[np.int32],
+        total: int,
+        parts: int = 1,
+        now: float = 0.0,
     ) -> None:
-        if held.shape != cells.shape or held.ndim != 2:
+        held = contents(placement, rank)
+        if held.shape != cells.shape:
             raise ValueError(
                 f"cells: a table of {cells.shape} for slots of {held.shape}; both must be [layers, slots]"
             )
@@ -101,95 +153,154 @@ class CellTable:
                 f"cells: {cells.size} slots need as many distinct cells out of {total}; the table is"
                 f" {cells.tolist()}"
             )
-        self.held = held.copy()
-        """int16 [layers, slots]: the served experts."""
+        if parts not in (1, placement.ranks) or (placement.sharded and parts != placement.ranks):
+            raise ValueError(
+                f"cells: experts of {parts} parts for {placement!r}; they must have a part per rank, or one"
+                " part if no layer is sharded"
+            )
+        self.parts = parts
+        self.rank = rank
+        self.held = held
+        """int16 [layers, slots]: the served experts, or groups of a sharded layer."""
         self.table = cells.astype(np.int32)
         """int32 [layers, slots]: the cell of each slot."""
+        self._experts = placement.experts
+        self._sharded = self._forms(placement)
         self._records = [_Record(since=now) for _ in range(total)]
         for layer, slot in np.ndindex(held.shape):
-            cell = int(cells[layer, slot])
-            self._records[cell] = _Record(Cell.LIVE, layer, slot, int(held[layer, slot]), since=now)
+            self._records[cells[layer, slot]] = _Record(
+                Cell.LIVE, self._content(held, self._sharded, layer, slot), since=now
+            )
         self._counts = Counter(record.use for record in self._records)
         self._leases: dict[int, ReadLease] = {}
         self._last_lease = 0
 
     # incoming experts
 
-    def reserve(self, requested: ExpertInSlot, now: float) -> int:
-        """Reserve a free cell for an expert that a slot will hold. Bytes may land in the cell from now on.
-        NoFreeCell when there is none."""
+    def reserve(self, content: Content, now: float) -> int:
+        """Reserve a free cell for what a slot will hold. Bytes of each of its pieces may land in the cell
+        from now on. NoFreeCell when there is none."""
         for cell, record in enumerate(self._records):
             if record.use is Cell.FREE:
                 self._move(cell, CellEvent.RESERVED, now)
-                record.layer, record.slot, record.expert = requested
+                record.content = content
+                record.coming = set(range(self._pieces(content)))
                 return cell
-        raise NoFreeCell(
-            f"no cell is free for expert {ExpertId(requested[0], requested[2])}: {self.summary()}"
-        )
+        raise NoFreeCell(f"no cell is free for {content}: {self.summary()}")
 
-    def landed(self, cell: int, now: float) -> None:
-        """Mark a cell as completely received."""
-        self._move(cell, CellEvent.LANDED, now)
+    # In the following, ALL_PARTS in place of a piece stands for all pieces of the cell.
 
-    def broken(self, cell: int, now: float) -> None:
-        """Free a cell whose transfer failed or never began. No transfer is in flight."""
-        self._move(cell, CellEvent.BROKEN, now)
+    def landed(self, cell: int, now: float, piece: int = ALL_PARTS) -> None:
+        """Mark a piece as completely received. Its checksums are compared next."""
+        record = self._records[cell]
+        self._take(cell, piece, record.coming, into=record.comparing)
+        if not record.coming and record.use is Cell.PULLING and not record.spoiled:
+            self._move(cell, CellEvent.LANDED, now)
 
-    def overdue(self, cell: int, now: float) -> None:
-        """Quarantine a cell until `settled`: it was given up while a transfer or a checksum comparison may
-        still use it."""
-        self._move(cell, CellEvent.OVERDUE, now)
+    def verified(self, cell: int, checksums: tuple[int, ...], now: float, piece: int = ALL_PARTS) -> None:
+        """Mark a piece as equal to its checksums. The last one stages the cell. checksums: one per tensor, or
+        [tensors, parts] row by row for all pieces."""
+        record = self._records[cell]
+        self._take(cell, piece, record.comparing)
+        if piece == ALL_PARTS:
+            record.checksums = checksums
+        else:
+            sums = list(record.checksums or (0,) * (len(checksums) * self.parts))
+            sums[piece :: self.parts] = checksums
+            record.checksums = tuple(sums)
+        if record.use is Cell.VERIFYING and not record.comparing and not record.spoiled:
+            self._move(cell, CellEvent.VERIFIED, now)
+        self._give_back(cell, now)
 
-    def verified(self, cell: int, checksums: tuple[int, ...], now: float) -> None:
-        """Mark a cell as staged: its content matches the checksums."""
-        self._move(cell, CellEvent.VERIFIED, now)
-        self._records[cell].checksums = checksums
+    def broken(self, cell: int, now: float, piece: int = ALL_PARTS) -> None:
+        """Give up a piece whose transfer failed or never began. It is not in flight."""
+        self._take(cell, piece, self._records[cell].coming)
+        self._spoil(cell, now)
 
-    def refused(self, cell: int, now: float) -> None:
-        """Free a cell whose content does not match the checksums. No transfer is in flight."""
-        self._move(cell, CellEvent.REFUSED, now)
+    def refused(self, cell: int, now: float, piece: int = ALL_PARTS) -> None:
+        """Give up a piece that does not match its checksums. It is not in flight."""
+        self._take(cell, piece, self._records[cell].comparing)
+        self._spoil(cell, now)
 
-    def settled(self, cell: int, now: float) -> None:
-        """Free a quarantined cell: nothing can land in it any more."""
-        if self._records[cell].use is not Cell.QUARANTINED:
-            raise Inconsistent(
-                f"cell {cell} is {self._records[cell].use.value}; only quarantined cells can be settled"
-            )
-        self._move(cell, CellEvent.SETTLED, now)
+    def overdue(self, cell: int, now: float, piece: int = ALL_PARTS) -> None:
+        """Give up a piece that a transfer or a checksum comparison may still use. Quarantine the cell until
+        `settled`."""
+        record = self._records[cell]
+        self._take(cell, piece, None, into=record.late)
+        if record.use is not Cell.QUARANTINED:
+            self._move(cell, CellEvent.OVERDUE, now)
+        self._spoil(cell, now)
+
+    def settled(self, cell: int, now: float, piece: int = ALL_PARTS) -> None:
+        """Free a quarantined cell, if this was its last piece in use: it can neither land nor be compared any
+        more."""
+        record = self._records[cell]
+        if record.use is not Cell.QUARANTINED:
+            raise Inconsistent(f"cell {cell} is {record.use.value}; only quarantined cells can be settled")
+        self._take(cell, piece, record.late)
+        self._give_back(cell, now)
 
     def drop_staged(self, now: float) -> None:
         """Free all staged cells, because their handover was aborted."""
         for cell in self._of(Cell.STAGED):
             self._move(cell, CellEvent.DROPPED, now)
 
+    def _take(self, cell: int, piece: int, pending: set[int] | None, into: set[int] | None = None) -> None:
+        """Move a piece, or all, out of a set of pending pieces. pending: None: from either of those that are
+        not late. into: where to; None: it is done with."""
+        record = self._records[cell]
+        pieces = set(range(self._pieces(record.content))) if piece == ALL_PARTS else {piece}
+        present = record.coming | record.comparing if pending is None else pending
+        if not pieces <= present or not pieces:
+            raise Inconsistent(
+                f"cell {cell} is {record.use.value}: of its pieces {sorted(pieces)}, {sorted(present)} await"
+                " this event"
+            )
+        for each in (record.coming, record.comparing, record.late):
+            each -= pieces
+        if into is not None:
+            into |= pieces
+
+    def _spoil(self, cell: int, now: float) -> None:
+        self._records[cell].spoiled = True
+        self._give_back(cell, now)
+
+    def _give_back(self, cell: int, now: float) -> None:
+        """Free a cell that was given up, once nothing uses it."""
+        record = self._records[cell]
+        if record.spoiled and not record.busy:
+            events = {Cell.PULLING: CellEvent.BROKEN, Cell.VERIFYING: CellEvent.REFUSED}
+            self._move(cell, events.get(record.use, CellEvent.SETTLED), now)
+
     # the flip
 
-    def arranged(self, held: NDArray[np.int16]) -> NDArray[np.int32]:
-        """Return the cell of each slot, int32 [layers, slots], for the experts `held`, int16 [layers, slots].
+    def arranged(self, placement: Placement) -> NDArray[np.int32]:
+        """Return the cell of each slot, int32 [layers, slots], for a placement.
 
-        An expert that stays, or moves to another slot of the rank, keeps its cell. An incoming expert gets
-        the cell staged for it. An empty slot keeps its old cell or, where another slot took that cell, gets a
-        spare cell of its layer. Inconsistent when an expert is neither held nor staged.
+        An expert that stays, or moves to another slot of the rank, keeps its cell, unless its layer changes
+        its form. What comes in gets the cell staged for it. An empty slot keeps its old cell or, where
+        another slot took that cell, gets a spare cell of its layer. Inconsistent when something is neither
+        held nor staged.
         """
-        staged = {
-            (record.layer, record.slot, record.expert): cell for cell, record in self._in_use(Cell.STAGED)
-        }
+        held, sharded = contents(placement, self.rank), self._forms(placement)
+        staged = {record.content: cell for cell, record in self._in_use(Cell.STAGED)}
         table = self.table.copy()
-        for layer in np.flatnonzero((held != self.held).any(axis=1)).tolist():
+        turned = self._sharded ^ sharded
+        for layer in range(len(held)):
+            if layer not in turned and (held[layer] == self.held[layer]).all():
+                continue
             table[layer] = -1
             cell_of = {
-                expert: int(cell)
-                for expert, cell in zip(self.held[layer].tolist(), self.table[layer], strict=True)
-                if expert != EMPTY
+                number: int(cell)
+                for number, cell in zip(self.held[layer].tolist(), self.table[layer], strict=True)
+                if number != EMPTY and layer not in turned
             }
-            for slot, expert in enumerate(held[layer].tolist()):
-                if expert != EMPTY:
-                    found = cell_of.get(expert, staged.get((layer, slot, expert)))
+            for slot, number in enumerate(held[layer].tolist()):
+                if number != EMPTY:
+                    content = self._content(held, sharded, layer, slot)
+                    found = cell_of.get(number, staged.get(content))
                     if found is None:
-                        raise Inconsistent(
-                            f"layer {layer} slot {slot}: expert {ExpertId(layer, expert)} is neither here nor"
-                            " staged"
-                        )
+                        raise Inconsistent(f"layer {layer} slot {slot}: {content} is neither here nor staged")
                     table[layer, slot] = found
             self._assign_empty(layer, table)
         return table
@@ -202,54 +313,73 @@ class CellTable:
             table[layer, slot] = own if own in spare else spare[0]
             spare.remove(int(table[layer, slot]))
 
-    def adopt(self, held: NDArray[np.int16], table: NDArray[np.int32], now: float) -> None:
-        """Switch to these experts and these cells (from `arranged`). Cells without a slot drain, and become
+    def adopt(self, placement: Placement, table: NDArray[np.int32], now: float) -> None:
+        """Switch to a placement and these cells (from `arranged`). Cells without a slot drain, and become
         free once no lease covers them."""
+        held, sharded = contents(placement, self.rank), self._forms(placement)
         for cell in np.setdiff1d(self.table, table).tolist():
             self._move(cell, CellEvent.EVICTED, now)
             self._settle_drained(cell, now)
-        for layer, slot in np.argwhere((held != self.held) | (table != self.table)).tolist():
+        changed = (held != self.held) | (table != self.table)
+        changed[list(self._sharded ^ sharded)] = True
+        for layer, slot in np.argwhere(changed).tolist():
             cell = int(table[layer, slot])
             record = self._records[cell]
             if record.use is Cell.STAGED:
                 self._move(cell, CellEvent.ADOPTED, now)
-            record.layer, record.slot, record.expert = layer, slot, int(held[layer, slot])
-            if record.expert == EMPTY:
+            record.content = self._content(held, sharded, layer, slot)
+            if record.content.number == EMPTY:
                 record.checksums = ()
-        self.held, self.table = held.copy(), table.copy()
+        self.held, self.table, self._sharded = held, table.copy(), sharded
 
     # content of the cells
 
     def residents(self) -> Iterator[ResidentCell]:
         """Iterate over the cells of all served experts."""
-        for (layer, slot), expert in np.ndenumerate(self.held):
-            if expert != EMPTY:
-                yield ResidentCell(int(self.table[layer, slot]), layer, slot, int(expert))
+        for (layer, slot), number in np.ndenumerate(self.held):
+            if number != EMPTY:
+                content = self._content(self.held, self._sharded, layer, slot)
+                yield ResidentCell(int(self.table[layer, slot]), content, self._pieces(content))
 
     def seal(self, resident: ResidentCell, checksums: tuple[int, ...]) -> None:
-        """Store the checksums of a served expert. The expert can be leased from now on. Do nothing if the
-        cell has changed its use meanwhile."""
-        record = self._records[resident.cell]
-        if record.use is Cell.LIVE and (record.layer, record.expert) == (resident.layer, resident.expert):
-            record.checksums = checksums
+        """Store the checksums of a served cell, [tensors, parts] row by row. It can be leased from now on. Do
+        nothing if the cell has changed its use meanwhile."""
+        if self._serves(resident):
+            self._records[resident.cell].checksums = checksums
 
     def sealed(self, resident: ResidentCell) -> tuple[int, ...] | None:
-        """Return the checksums of a served expert. None while they are unknown, or if the cell has changed
-        its use meanwhile."""
+        """Return the checksums of a served cell. None while they are unknown, or if the cell has changed its
+        use meanwhile."""
+        return (self._records[resident.cell].checksums or None) if self._serves(resident) else None
+
+    def _serves(self, resident: ResidentCell) -> bool:
+        """Return True if a cell still serves the same, in whichever slot."""
         record = self._records[resident.cell]
-        serves = record.use is Cell.LIVE and (record.layer, record.expert) == (
-            resident.layer,
-            resident.expert,
+        return record.use is Cell.LIVE and record.content._replace(slot=0) == resident.content._replace(
+            slot=0
         )
-        return (record.checksums or None) if serves else None
+
+    def _forms(self, placement: Placement) -> frozenset[int]:
+        """Return the layers whose cells hold groups. None where the forms coincide."""
+        return frozenset(placement.sharded if self.parts > 1 else ())
+
+    @staticmethod
+    def _content(held: NDArray[np.int16], sharded: frozenset[int], layer: int, slot: int) -> Content:
+        return Content(layer, slot, int(held[layer, slot]), layer in sharded)
+
+    def _pieces(self, content: Content) -> int:
+        """Return the number of pieces of a cell with this content."""
+        if not content.sharded:
+            return self.parts
+        return min(self.parts, self._experts - content.number * self.parts)
 
     # leases
 
     def lease(
-        self, reader: int, handover: int, experts: Sequence[ExpertInSlot], seconds: float, now: float
+        self, reader: int, handover: int, experts: Sequence[Requested], seconds: float, now: float
     ) -> ReadLease:
-        """Lease the cells of these experts to a reader for a number of seconds: they do not change until the
-        lease ends. A repeated request renews the lease. LeaseRefused when one of the experts is not served
+        """Lease the cells of these experts or parts to a reader for a number of seconds: they do not change
+        until the lease ends. A repeated request renews the lease. LeaseRefused when one of them is not served
         here."""
         requested = tuple(experts)
         held = next(
@@ -269,7 +399,7 @@ class CellTable:
         return renewed
 
     def _grant(
-        self, reader: int, handover: int, requested: tuple[ExpertInSlot, ...], seconds: float, now: float
+        self, reader: int, handover: int, requested: tuple[Requested, ...], seconds: float, now: float
     ) -> ReadLease:
         if not 0 < len(requested) <= self.held.size or len(set(requested)) < len(requested):
             raise LeaseRefused(
@@ -279,42 +409,52 @@ class CellTable:
             raise LeaseRefused(
                 f"{MAX_LEASES} leases are open already; ask again when readers have ended theirs"
             )
-        cells = tuple(self._cell_of(one) for one in requested)
+        found = [self.find(one) for one in requested]
         self._last_lease += 1
         lease = ReadLease(
             self._last_lease,
             reader,
             handover,
             requested,
-            cells,
-            tuple(self._records[cell].checksums for cell in cells),
+            tuple(cell for cell, _ in found),
+            tuple(checksums for _, checksums in found),
             now + seconds,
         )
         self._leases[lease.number] = lease
-        for cell in cells:
+        for cell in lease.cells:
             self._records[cell].readers.add(lease.number)
         return lease
 
-    def _cell_of(self, requested: ExpertInSlot) -> int:
-        layer, slot, expert = requested
+    def find(self, requested: Requested) -> tuple[int, tuple[int, ...]]:
+        """Return (cell, checksums) of a served expert or part. The checksums are those of a `ReadLease`.
+        LeaseRefused when it is not served here."""
+        layer, slot, expert, part = requested
         layers, slots = self.held.shape
         if not (0 <= layer < layers and 0 <= slot < slots):
             raise LeaseRefused(
                 f"layer {layer} slot {slot} of this rank does not exist; it has {layers} layers of {slots}"
             )
-        if expert == EMPTY or expert != self.held[layer, slot]:
-            found = int(self.held[layer, slot])
-            content = "nothing" if found == EMPTY else f"expert {ExpertId(layer, found)}"
+        content = self._content(self.held, self._sharded, layer, slot)
+        number, piece = group_of(expert, self.parts) if content.sharded else (expert, part)
+        parts = (self.rank,) if content.sharded else range(ALL_PARTS, self.parts)
+        if not 0 <= expert < self._experts or number != content.number:
+            present = "nothing" if content.number == EMPTY else str(content)
             raise LeaseRefused(
-                f"layer {layer} slot {slot} of this rank holds {content}, not expert {expert}; ask the"
+                f"layer {layer} slot {slot} of this rank holds {present}, not expert {expert}; ask the"
                 " coordinator for the epoch that is served"
             )
+        if part not in parts:
+            raise LeaseRefused(
+                f"this rank has no part {part} of expert {ExpertId(layer, expert)}, but {list(parts)}"
+                f" ({ALL_PARTS}: all); ask the coordinator for the epoch that is served"
+            )
         cell = int(self.table[layer, slot])
-        if not self._records[cell].checksums:
+        sums = self._records[cell].checksums
+        if not sums:
             raise LeaseRefused(
                 f"expert {ExpertId(layer, expert)} has no checksums yet; ask again in a moment"
             )
-        return cell
+        return cell, sums if piece == ALL_PARTS else sums[piece :: self.parts]
 
     def end(self, number: int, now: float) -> bool:
         """End a lease, because its reads have settled. False: it had already ended."""
@@ -391,6 +531,23 @@ class CellTable:
                 raise Inconsistent(f"cell {cell} is {record.use.value}, and leased")
             if record.use is Cell.DRAINING and not record.readers:
                 raise Inconsistent(f"cell {cell} drains without a lease")
+            self._check_pieces(cell, record)
+
+    @staticmethod
+    def _check_pieces(cell: int, record: _Record) -> None:
+        """Check that pieces are pending where the cell's use says so, and nowhere else."""
+        allowed = {
+            Cell.PULLING: (True, True, False),
+            Cell.VERIFYING: (False, True, False),
+            Cell.QUARANTINED: (True, True, True),
+        }.get(record.use, (False, False, False))
+        pending = (record.coming, record.comparing, record.late)
+        if any(pieces and not may for pieces, may in zip(pending, allowed, strict=True)):
+            raise Inconsistent(f"cell {cell} is {record.use.value}, and pieces {pending} are pending")
+        if any(allowed) and not record.busy:
+            raise Inconsistent(f"cell {cell} is {record.use.value}, and no piece is pending")
+        if record.use is Cell.STAGED and (record.spoiled or not record.checksums):
+            raise Inconsistent(f"cell {cell} is staged without all its pieces")
 
     def _move(self, cell: int, event: CellEvent, now: float) -> None:
         record = self._records[cell]
@@ -399,7 +556,7 @@ class CellTable:
         self._counts[record.use] += 1
         record.since = now
         if record.use is Cell.FREE:
-            record.expert, record.checksums = EMPTY, ()
+            record.content, record.checksums, record.spoiled = _NOTHING, (), False
 
     def _settle_drained(self, cell: int, now: float) -> None:
         record = self._records[cell]

@@ -1,12 +1,15 @@
 """Copies of incoming experts of one rank: sources, retries, and reads that must settle. Pure.
 
-The experts that are read from one rank form a *batch* with one lease and one read. A batch goes through
-waiting -> leasing -> reading -> verifying. Then its cells are staged. Failures:
+The experts and parts that are read from one rank form a *batch* with one lease and one read. A batch goes
+through waiting -> leasing -> reading -> verifying. A cell is staged once all its pieces are verified; in a
+layer that turns over they come in several batches. Parts that the rank holds itself, in the layer's other
+form, are a batch without a lease, copied within the memory and verified alike. Failures:
 
 - The source refuses, the read fails, or checksums are wrong: no transfer is in flight, and the cells are
   free. The experts are retried from their next holders, a bounded number of times.
 - The read is overdue: its cells are quarantined, which costs free cells. So it is retried only if another
   holder is left.
+- A part cannot be copied: it has one source, and is never read into its cell again. No retry is left.
 - The handover is aborted: reads in progress are stopped and their cells are quarantined. The batch stays on
   record until it has settled, even through later handovers.
 
@@ -20,12 +23,19 @@ from itertools import count
 from typing import NamedTuple
 
 from engine_adapter.config import TransferConfig
-from engine_adapter.handover.cell_table import CellTable, NoFreeCell
+from engine_adapter.handover.cell_table import (
+    CellTable,
+    Content,
+    LeaseRefused,
+    NoFreeCell,
+    Requested,
+)
 from engine_adapter.handover.proposal_check import CannotStage, IncomingExperts, StagingFault
 from fleet.experts import ExpertId
 from fleet.facts.migrations import PullReport
 from fleet.handover import Cell
 from fleet.requests.handovers import ExpertsLeased, MemoryAddress
+from fleet.sharding import ALL_PARTS, group_of
 
 MAX_SOURCES = 2
 """Ranks that are read from concurrently. More would only share the same memory or link."""
@@ -34,29 +44,50 @@ MAX_SOURCES = 2
 
 
 class RequestLease(NamedTuple):
-    """Request a read lease for these experts from a rank, and renew it periodically until `ReleaseLease`.
-    Reported by LeaseGranted, LeaseRenewed or LeaseDenied."""
+    """Request a read lease for these experts and parts from a rank, and renew it periodically until
+    `ReleaseLease`. Reported by LeaseGranted, LeaseRenewed or LeaseDenied."""
 
     batch: int
     source: int
     """Rank to read from."""
     handover: int
-    experts: tuple[tuple[int, int, int], ...]
-    """(layer, slot over all ranks, expert)."""
+    experts: tuple[tuple[int, int, int, int], ...]
+    """(layer, slot over all ranks, expert, part): `fleet.requests.handovers.LeaseExperts`."""
     until: float
     """Deadline. A later reply is useless."""
 
 
+class CellRead(NamedTuple):
+    """Copy into a cell: of a piece, from a cell of the layer's other form, or of a whole expert."""
+
+    source: int
+    """Cell to read, of the source rank."""
+    source_piece: int
+    """ALL_PARTS: a whole expert."""
+    cell: int
+    piece: int
+    """ALL_PARTS: all pieces of the cell."""
+    sharded: bool
+    """The cell is for a sharded layer."""
+
+
 class ReadCells(NamedTuple):
-    """Read whole cells. Reported by ReadLanded, ReadBroken, or ReadLate and then ReadSettled."""
+    """Read cells of another rank. Reported by ReadLanded, ReadBroken, or ReadLate and then ReadSettled."""
 
     batch: int
     source: int
     address: MemoryAddress
-    pulls: tuple[tuple[int, int], ...]
-    """(remote cell, local cell)."""
+    reads: tuple[CellRead, ...]
     until: float
     """Deadline of the read."""
+
+
+class CopyLocal(NamedTuple):
+    """Copy cells within this rank's own memory. Reported by ReadLanded or ReadBroken. It cannot be
+    stopped."""
+
+    batch: int
+    reads: tuple[CellRead, ...]
 
 
 class StopReads(NamedTuple):
@@ -66,12 +97,13 @@ class StopReads(NamedTuple):
 
 
 class VerifyCells(NamedTuple):
-    """Compare the received cells with their checksums. Reported by CellsVerified."""
+    """Compare what was received with its checksums. Reported by CellsVerified."""
 
     batch: int
     source: int
-    cells: tuple[int, ...]
+    reads: tuple[CellRead, ...]
     checksums: tuple[tuple[int, ...], ...]
+    """Per read: one u64 per tensor of a piece, [tensors, parts] row by row of a whole expert."""
 
 
 class ReleaseLease(NamedTuple):
@@ -83,7 +115,7 @@ class ReleaseLease(NamedTuple):
     """Lease number. 0: none was granted."""
 
 
-Effect = RequestLease | ReadCells | StopReads | VerifyCells | ReleaseLease
+Effect = RequestLease | ReadCells | CopyLocal | StopReads | VerifyCells | ReleaseLease
 
 # Reports
 
@@ -139,7 +171,7 @@ class ReadSettled(NamedTuple):
 
 
 class CellsVerified(NamedTuple):
-    """Result of a checksum comparison. wrong: per cell, a text that names the mismatch; empty where all
+    """Result of a checksum comparison. wrong: per read, a text that names the mismatch; empty where all
     match."""
 
     batch: int
@@ -160,10 +192,12 @@ Report = (
 
 @dataclass(slots=True)
 class _IncomingCopy:
-    """One incoming expert."""
+    """One incoming expert, or part of one."""
 
     coming: IncomingExperts
     cell: int
+    parts: int
+    """Parts of an expert."""
     tries: int = 0
     failed: set[int] = field(default_factory=set)
     """Sources that failed since the last time all had failed."""
@@ -174,8 +208,32 @@ class _IncomingCopy:
         return next(source for source in self.coming.sources if source not in self.failed)
 
     @property
-    def name(self) -> ExpertId:
-        return ExpertId(self.coming.layer, self.coming.expert)
+    def is_part(self) -> bool:
+        return self.coming.part != ALL_PARTS
+
+    @property
+    def piece(self) -> int:
+        """Piece of its cell. ALL_PARTS: all of them."""
+        return self._position if self.coming.sharded else self.coming.part
+
+    @property
+    def requested(self) -> tuple[int, int, int, int]:
+        """(layer, slot over all ranks, expert, part), as in `RequestLease`."""
+        return self.coming.layer, self.source, self.coming.expert, self.coming.part
+
+    @property
+    def name(self) -> str:
+        name = f"expert {ExpertId(self.coming.layer, self.coming.expert)}"
+        return f"part {self.coming.part} of {name}" if self.is_part else name
+
+    def read_from(self, cell: int) -> CellRead:
+        """Return the read of it from a cell of its source."""
+        there = self._position if self.is_part and not self.coming.sharded else self.coming.part
+        return CellRead(cell, there, self.cell, self.piece, self.coming.sharded)
+
+    @property
+    def _position(self) -> int:
+        return group_of(self.coming.expert, self.parts)[1]
 
     def another(self, max_tries: int, *, same: bool) -> bool:
         """Record a failure of the current source. Return True if a retry is allowed. same: when all sources
@@ -208,12 +266,14 @@ class _Batch:
     stage: _Stage = _Stage.WAITING
     lease: int = 0
     checksums: tuple[tuple[int, ...], ...] = ()
-    settling: tuple[int, ...] = ()
-    """Cells of the batch in quarantine."""
+    reads: tuple[CellRead, ...] = ()
+    """One per copy, once they are known."""
+    settling: tuple[tuple[int, int], ...] = ()
+    """(cell, piece) of the batch in quarantine."""
 
 
 class InboundCopies:
-    """Batches of one rank. tensors: number of tensors in a cell, and so of checksums per expert."""
+    """Batches of one rank. tensors: number of tensors of an expert, and so of checksums per part."""
 
     def __init__(
         self, cell_table: CellTable, *, tensors: int, slots_per_rank: int, config: TransferConfig
@@ -230,18 +290,26 @@ class InboundCopies:
         self._batches: dict[int, _Batch] = {}
 
     def expect(self, coming: tuple[IncomingExperts, ...], handover: int, until: float, now: float) -> None:
-        """Start copying these experts. CannotStage when too few cells are free."""
+        """Start copying these experts and parts. CannotStage when too few cells are free."""
+        cells: dict[Content, int] = dict.fromkeys(map(self._content, coming), -1)
         free = self._cell_table.count(Cell.FREE)
-        if len(coming) > free:
+        if len(cells) > free:
+            what = "experts" if len(cells) == len(coming) else "cells with parts of experts"
             raise CannotStage(
                 StagingFault.ROOM,
-                f"{len(coming)} experts must be copied, but {free} cells are free"
+                f"{len(cells)} {what} must be copied, but {free} cells are free"
                 f" ({self._cell_table.summary()}): copy less per handover, or wait for cells",
             )
-        self._queue(
-            [_IncomingCopy(one, self._cell_table.reserve(one[:3], now)) for one in coming], handover, until
-        )
-        self._begin()
+        for content in cells:
+            cells[content] = self._cell_table.reserve(content, now)
+        parts = self._cell_table.parts
+        self._queue([_IncomingCopy(one, cells[self._content(one)], parts) for one in coming], handover, until)
+        self._begin(now)
+
+    def _content(self, coming: IncomingExperts) -> Content:
+        """Return the content of the cell that an incoming expert or part belongs into."""
+        number = group_of(coming.expert, self._cell_table.parts)[0] if coming.sharded else coming.expert
+        return Content(coming.layer, coming.slot, number, coming.sharded)
 
     @property
     def all_staged(self) -> bool:
@@ -299,7 +367,7 @@ class InboundCopies:
                     f"the read from rank {batch.source} ended early; try again",
                     now,
                 )
-        self._begin()
+        self._begin(now)
 
     # Progress of a batch.
 
@@ -314,70 +382,93 @@ class InboundCopies:
             number = next(self._numbers)
             self._batches[number] = _Batch(number, source, handover, until, group)
 
-    def _begin(self) -> None:
-        """Request leases for waiting batches, up to the limit of concurrent sources."""
+    def _begin(self, now: float) -> None:
+        """Request leases for waiting batches, up to the limit of concurrent sources, and start local
+        copies."""
+        own = self._cell_table.rank
         busy = {batch.source for batch in self._expected() if batch.stage in (_Stage.LEASING, _Stage.READING)}
+        busy.discard(own)
         for batch in self._expected():
-            if batch.stage is _Stage.WAITING and batch.source not in busy and len(busy) < MAX_SOURCES:
+            if batch.stage is not _Stage.WAITING:
+                continue
+            if batch.source == own:
+                self._copy(batch, now)
+            elif batch.source not in busy and len(busy) < MAX_SOURCES:
                 busy.add(batch.source)
                 batch.stage = _Stage.LEASING
-                experts = tuple((copy.coming.layer, copy.source, copy.coming.expert) for copy in batch.copies)
+                requested = tuple(copy.requested for copy in batch.copies)
                 self.effects.append(
-                    RequestLease(batch.number, batch.source, batch.handover, experts, batch.until)
+                    RequestLease(batch.number, batch.source, batch.handover, requested, batch.until)
                 )
+
+    def _copy(self, batch: _Batch, now: float) -> None:
+        """Start a local copy."""
+        first = batch.source * self._slots
+        try:
+            found = [
+                self._cell_table.find(Requested(layer, slot - first, expert, part))
+                for layer, slot, expert, part in (copy.requested for copy in batch.copies)
+            ]
+        except LeaseRefused as refusal:
+            self._retry_failed(batch, StagingFault.SOURCE, f"rank {batch.source}: {refusal}", now)
+            return
+        batch.stage, batch.checksums = _Stage.READING, tuple(checksums for _, checksums in found)
+        cells = (cell for cell, _ in found)
+        batch.reads = tuple(copy.read_from(cell) for copy, cell in zip(batch.copies, cells, strict=True))
+        self.effects.append(CopyLocal(batch.number, batch.reads))
 
     def _read(self, batch: _Batch, answer: ExpertsLeased, now: float) -> None:
         batch.lease = answer.lease
-        expected, sums = len(batch.copies), {len(one) for one in answer.checksums}
-        if (len(answer.cells), len(answer.checksums)) != (expected, expected) or sums != {self._tensors}:
-            granted = (
-                f"{len(answer.cells)} cells with checksums of {len(answer.checksums)} experts, {sorted(sums)}"
-                " each"
-            )
-            self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
+        expected = [self._tensors * (1 if copy.is_part else copy.parts) for copy in batch.copies]
+        found = [len(one) for one in answer.checksums]
+        if len(answer.cells) != len(expected) or found != expected:
+            self._release(batch, answer.lease)
             self._retry_failed(
                 batch,
                 StagingFault.SOURCE,
-                f"rank {batch.source} leased {granted}, not {expected} x {self._tensors}: run one version on"
-                " all ranks",
+                f"rank {batch.source} leased {len(answer.cells)} cells with {found} checksums, not"
+                f" {len(expected)} with {expected}: run one version on all ranks",
                 now,
             )
             return
         batch.stage, batch.checksums = _Stage.READING, answer.checksums
-        pulls = tuple((source, copy.cell) for source, copy in zip(answer.cells, batch.copies, strict=True))
-        self.effects.append(ReadCells(batch.number, batch.source, answer.memory, pulls, batch.until))
+        batch.reads = tuple(
+            copy.read_from(cell) for copy, cell in zip(batch.copies, answer.cells, strict=True)
+        )
+        self.effects.append(ReadCells(batch.number, batch.source, answer.memory, batch.reads, batch.until))
+
+    def _release(self, batch: _Batch, lease: int) -> None:
+        """Release the lease of a batch. A local copy has none."""
+        if batch.source != self._cell_table.rank:
+            self.effects.append(ReleaseLease(batch.number, batch.source, lease))
 
     def _verify(self, batch: _Batch, report: ReadLanded, now: float) -> None:
         pull = PullReport(
             source=batch.source,
             transfer=report.transfer,
-            experts=len(batch.copies),
+            experts=len({(copy.coming.layer, copy.coming.expert) for copy in batch.copies}),
             bytes=report.bytes,
             seconds=report.seconds,
         )
         self.pulls.append(pull)
         for copy in batch.copies:
-            self._cell_table.landed(copy.cell, now)
+            self._cell_table.landed(copy.cell, now, copy.piece)
         batch.stage = _Stage.VERIFYING
-        self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
-        self.effects.append(
-            VerifyCells(
-                batch.number, batch.source, tuple(copy.cell for copy in batch.copies), batch.checksums
-            )
-        )
+        self._release(batch, batch.lease)
+        self.effects.append(VerifyCells(batch.number, batch.source, batch.reads, batch.checksums))
 
     def _stage(self, batch: _Batch, wrong: tuple[str, ...], now: float) -> None:
         del self._batches[batch.number]
         bad: list[_IncomingCopy] = []
         for copy, checksums, text in zip(batch.copies, batch.checksums, wrong, strict=True):
             if text:
-                self._cell_table.refused(copy.cell, now)
+                self._cell_table.refused(copy.cell, now, copy.piece)
                 bad.append(copy)
             else:
-                self._cell_table.verified(copy.cell, checksums, now)
+                self._cell_table.verified(copy.cell, checksums, now, copy.piece)
         if bad:
             what = (
-                f"expert {bad[0].name}, as read from rank {batch.source}, does not match that rank's"
+                f"{bad[0].name}, as read from rank {batch.source}, does not match that rank's"
                 f" checksums: {next(filter(None, wrong))}"
             )
             self._retry(
@@ -394,9 +485,9 @@ class InboundCopies:
         """Retry each expert of a batch from its next source. No transfer of the batch is in flight."""
         del self._batches[batch.number]
         for copy in batch.copies:
-            self._cell_table.broken(copy.cell, now)
+            self._cell_table.broken(copy.cell, now, copy.piece)
         if batch.stage is _Stage.READING:
-            self.effects.append(ReleaseLease(batch.number, batch.source, batch.lease))
+            self._release(batch, batch.lease)
         self._retry(batch, batch.copies, fault, text, now)
 
     def _retry_overdue(self, batch: _Batch, text: str, now: float) -> None:
@@ -415,12 +506,14 @@ class InboundCopies:
         *,
         same: bool = True,
     ) -> None:
-        if not all(copy.another(self._config.retries, same=same) for copy in copies):
+        if any(copy.is_part for copy in copies) or not all(
+            copy.another(self._config.retries, same=same) for copy in copies
+        ):
             raise CannotStage(fault, text)
         reserved: list[int] = []
         try:
             for copy in copies:
-                copy.cell = self._cell_table.reserve(copy.coming[:3], now)
+                copy.cell = self._cell_table.reserve(self._content(copy.coming), now)
                 reserved.append(copy.cell)
         except NoFreeCell as error:
             for cell in reserved:
@@ -432,21 +525,21 @@ class InboundCopies:
 
     def _give_up(self, batch: _Batch, now: float) -> None:
         if batch.stage in (_Stage.READING, _Stage.VERIFYING):
-            if batch.stage is _Stage.READING:
+            if batch.stage is _Stage.READING and batch.source != self._cell_table.rank:
                 self.effects.append(StopReads(batch.number))
             self._quarantine(batch, now)
             return
         for copy in batch.copies:
-            self._cell_table.broken(copy.cell, now)
+            self._cell_table.broken(copy.cell, now, copy.piece)
         if batch.stage is _Stage.WAITING:
             del self._batches[batch.number]
         # A lease request may still be granted. The lease is released then.
         batch.stage, batch.copies = _Stage.GIVEN_UP, []
 
     def _quarantine(self, batch: _Batch, now: float) -> None:
-        batch.settling = tuple(copy.cell for copy in batch.copies)
-        for cell in batch.settling:
-            self._cell_table.overdue(cell, now)
+        batch.settling = tuple((copy.cell, copy.piece) for copy in batch.copies)
+        for cell, piece in batch.settling:
+            self._cell_table.overdue(cell, now, piece)
         batch.stage, batch.copies = _Stage.GIVEN_UP, []
 
     def _conclude(self, batch: _Batch, report: Report, now: float) -> None:
@@ -454,7 +547,6 @@ class InboundCopies:
         if isinstance(report, ReadLate):
             return
         del self._batches[batch.number]
-        for cell in batch.settling:
-            self._cell_table.settled(cell, now)
-        lease = report.answer.lease if isinstance(report, LeaseGranted) else batch.lease
-        self.effects.append(ReleaseLease(batch.number, batch.source, lease))
+        for cell, piece in batch.settling:
+            self._cell_table.settled(cell, now, piece)
+        self._release(batch, report.answer.lease if isinstance(report, LeaseGranted) else batch.lease)

@@ -14,7 +14,7 @@ import numpy as np
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, Placement
 from fleet.requests.handovers import ExpertCopy, ProposeHandover
-from fleet.sharding import turned
+from fleet.sharding import ALL_PARTS, contents, group_of, turn, turned
 
 LONGEST_SECONDS = 86_400.0
 """Upper limit of the staging deadline."""
@@ -56,14 +56,18 @@ class CannotStage(Exception):
 
 
 class IncomingExperts(NamedTuple):
-    """An expert that the rank does not hold and must copy."""
+    """An expert, or a part of one, that the rank must copy into a cell."""
 
     layer: int
     slot: int
-    """Slot of this rank."""
+    """Slot of this rank. In a layer that becomes sharded that of the expert's group."""
     expert: int
     sources: tuple[int, ...]
-    """Slots over all ranks that hold the expert in the served epoch, the proposed source first."""
+    """Slots over all ranks that hold it in the served epoch, the proposed source first. A part of a layer
+    that turns over has one, which may be this rank's own."""
+    part: int = ALL_PARTS
+    sharded: bool = False
+    """The layer becomes sharded."""
 
 
 class ProposalRequest(NamedTuple):
@@ -75,16 +79,19 @@ class ProposalRequest(NamedTuple):
 
 
 def required_work(
-    command: ProposeHandover, proposed: Placement, served: Placement, rank: int
+    command: ProposeHandover, proposed: Placement, served: Placement, rank: int, parts: int = 1
 ) -> ProposalRequest:
-    """Return the work that a proposal demands from this rank. CannotStage names the mismatch: the shape, the
-    deadline, a copy, or a slot without a copy."""
-    check_terms(command.deadline_seconds, proposed, served)
-    return _coming(proposed, served, rank, _sources(command.copies, proposed, served))
+    """Return the work that a proposal demands from this rank. parts: into how many its memory cuts an expert;
+    1: layers cannot turn over. CannotStage names the mismatch: the shape, the deadline, a copy, or a slot
+    without a copy."""
+    check_terms(command.deadline_seconds, proposed, served, parts)
+    work = _coming(proposed, served, rank, _sources(command.copies, proposed, served))
+    return work._replace(coming=work.coming + _turning(proposed, served, rank))
 
 
-def check_terms(deadline_seconds: float, proposed: Placement, served: Placement) -> None:
-    """Check the shape and the deadline of a proposal. CannotStage names the mismatch."""
+def check_terms(deadline_seconds: float, proposed: Placement, served: Placement, parts: int = 1) -> None:
+    """Check the shape and the deadline of a proposal. parts: as in `required_work`. CannotStage names the
+    mismatch."""
     shape = (proposed.layers, proposed.experts, proposed.ranks, proposed.slots_per_rank)
     present = (served.layers, served.experts, served.ranks, served.slots_per_rank)
     if shape != present:
@@ -93,11 +100,11 @@ def check_terms(deadline_seconds: float, proposed: Placement, served: Placement)
             f"a placement of (layers, experts, ranks, slots per rank) {shape}, and this engine has {present};"
             " plan anew",
         )
-    if changed := turned(served, proposed):
+    if (changed := turned(served, proposed)) and parts != served.ranks:
         raise CannotStage(
             StagingFault.PLACEMENT,
-            f"layers {list(changed)} change between whole and sharded, which this engine does not do; plan"
-            " anew",
+            f"layers {list(changed)} change between whole and sharded, but the memory of this engine does not"
+            f" cut experts into {served.ranks} parts; plan anew",
         )
     if not 0 < deadline_seconds <= LONGEST_SECONDS:
         raise CannotStage(
@@ -164,10 +171,12 @@ def _coming(
     proposed: Placement, served: Placement, rank: int, sources: dict[tuple[int, int], int]
 ) -> ProposalRequest:
     first = rank * proposed.slots_per_rank
-    before, after = served.on_rank(rank), proposed.on_rank(rank)
+    before, after = contents(served, rank), contents(proposed, rank)
+    changed = (after != before) & (after != EMPTY)
+    changed[list(turned(served, proposed))] = False
     coming: list[IncomingExperts] = []
     moved = 0
-    for layer, slot in np.argwhere((after != before) & (after != EMPTY)).tolist():
+    for layer, slot in np.argwhere(changed).tolist():
         expert = int(after[layer, slot])
         if expert in before[layer]:
             moved += 1
@@ -186,3 +195,23 @@ def _coming(
         )
         coming.append(IncomingExperts(layer, slot, expert, (source, *others)))
     return ProposalRequest(tuple(coming), moved)
+
+
+def _turning(proposed: Placement, served: Placement, rank: int) -> tuple[IncomingExperts, ...]:
+    """Return the parts that this rank gets of the layers that turn over."""
+    slots = served.slots_per_rank
+    coming: list[IncomingExperts] = []
+    for layer, expert, part, source, _ in zip(*turn(served, proposed).to(rank), strict=True):
+        group, _ = group_of(int(expert), served.ranks)
+        if sharded := int(layer) in proposed.sharded:
+            there, here = _slot_of(served, layer, expert, source), group
+        else:
+            there, here = group, _slot_of(proposed, layer, expert, rank)
+        sources = (int(source) * slots + there,)
+        coming.append(IncomingExperts(int(layer), here, int(expert), sources, int(part), sharded))
+    return tuple(coming)
+
+
+def _slot_of(placement: Placement, layer: int, expert: int, rank: int) -> int:
+    """Return the slot of a rank that holds an expert of a whole layer."""
+    return int(np.flatnonzero(placement.on_rank(rank)[layer] == expert)[0])

@@ -85,7 +85,8 @@ class _Open:
 
 
 class RankProtocol:
-    """Protocol state of one rank. tensors: number of tensors of an expert."""
+    """Protocol state of one rank. tensors: number of tensors of an expert. The cell table knows into how many
+    parts experts are cut."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class RankProtocol:
         assert self._open is not None
         assert self._open.cells is not None
         self.placement = self._open.placement
-        self.cell_table.adopt(self.placement.on_rank(self._rank), self._open.cells, now)
+        self.cell_table.adopt(self.placement, self._open.cells, now)
         self._close(now)
         self.protocol_state = flipped(self.protocol_state)
 
@@ -245,7 +246,7 @@ class RankProtocol:
     def _begin(self, command: ProposeHandover, placement: Placement | str, open_: _Open, now: float) -> None:
         if isinstance(placement, str):
             raise CannotStage(StagingFault.PLACEMENT, placement)
-        work = required_work(command, placement, self.placement, self._rank)
+        work = required_work(command, placement, self.placement, self._rank, self.cell_table.parts)
         held = self.cell_table.count(Cell.QUARANTINED)
         if held > self._config.quarantine_cells:
             raise CannotStage(
@@ -275,7 +276,7 @@ class RankProtocol:
             and self.inbound.all_staged
             and self._open.cells is None
         ):
-            self._open.cells = self.cell_table.arranged(self._open.placement.on_rank(self._rank))
+            self._open.cells = self.cell_table.arranged(self._open.placement)
             self._effects.append(Prepare(self._open.number, self._open.placement, self._open.cells))
 
     def _stages(self, handover: int) -> bool:

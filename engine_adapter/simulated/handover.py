@@ -95,16 +95,17 @@ class HandoverGroup(Protocol):
 class SimulatedExperts:
     """Handover operations of one rank (`engine_adapter.engine.Experts`)."""
 
-    def __init__(self, engine: HandoverGroup, rank: int) -> None:
+    def __init__(self, engine: HandoverGroup, rank: int, *, parts: int, spare_layers: int) -> None:
+        """parts, spare_layers: as in `SimulatedCells`."""
         per, layers = engine.placement.slots_per_rank, engine.placement.layers
-        self.memory = SimulatedCells(engine.placement, rank)
+        self.memory = SimulatedCells(engine.placement, rank, parts, spare_layers)
         self.cells = np.arange(layers * per, dtype=np.int32).reshape(layers, per)
         self._engine = engine
         self._rank = rank
 
     async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> SimulatedEpoch:
         """Prepare a placement. ValueError when the placement is of another engine, or a slot's cell does not
-        hold its expert."""
+        hold its expert, or its group of a sharded layer."""
         now = self._engine.placement
         if (placement.layers, placement.experts, placement.ranks, placement.slots_per_rank) != (
             now.layers,
@@ -113,11 +114,11 @@ class SimulatedExperts:
             now.slots_per_rank,
         ):
             raise ValueError(f"simulated engine: {placement!r} does not follow {now!r}")
-        wrong = self.memory.misplaced(placement.on_rank(self._rank), cells)
+        wrong = self.memory.misplaced(placement, cells)
         if wrong is not None:
             raise ValueError(
                 f"simulated engine: the cell of layer {wrong[0]} slot {wrong[1]} on rank {self._rank} does"
-                " not hold that slot's expert"
+                " not hold that slot's expert or group"
             )
         return SimulatedEpoch(placement, cells.copy(), await self._engine.adoptions.routes(placement))
 

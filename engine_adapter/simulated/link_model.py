@@ -10,6 +10,7 @@ from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import Faults
 from engine_adapter.simulated.model.memory import SimulatedCells
 from engine_adapter.transfer.address_validation import OpenRead, check_read, own_address
+from engine_adapter.transfer.parts import CellFormat
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled
 from fleet.requests.handovers import MemoryAddress
 
@@ -39,20 +40,14 @@ class SimulatedLinks:
         """Real size of an expert of the model, as opposed to a cell."""
         return self._config.model_shape.expert_bytes
 
-    def seconds(self, reader: int, source: int, experts: int, now: float) -> float:
-        """Real seconds to read this number of experts."""
+    def seconds(self, reader: int, source: int, size: float, now: float) -> float:
+        """Real seconds to read `size` bytes of experts, of their real size."""
         config, node = self._config, self._config.node_of_rank
         speed = config.rank_bytes_per_second if node[reader] == node[source] else config.node_bytes_per_second
-        return (
-            config.time_scale
-            * experts
-            * self.expert_bytes
-            / speed
-            * self._faults.factor("slow_reads", reader, now)
-        )
+        return config.time_scale * size / speed * self._faults.factor("slow_reads", reader, now)
 
     def fails(self, kind: str, reader: int, now: float) -> bool:
-        """Draw whether a fault of this kind hits a rank's read or one of its experts."""
+        """Draw whether a fault of this kind hits a rank's read or one of its ranges."""
         return self._chance(self._faults.share(kind, reader, now))
 
 
@@ -66,6 +61,8 @@ class SimulatedTransfer:
         self._rank = rank
         self._memory = memory
         self._own = own_address(memory)
+        self.real_bytes = links.expert_bytes / CellFormat.of(memory).whole_bytes
+        """Real bytes of an expert per byte of its cell."""
         self._free_at = 0.0
         """Time at which the link has finished earlier reads."""
         self._landing: set[asyncio.TimerHandle] = set()
@@ -84,7 +81,8 @@ class SimulatedTransfer:
         source, memory = found
         loop, reading = asyncio.get_running_loop(), OpenRead()
         began = loop.time()
-        self._free_at = max(self._free_at, began) + self._links.seconds(self._rank, source, len(pulls), began)
+        size = self.real_bytes * sum(pull.bytes for pull in pulls)
+        self._free_at = max(self._free_at, began) + self._links.seconds(self._rank, source, size, began)
 
         def land() -> None:
             self._landing.discard(landing)
@@ -92,15 +90,15 @@ class SimulatedTransfer:
             if self._links.fails("break_reads", self._rank, now):
                 return reading.end(PeerGone(f"rank {source} is gone (injected fault): read another replica"))
             for pull in pulls:
-                cell = self._memory.cell(pull.cell)
-                cell[:] = memory.cell(pull.source)
+                here = self._memory.cell(pull.cell)[pull.offset : pull.offset + pull.bytes]
+                here[:] = memory.cell(pull.source)[pull.source_offset : pull.source_offset + pull.bytes]
                 if self._links.fails("corrupt_reads", self._rank, now):
-                    cell[-1] ^= 0xFF
-            return reading.end(Pulled(len(pulls) * self._links.expert_bytes, now - began))
+                    here[-1] ^= 0xFF
+            return reading.end(Pulled(round(size), now - began))
 
         landing = loop.call_at(self._free_at, land)
         self._landing.add(landing)
-        return await reading.wait(seconds, f"reading {len(pulls)} experts from rank {source}")
+        return await reading.wait(seconds, f"reading {len(pulls)} ranges from rank {source}")
 
     def forget(self, address: MemoryAddress) -> None:
         """Do nothing: ranks of one engine end together."""

@@ -102,7 +102,7 @@ class SimulatedRank:
         self._counted_at = float("-inf")
         self._budget = float(config.profiled_tokens_per_second)
         self._budget_at = float("-inf")
-        self._experts = SimulatedExperts(engine, number)
+        self._experts = SimulatedExperts(engine, number, parts=config.parts, spare_layers=config.spare_layers)
         self.transfer = engine.links.join(number, self._experts.memory)
         """Transfer backend for reading other ranks' experts."""
 

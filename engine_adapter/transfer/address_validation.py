@@ -3,9 +3,11 @@ reads."""
 
 import asyncio
 from collections.abc import Sequence
+from itertools import pairwise
 
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.checksums import layout_hash
+from engine_adapter.transfer.parts import CellFormat
 from engine_adapter.transfer.port import AddressRefused, Overdue, Pull, Pulled
 from fleet.requests.handovers import MemoryAddress
 
@@ -16,19 +18,24 @@ _MAX_ADDRESS = 1 << 48
 def own_address(memory: ExpertMemory) -> MemoryAddress:
     """Describe this rank's memory for other ranks. Each backend adds what it needs (`Transfer.address`)."""
     return MemoryAddress(
-        cells=memory.cells, cell_bytes=memory.cell_bytes, layout=layout_hash(memory.tensors), base=memory.base
+        cells=memory.cells,
+        cell_bytes=memory.cell_bytes,
+        layout=layout_hash(CellFormat.of(memory)),
+        parts=memory.parts,
+        base=memory.base,
     )
 
 
 def check_read(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress) -> None:
-    """Raise AddressRefused unless these remote cells can be read into our own memory. Every number that
-    becomes an address is checked."""
-    # Cells are copied byte by byte, so both sides must agree on every offset in them.
-    if (address.layout, address.cell_bytes) != (own.layout, own.cell_bytes):
-        theirs = f"{address.cell_bytes} bytes, layout {address.layout[:64]!r}"
+    """Raise AddressRefused unless these ranges of remote cells can be read into our own memory. Every number
+    that becomes an address is checked."""
+    # Ranges are copied byte by byte, so both sides must agree on every offset in a cell.
+    if (address.layout, address.cell_bytes, address.parts) != (own.layout, own.cell_bytes, own.parts):
+        theirs = f"{address.cell_bytes} bytes, {address.parts} parts, layout {address.layout[:64]!r}"
+        ours = f"{own.cell_bytes} bytes, {own.parts} parts, layout {own.layout!r}"
         raise AddressRefused(
-            f"the source's cells ({theirs}) differ from ours ({own.cell_bytes} bytes, layout {own.layout!r}):"
-            " run one version and one dtype on all ranks"
+            f"the source's cells ({theirs}) differ from ours ({ours}): run one version and one dtype on all"
+            " ranks"
         )
     # The address came over the bus, and NIXL checks none of it.
     if not (
@@ -50,12 +57,18 @@ def check_read(address: MemoryAddress, pulls: Sequence[Pull], own: MemoryAddress
             raise AddressRefused(
                 f"cell {pull.cell} is to be written, and there are {own.cells} here: the caller is at fault"
             )
-    # Two reads into one cell would mix two experts, and each alone would look complete.
-    if len({pull.cell for pull in pulls}) < len(pulls):
-        raise AddressRefused(
-            f"{len(pulls)} cells are to be read into fewer ({sorted(pull.cell for pull in pulls)}): the"
-            " caller is at fault"
-        )
+        for offset in (pull.source_offset, pull.offset):
+            if pull.bytes < 1 or offset < 0 or offset + pull.bytes > own.cell_bytes:
+                raise AddressRefused(
+                    f"{pull.bytes} bytes from byte {offset} on are no range of a cell of {own.cell_bytes}:"
+                    " the caller is at fault"
+                )
+    # Two reads into the same bytes would mix two experts, and each alone would look complete.
+    for first, second in pairwise(sorted(pulls, key=lambda pull: (pull.cell, pull.offset))):
+        if first.cell == second.cell and second.offset < first.offset + first.bytes:
+            raise AddressRefused(
+                f"two reads write byte {second.offset} of cell {second.cell}: the caller is at fault"
+            )
 
 
 class OpenRead:

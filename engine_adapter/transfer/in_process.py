@@ -28,9 +28,9 @@ class PullFault:
     """Delay until the bytes land. A delay beyond the deadline makes the pull overdue, and its bytes land
     late."""
     broken: bool = False
-    """The connection breaks after half of the first cell."""
+    """The connection breaks after half of the first range."""
     corrupt: int | None = None
-    """Offset in each cell of a byte whose bits are all flipped."""
+    """Offset in each range of a byte whose bits are all flipped."""
 
 
 class _Rank:
@@ -81,7 +81,7 @@ class MemoryTransfer:
         self.faults: deque[PullFault] = deque()
         """Faults of the next pulls, one each."""
         self.requested: list[tuple[str, tuple[Pull, ...]]] = []
-        """All pulls so far: agent that was read from, and cells."""
+        """All pulls so far: agent that was read from, and ranges."""
         self.forgotten: list[str] = []
         """Agents passed to `forget`."""
         self.is_busy = False
@@ -111,7 +111,7 @@ class MemoryTransfer:
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await reading.wait(seconds, f"reading {len(pulls)} cells from {address.agent}")
+        return await reading.wait(seconds, f"reading {len(pulls)} ranges from {address.agent}")
 
     def forget(self, address: MemoryAddress) -> None:
         self.forgotten.append(address.agent)
@@ -135,7 +135,8 @@ class MemoryTransfer:
         except TransferError as error:
             reading.end(error)
         else:
-            reading.end(Pulled(len(pulls) * self._own.cell_bytes, asyncio.get_running_loop().time() - began))
+            total = sum(pull.bytes for pull in pulls)
+            reading.end(Pulled(total, asyncio.get_running_loop().time() - began))
 
     async def _await_running(self, peer: _Rank, delay: float) -> None:
         killed = asyncio.create_task(peer.killed.wait(), name=f"{self.agent} waits for its peer to die")
@@ -151,11 +152,13 @@ class MemoryTransfer:
 
     def _land(self, peer: _Rank, pulls: tuple[Pull, ...], fault: PullFault) -> None:
         if fault.broken and pulls:
-            half = self._own.cell_bytes // 2
-            self._memory.cell(pulls[0].cell)[:half] = peer.memory.cell(pulls[0].source)[:half]
-            raise PeerGone("the connection broke after half a cell: read another replica")
+            self._copy(peer, pulls[0]._replace(bytes=pulls[0].bytes // 2))
+            raise PeerGone("the connection broke after half a range: read another replica")
         for pull in pulls:
-            cell = self._memory.cell(pull.cell)
-            cell[:] = peer.memory.cell(pull.source)
+            self._copy(peer, pull)
             if fault.corrupt is not None:
-                cell[fault.corrupt] ^= 0xFF
+                self._memory.cell(pull.cell)[pull.offset + fault.corrupt] ^= 0xFF
+
+    def _copy(self, peer: _Rank, pull: Pull) -> None:
+        theirs = peer.memory.cell(pull.source)[pull.source_offset : pull.source_offset + pull.bytes]
+        self._memory.cell(pull.cell)[pull.offset : pull.offset + pull.bytes] = theirs

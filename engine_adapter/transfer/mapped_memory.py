@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.engine import CellTensor
+from engine_adapter.transfer.parts import CellFormat
 
 TENSOR_ALIGNMENT = 64
 CELL_ALIGNMENT = 4096
@@ -52,17 +53,17 @@ def mapped(name: str, size: int) -> tuple[int, NDArray[np.uint8]]:
 
 
 class MappedCells:
-    """An `ExpertMemory` with this number of cells, each with these tensors. All bytes start at zero."""
+    """An `ExpertMemory` with this number of cells, for experts of these tensors and parts. All bytes start at
+    zero."""
 
-    def __init__(self, tensors: tuple[CellTensor, ...], cells: int) -> None:
+    def __init__(self, tensors: tuple[CellTensor, ...], cells: int, parts: int = 1) -> None:
         if not tensors or cells < 1:
             raise ValueError(f"cells: {cells} of {len(tensors)} tensors: there must be at least one of each")
         self.tensors = tensors
         self.cells = cells
+        self.parts = parts
         # Whole pages: a read that lands never touches a page of another cell.
-        self.cell_bytes = (
-            -(-max(one.offset + one.bytes for one in tensors) // CELL_ALIGNMENT) * CELL_ALIGNMENT
-        )
+        self.cell_bytes = -(-CellFormat(tensors, parts).least_bytes // CELL_ALIGNMENT) * CELL_ALIGNMENT
         self.descriptor, self._memory = mapped("roost-experts", cells * self.cell_bytes)
 
     @property

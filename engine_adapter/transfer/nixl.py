@@ -25,7 +25,7 @@ from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.address_validation import check_read, own_address
 from engine_adapter.transfer.nixl_loader import Nixl, NixlMissing, load_nixl
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
-from engine_adapter.transfer.reader_thread import Part, ReaderThread
+from engine_adapter.transfer.reader_thread import ReaderThread
 from fleet.requests.handovers import MemoryAddress
 
 _GREETING_BYTES = 4096
@@ -45,7 +45,7 @@ class NixlTransfer:
         """agent: a unique name (`nixl_loader.agent_name`)."""
         self._own = own_address(memory)
         self._backend = _NixlBackend(memory, agent)
-        self._worker = ReaderThread(self._backend, config, memory.cell_bytes)
+        self._worker = ReaderThread(self._backend, config)
 
     async def open(self) -> None:
         """Make this rank reachable. Before that, `address` adds nothing. TransferError when NIXL is missing
@@ -63,7 +63,7 @@ class NixlTransfer:
         return bool(address.agent and address.metadata) and address.kind == _KIND
 
     async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
-        """Read cells. An empty list only establishes the connection."""
+        """Read ranges of cells. An empty list only establishes the connection."""
         check_read(address, pulls, self._own)
         if not self.reaches(address):
             raise AddressRefused(
@@ -201,8 +201,8 @@ class _NixlBackend:
         except self._nixl.errors as error:
             raise self._gone(agent, error) from error
 
-    def own(self, part: Part) -> tuple[int, int, int]:
-        return self._memory.base + part.cell * self._memory.cell_bytes + part.offset, part.size, 0
+    def own(self, part: Pull) -> tuple[int, int, int]:
+        return self._memory.base + part.cell * self._memory.cell_bytes + part.offset, part.bytes, 0
 
     def greeting(self) -> list[tuple[int, int, int]]:
         return [(self._greeting.ctypes.data, min(_GREETING_BYTES, self._memory.cell_bytes), 0)]
@@ -237,9 +237,13 @@ class _Peer:
         here = self._backend.greeting()
         return self._backend.begin(self._address.agent, here, [(self._address.base, here[0][1], 0)])
 
-    def post(self, address: MemoryAddress, parts: Sequence[Part]) -> object | None:
+    def post(self, address: MemoryAddress, parts: Sequence[Pull]) -> object | None:
         there = [
-            (address.base + part.source * address.cell_bytes + part.offset, part.size, address.device)
+            (
+                address.base + part.source * address.cell_bytes + part.source_offset,
+                part.bytes,
+                address.device,
+            )
             for part in parts
         ]
         return self._backend.begin(address.agent, [self._backend.own(part) for part in parts], there)

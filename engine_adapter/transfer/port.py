@@ -15,12 +15,17 @@ from fleet.requests.handovers import MemoryAddress
 
 
 class Pull(NamedTuple):
-    """Read request for one cell."""
+    """Read request for a range of one cell."""
 
     source: int
     """Remote cell."""
+    source_offset: int
+    """Bytes from the start of the remote cell."""
     cell: int
     """Local cell. Reserved for this read."""
+    offset: int
+    """Bytes from the start of the local cell."""
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +74,9 @@ class Transfer(Protocol):
         ...
 
     async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
-        """Read whole cells, in order. TransferError: nothing is in flight. Overdue: `seconds` passed while
-        bytes were in flight. A cancelled call also raises Overdue, in place of CancelledError, if bytes are
-        still in flight. Data read before an error is unverified and must not be used."""
+        """Read ranges of cells, in order. TransferError: nothing is in flight. Overdue: `seconds` passed
+        while bytes were in flight. A cancelled call also raises Overdue, in place of CancelledError, if bytes
+        are still in flight. Data read before an error is unverified and must not be used."""
         ...
 
     def forget(self, address: MemoryAddress) -> None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.transfer.address_validation import OpenRead
@@ -42,17 +42,6 @@ not be released."""
 _log = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
-    """Range of bytes of one cell."""
-
-    source: int
-    """Remote cell."""
-    cell: int
-    """Local cell."""
-    offset: int
-    size: int
-
-
 class PeerMemory(Protocol):
     """A peer's memory."""
 
@@ -60,7 +49,7 @@ class PeerMemory(Protocol):
         """Establish the connection with a cheap request. Returns and raises as `post`."""
         ...
 
-    def post(self, address: MemoryAddress, parts: Sequence[Part]) -> object | None:
+    def post(self, address: MemoryAddress, parts: Sequence[Pull]) -> object | None:
         """Start a read. Returns None if it is done, else a request for `check`. TransferError: it failed, and
         settles after a grace period."""
         ...
@@ -106,18 +95,18 @@ class ReadBackend(Protocol):
         ...
 
 
-def requests(pulls: Sequence[Pull], cell_bytes: int, piece_bytes: int) -> Iterator[tuple[Part, ...]]:
-    """Split whole cells, in order, into requests of at most piece_bytes. Large cells are split, and small
-    ones share a request."""
-    parts: list[Part] = []
+def requests(pulls: Sequence[Pull], piece_bytes: int) -> Iterator[tuple[Pull, ...]]:
+    """Split ranges, in order, into requests of at most piece_bytes. Large ranges are split, and small ones
+    share a request."""
+    parts: list[Pull] = []
     room = piece_bytes
-    for source, cell in pulls:
-        for offset in range(0, cell_bytes, piece_bytes):
-            size = min(piece_bytes, cell_bytes - offset)
+    for source, source_offset, cell, offset, total in pulls:
+        for at in range(0, total, piece_bytes):
+            size = min(piece_bytes, total - at)
             if size > room:
                 yield tuple(parts)
                 parts, room = [], piece_bytes
-            parts.append(Part(source, cell, offset, size))
+            parts.append(Pull(source, source_offset + at, cell, offset + at, size))
             room -= size
     if parts:
         yield tuple(parts)
@@ -137,7 +126,7 @@ class _Peer:
 class _Job:
     address: MemoryAddress
     reading: OpenRead
-    requests: Iterator[tuple[Part, ...]]
+    requests: Iterator[tuple[Pull, ...]]
     bytes: int
     peer: _Peer | None = None
     request: object | None = None
@@ -156,12 +145,11 @@ class _Job:
 class ReaderThread:
     """Execute reads by one transfer backend. The public methods are for one event loop."""
 
-    def __init__(self, backend: ReadBackend, config: TransferConfig, cell_bytes: int) -> None:
+    def __init__(self, backend: ReadBackend, config: TransferConfig) -> None:
         self.busy = False
         """Other ranks read from us, or soon will."""
         self._backend = backend
         self._niceness = config.niceness
-        self._cell_bytes = cell_bytes
         self._limit = RateLimit(config.bytes_per_second, config.piece_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[None] | None = None
@@ -211,11 +199,11 @@ class ReaderThread:
                 f"{self._backend.name} could not be opened within {seconds:.3g} s; nothing was read"
             ) from None
         reading, pulls = OpenRead(), tuple(pulls)
-        parts = requests(pulls, self._cell_bytes, self._limit.piece_bytes)
-        job = _Job(address, reading, parts, len(pulls) * self._cell_bytes)
+        parts = requests(pulls, self._limit.piece_bytes)
+        job = _Job(address, reading, parts, sum(pull.bytes for pull in pulls))
         self._order(lambda: self._jobs.append(job))
         left = max(0.0, seconds - (time.monotonic() - began))
-        return await reading.wait(left, f"reading {len(pulls)} cells by {self._backend.name}")
+        return await reading.wait(left, f"reading {len(pulls)} ranges by {self._backend.name}")
 
     def forget(self, address: MemoryAddress) -> None:
         """Execute `Transfer.forget`."""
@@ -356,7 +344,7 @@ class ReaderThread:
         if parts is None:
             self._end(job, Pulled(job.bytes, now - job.began))
             return None
-        self._limit.begin(sum(part.size for part in parts), now)
+        self._limit.begin(sum(part.bytes for part in parts), now)
         job.pause = _SHORTEST_PAUSE
         self._jobs.remove(job)
         # Rotate, so that the next round starts with the others and they share a limited rate.

@@ -21,7 +21,7 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.address_validation import check_read, own_address
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
-from engine_adapter.transfer.reader_thread import Part, ReaderThread
+from engine_adapter.transfer.reader_thread import ReaderThread
 from fleet.requests.handovers import MemoryAddress
 
 
@@ -44,7 +44,7 @@ class SharedTransfer:
     def __init__(self, memory: ExpertMemory, config: TransferConfig) -> None:
         self._own = own_address(memory)
         self._memory = memory
-        self._worker = ReaderThread(_SharedBackend(memory), config, memory.cell_bytes)
+        self._worker = ReaderThread(_SharedBackend(memory), config)
 
     def address(self, address: MemoryAddress) -> MemoryAddress:
         if self._memory.descriptor < 0 or not this_host():
@@ -112,12 +112,12 @@ class _Mapping:
     def greet(self) -> None:
         """Do nothing: a mapping is already connected."""
 
-    def post(self, address: MemoryAddress, parts: Sequence[Part]) -> None:
+    def post(self, address: MemoryAddress, parts: Sequence[Pull]) -> None:
         """Copy the parts. NumPy releases the GIL meanwhile."""
         for part in parts:
-            first = part.source * address.cell_bytes + part.offset
-            self._memory.cell(part.cell)[part.offset : part.offset + part.size] = self._theirs[
-                first : first + part.size
+            first = part.source * address.cell_bytes + part.source_offset
+            self._memory.cell(part.cell)[part.offset : part.offset + part.bytes] = self._theirs[
+                first : first + part.bytes
             ]
 
     def check(self, request: object) -> bool:

@@ -127,7 +127,9 @@ class MemoryAddress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cells: int
     cell_bytes: int
     layout: str
-    """hash of the cell format: tensor names, dtypes, shapes and offsets"""
+    """hash of the cell format: tensor names, dtypes, shapes and offsets, and the number of parts"""
+    parts: int = 1
+    """parts of an expert (`fleet.sharding`); 1: experts cannot be cut"""
     base: int
     """virtual address in the process"""
     device: int = 0
@@ -147,8 +149,8 @@ class MemoryAddress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class LeaseExperts(Event, frozen=True, kw_only=True):
-    """Request between ranks of one engine: grant a read lease on these experts. The owner does not change
-    them during the lease. A repetition renews the lease.
+    """Request between ranks of one engine: grant a read lease on these experts or parts. The owner does not
+    change them during the lease. A repetition renews the lease.
     """
 
     worker_id: int
@@ -157,8 +159,10 @@ class LeaseExperts(Event, frozen=True, kw_only=True):
     reader: int
     """reader, the sender of the request"""
     handover: int
-    experts: tuple[tuple[int, int, int], ...]
-    """(layer, slot over all ranks, expert)"""
+    experts: tuple[tuple[int, int, int, int], ...]
+    """(layer, slot over all ranks, expert, part); part -1: the whole expert. In a sharded layer the slot is
+    that of the expert's group, and the part is the owner's rank
+    """
     seconds: float
     """duration of the lease without renewal"""
 
@@ -171,9 +175,11 @@ class ExpertsLeased(Event, frozen=True, kw_only=True):
     lease: int
     memory: MemoryAddress
     cells: tuple[int, ...]
-    """cell of each expert"""
+    """cell of each requested expert or part"""
     checksums: tuple[tuple[int, ...], ...]
-    """u64 per tensor of each expert, as loaded or verified, not computed from the present memory"""
+    """u64 per tensor of each requested part, or [tensors, parts] row by row for a whole expert, as loaded or
+    verified, not computed from the present memory
+    """
 
 
 class EndLease(Event, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ adopted.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,12 +21,13 @@ from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
 from engine_adapter.agent.copy_runner import Staging
 from engine_adapter.agent.handover_agent import HandoverAgent
+from engine_adapter.agent.memory_audit import resident_checksums
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineDescription
 from engine_adapter.reporting.rank_context import RankContext
-from engine_adapter.transfer.checksums import checksums
 from engine_adapter.transfer.in_process import MemoryFabric, MemoryTransfer
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
+from engine_adapter.transfer.parts import CellFormat
 from fleet.experts import ModelShape
 from fleet.facts.engines import Capabilities
 from fleet.handover import RankState
@@ -40,10 +41,11 @@ from fleet.requests.handovers import (
     HandoverDescribed,
     ProposeHandover,
 )
+from fleet.sharding import group_of, turned
 
 SUBJECTS = Subjects()
 WORKER = 7
-TENSORS = laid_out((("gate", "<f4", (4, 8)), ("scale", "<f4", (1,))))
+TENSORS = laid_out((("gate", "<f4", (12, 8)), ("scale", "<f4", (12,))))
 SCALE = TENSORS[1].offset
 """of a byte of it, in a cell"""
 LEASE = 3.0
@@ -66,11 +68,11 @@ class NoChecksums(Inline):
     """Never computes checksums: a rank that does not know its own grants no lease."""
 
     def submit(self, work: Any, /, *arguments: Any, **named: Any) -> "Future[Any]":
-        return Future() if work is checksums else super().submit(work, *arguments, **named)
+        return Future() if work is resident_checksums else super().submit(work, *arguments, **named)
 
 
 def weights(layer: int, expert: int) -> NDArray[np.uint8]:
-    """What a cell holds of an expert: uint8 [bytes of its tensors], unlike any other's."""
+    """What a whole cell holds of an expert: uint8 [bytes of its tensors], unlike any other's."""
     size = max(one.offset + one.bytes for one in TENSORS)
     return np.random.default_rng([layer, expert]).integers(0, 256, size, np.uint8)
 
@@ -87,7 +89,7 @@ class StandingExperts:
     def __init__(self, group: "Group", rank: int) -> None:
         placement = group.placement
         layers, slots = placement.on_rank(rank).shape
-        self.memory = MappedCells(TENSORS, (layers + 1) * slots)
+        self.memory = MappedCells(TENSORS, (layers + 1) * slots, placement.ranks)
         self.cells = np.arange(layers * slots, dtype=np.int32).reshape(layers, slots)
         self.ready: Adopted | None = None
         self.prepared = 0
@@ -100,6 +102,8 @@ class StandingExperts:
                 self.memory.cell(int(self.cells[layer, slot]))[: len(weights(0, 0))] = weights(
                     layer, int(expert)
                 )
+        for _, _, here, part in self._parts():
+            here[:] = part
 
     async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Adopted:
         self.prepared += 1
@@ -114,12 +118,26 @@ class StandingExperts:
 
     def check(self) -> None:
         """Every slot's cell holds what the placement says."""
+        for layer, expert, here, part in self._parts():
+            assert (here == part).all(), f"rank {self.rank} lacks its part of expert {layer}/{expert}"
         for (layer, slot), expert in np.ndenumerate(self._group.placement.on_rank(self.rank)):
             if expert != EMPTY:
                 found = self.memory.cell(int(self.cells[layer, slot]))[: len(weights(0, 0))]
                 assert (found == weights(layer, int(expert))).all(), (
                     f"rank {self.rank} layer {layer} slot {slot} does not hold expert {expert}"
                 )
+
+    def _parts(self) -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.uint8]]]:
+        """(layer, expert, memory, what shall lie there) of each tensor of the rank's parts of sharded
+        layers."""
+        placement, form = self._group.placement, CellFormat.of(self.memory)
+        for layer in placement.sharded:
+            for expert in range(placement.experts):
+                group, piece = group_of(expert, placement.ranks)
+                cell, whole = self.memory.cell(int(self.cells[layer, group])), weights(layer, expert)
+                places = form.ranges(piece, sharded=True), form.ranges(self.rank, sharded=False)
+                for (to, size), (of, _) in zip(*places, strict=True):
+                    yield layer, expert, cell[to : to + size], whole[of : of + size]
 
 
 class StandingRank:
@@ -267,6 +285,8 @@ def copies_to(before: Placement, after: Placement) -> list[ExpertCopy]:
     """What has to be copied, from the first holder each."""
     copies = []
     for layer, slot in np.argwhere(before.expert_of_slot != after.expert_of_slot).tolist():
+        if layer in turned(before, after):
+            continue
         expert = int(after.expert_of_slot[layer, slot])
         rank = slot // after.slots_per_rank
         if expert == EMPTY or expert in before.on_rank(rank)[layer]:
@@ -281,7 +301,13 @@ def after(placement: Placement, *changes: tuple[int, int, int]) -> Placement:
     table = placement.expert_of_slot.copy()
     for layer, slot, expert in changes:
         table[layer, slot] = expert
-    return Placement(table, experts=placement.experts, ranks=placement.ranks, epoch=placement.epoch + 1)
+    return Placement(
+        table,
+        experts=placement.experts,
+        ranks=placement.ranks,
+        epoch=placement.epoch + 1,
+        sharded=placement.sharded,
+    )
 
 
 @asynccontextmanager

@@ -3,11 +3,12 @@
 Its argument is a JSON object: {way: shared or nixl, cells, cell_bytes, agent, ...TransferConfig}. It says
 {"address": MemoryAddress} and then obeys orders, each with an `id` that its answers repeat:
 
-- pull {address, pulls, seconds}: {"pulled": bytes, "seconds", "ticks": turns of the event loop meanwhile}; or
+- pull {address, pulls, seconds}, each pull [remote cell, cell] or the fields of `Pull`: {"pulled": bytes, "seconds", "ticks": turns of the event loop meanwhile}; or
   {"failed": class, "detail"}; or {"overdue": detail}, and later {"settled": true}. With {"cancel": seconds}
   it is cancelled after so long: {"cancelled": true}, where nothing was landing.
 - fill {cell, seed}; put {cell, offset, value}; sums {cell}: {"sums": checksums of its tensors}; zeros {cell}:
   {"zeros": share of its bytes that are zero}
+- hash {cell}: {"hash": of its bytes}
 - overwrite {address, cell, offset, value}: write into the memory of another, as anybody can who has its
   address and NIXL
 - busy {active}; forget {address}; held: {"held": [descriptors, mappings of expert memory, threads]}; cpu
@@ -27,6 +28,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.transfer.address_validation import own_address
@@ -34,6 +36,7 @@ from engine_adapter.transfer.checksums import checksums
 from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from engine_adapter.transfer.nixl import NixlTransfer
 from engine_adapter.transfer.nixl_loader import load_nixl
+from engine_adapter.transfer.parts import CellFormat
 from engine_adapter.transfer.port import Overdue, Pull, Transfer, TransferError
 from engine_adapter.transfer.shared_memory import SharedTransfer
 from fleet.requests.handovers import MemoryAddress
@@ -44,8 +47,17 @@ def tensors_of(cell_bytes: int) -> Any:
     return laid_out([("weights", "uint8", (cell_bytes - 64,)), ("weights.scale", "float32", (16,))])
 
 
+def pulls_of(pulls: list[list[int]], cell_bytes: int) -> list[Pull]:
+    """Ranges as ordered; two numbers stand for a whole cell."""
+    return [Pull(one[0], 0, one[1], 0, cell_bytes) if len(one) == 2 else Pull(*one) for one in pulls]
+
+
 def filled(cell_bytes: int, seed: int) -> Any:
     return np.random.default_rng(seed).integers(1, 256, cell_bytes, np.uint8)
+
+
+def digest(content: Any) -> int:
+    return xxh3_64_intdigest(content.tobytes())
 
 
 class RankUnderOrders:
@@ -90,7 +102,8 @@ class RankUnderOrders:
         self, address: dict[str, Any], pulls: list[list[int]], seconds: float, cancel: float | None = None
     ) -> dict[str, Any]:
         reading = asyncio.create_task(
-            self.transfer.pull(addressed(address), [Pull(*one) for one in pulls], seconds), name="a pull"
+            self.transfer.pull(addressed(address), pulls_of(pulls, self.memory.cell_bytes), seconds),
+            name="a pull",
         )
         if cancel is not None:
             await asyncio.sleep(cancel)
@@ -111,7 +124,10 @@ class RankUnderOrders:
         self.memory.cell(cell)[offset] = value
 
     async def sums(self, cell: int) -> dict[str, Any]:
-        return {"sums": checksums(self.memory.cell(cell), self.memory.tensors)}
+        return {"sums": checksums(self.memory.cell(cell), CellFormat.of(self.memory))}
+
+    async def hash(self, cell: int) -> dict[str, Any]:
+        return {"hash": digest(self.memory.cell(cell))}
 
     async def zeros(self, cell: int) -> dict[str, Any]:
         return {"zeros": float(np.mean(self.memory.cell(cell) == 0))}

@@ -24,8 +24,9 @@ from engine_adapter.transfer.address_validation import own_address
 from engine_adapter.transfer.checksums import checksums
 from engine_adapter.transfer.in_process import MemoryFabric
 from engine_adapter.transfer.mapped_memory import MappedCells
-from engine_adapter.transfer.port import Overdue, Pull, TransferError
-from tests.engine_adapter.transfer_process import addressed, filled, tensors_of
+from engine_adapter.transfer.parts import CellFormat
+from engine_adapter.transfer.port import Overdue, TransferError
+from tests.engine_adapter.transfer_process import addressed, digest, filled, pulls_of, tensors_of
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 30.0
@@ -215,7 +216,8 @@ class TwinRank:
         cancel: float | None = None,
     ) -> Answer:
         reading = asyncio.create_task(
-            self.transfer.pull(addressed(address), [Pull(*one) for one in pulls], seconds), name="a pull"
+            self.transfer.pull(addressed(address), pulls_of(pulls, self.memory.cell_bytes), seconds),
+            name="a pull",
         )
         if cancel is not None:
             await asyncio.sleep(cancel)
@@ -237,7 +239,10 @@ class TwinRank:
         return {}
 
     async def _sums(self, number: int, cell: int) -> Answer:
-        return {"sums": list(checksums(self.memory.cell(cell), self.memory.tensors))}
+        return {"sums": list(checksums(self.memory.cell(cell), CellFormat.of(self.memory)))}
+
+    async def _hash(self, number: int, cell: int) -> Answer:
+        return {"hash": digest(self.memory.cell(cell))}
 
     async def _zeros(self, number: int, cell: int) -> Answer:
         return {"zeros": float(np.mean(self.memory.cell(cell) == 0))}

@@ -1,10 +1,10 @@
 """The real decision modules of both sides against each other: `migration.handover.coordinator` and
 `engine_adapter.handover.rank_protocol` (with its cells).
 
-The network loses, repeats and reorders messages, transfers are late, and parties die. Everything around the
-modules is simulated here, deterministically from a seed. Results are checked against the physical memory: a
-cell is a number, the checksum of its expert. A read copies it when it lands or settles, however late, and
-bytes overwritten meanwhile arrive torn.
+The network loses, repeats and reorders messages, transfers are late, and parties die. Experts move, and the
+layer turns over and back. Everything around the modules is simulated here, deterministically from a seed.
+Results are checked against the physical memory: a piece of a cell is a number, the checksum of its part of an
+expert. A read copies it when it lands or settles, however late, and bytes overwritten meanwhile arrive torn.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from engine_adapter.handover.cell_table import LeaseRefused
+from engine_adapter.handover.cell_table import LeaseRefused, Requested
 from engine_adapter.handover.inbound_copies import (
+    CellRead,
     CellsVerified,
+    CopyLocal,
     LeaseDenied,
     LeaseGranted,
     LeaseRenewed,
@@ -36,7 +38,7 @@ from fleet.facts.migrations import MigrationStaged
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import Cell, CoordinatorState, flips
 from fleet.layout import DP_ATTENTION
-from fleet.placement import EMPTY, Placement
+from fleet.placement import EMPTY, Placement, with_rows
 from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
@@ -70,7 +72,7 @@ from tests.handovers.handover_fake_memory import (
     TORN,
     Flow,
     Seat,
-    checksum,
+    due,
 )
 from tests.handovers.handover_store import Store
 
@@ -106,6 +108,8 @@ class World(Store):
     flows: list[Flow] = field(default_factory=list)
     flips: int = 0
     faults: bool = True
+    turning: float = 0.25
+    """chance that a handover cuts the layer"""
     seats: list[Seat] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -273,7 +277,10 @@ class World(Store):
             )
 
     def another(self, present: Placement) -> tuple[Placement, tuple[ExpertCopy, ...]]:
-        """Return a placement in which one or two slots changed, with the necessary copies."""
+        """Return a placement in which a few slots changed, or the layer turned over, with the necessary
+        copies."""
+        if present.sharded or self.dice.random() < self.turning:
+            return self._turned(present), ()
         table = present.expert_of_slot.copy()
         for _ in range(self.dice.randint(2, 6)):
             slot, expert = self.dice.randrange(table.size), self.dice.randrange(EXPERTS)
@@ -291,6 +298,14 @@ class World(Store):
                 source = self.dice.choice(np.flatnonzero(present.expert_of_slot[0] == expert).tolist())
                 copies.append(ExpertCopy(layer=0, expert=expert, source=source, slot=slot))
         return Placement(table, experts=EXPERTS, ranks=RANKS, epoch=present.epoch + 1), tuple(copies)
+
+    def _turned(self, present: Placement) -> Placement:
+        """Return the placement in which the layer turned over; or the same, of a sharded layer."""
+        row = (
+            np.roll(FIRST.expert_of_slot[0], SLOTS * self.dice.randrange(RANKS)) if present.sharded else None
+        )
+        rows = {0: row} if self.dice.random() < 0.8 or row is None else {}
+        return with_rows(present, rows, epoch=present.epoch + 1)
 
     # Ranks
 
@@ -343,10 +358,9 @@ class World(Store):
             case RequestLease():
                 self.errands.append((seat, lambda: self._lease(seat, effect)))
             case ReadCells():
-                source = self.seats[effect.source]
-                began_with = tuple(source.memory[there] for there, _ in effect.pulls) if source.alive else ()
-                self._check_landing(seat, effect.pulls)
-                self.flows.append(Flow(seat, source, effect.batch, effect.pulls, began_with))
+                self._begin_flow(seat, self.seats[effect.source], effect.batch, effect.reads)
+            case CopyLocal():
+                self._begin_flow(seat, seat, effect.batch, effect.reads)
             case StopReads():
                 for flow in self.flows:
                     flow.late = flow.late or (flow.reader is seat and flow.batch == effect.batch)
@@ -367,6 +381,13 @@ class World(Store):
             case Forget():
                 seat.prepared = None
 
+    def _begin_flow(self, seat: Seat, source: Seat, batch: int, reads: tuple[CellRead, ...]) -> None:
+        began_with = (
+            tuple(source.content(one.source, one.source_piece) for one in reads) if source.alive else ()
+        )
+        self._check_landing(seat, reads)
+        self.flows.append(Flow(seat, source, batch, reads, began_with))
+
     def _lease(self, seat: Seat, effect: RequestLease) -> None:
         source = self.seats[effect.source]
         if not source.alive or (self.faults and self.dice.random() < 0.1):
@@ -380,7 +401,10 @@ class World(Store):
 
     def _leased(self, seat: Seat, effect: RequestLease) -> ExpertsLeased:
         source = self.seats[effect.source]
-        wanted = [(layer, slot - effect.source * SLOTS, expert) for layer, slot, expert in effect.experts]
+        wanted = [
+            Requested(layer, slot - effect.source * SLOTS, expert, part)
+            for layer, slot, expert, part in effect.experts
+        ]
         lease = source.cell_table.lease(seat.rank, effect.handover, wanted, LEASE_SECONDS, self.now)
         return ExpertsLeased(
             worker_id=self.life,
@@ -398,8 +422,8 @@ class World(Store):
 
     def _verify(self, seat: Seat, effect: VerifyCells) -> None:
         wrong = tuple(
-            "" if (seat.memory[cell],) == promised else "torn"
-            for cell, promised in zip(effect.cells, effect.checksums, strict=True)
+            "" if seat.content(read.cell, read.piece) == promised else "torn"
+            for read, promised in zip(effect.reads, effect.checksums, strict=True)
         )
         self.report(seat, CellsVerified(effect.batch, wrong))
 
@@ -417,35 +441,39 @@ class World(Store):
         self.flows.remove(flow)
         seat, lost = flow.reader, not flow.source.alive
         if not lost:
-            self._check_landing(seat, flow.pulls)
-            for (there, here), before in zip(flow.pulls, flow.began_with, strict=True):
-                seat.memory[here] = before if flow.source.memory[there] == before else TORN
+            self._check_landing(seat, flow.reads)
+            for read, before in zip(flow.reads, flow.began_with, strict=True):
+                intact = flow.source.content(read.source, read.source_piece) == before
+                seat.write(read.cell, read.piece, before if intact else (TORN,) * len(before))
         elif flow.late:
-            for _, here in flow.pulls:
-                seat.memory[here] = TORN
+            for read in flow.reads:
+                seat.write(read.cell, read.piece, (TORN,) * len(seat.content(read.cell, read.piece)))
         if flow.late:
             self.report(seat, ReadSettled(flow.batch))
+        elif lost:
+            self.report(seat, ReadBroken(flow.batch, "it is gone"))
         else:
-            self.report(
-                seat,
-                ReadBroken(flow.batch, "it is gone") if lost else ReadLanded(flow.batch, "shared", 64, 0.1),
-            )
+            transfer = "local" if flow.is_local else "shared"
+            self.report(seat, ReadLanded(flow.batch, transfer, 64, 0.1))
 
     def delay(self, flow: Flow) -> None:
         flow.late = True
         self.tell(
             f"rank {flow.reader.rank}: a read from rank {flow.source.rank} into"
-            f" {[here for _, here in flow.pulls]} is late"
+            f" {[read.cell for read in flow.reads]} is late"
         )
         self.report(flow.reader, ReadLate(flow.batch, "it takes long"))
 
-    def _check_landing(self, seat: Seat, pulls: tuple[tuple[int, int], ...]) -> None:
-        for _, here in pulls:
+    def _check_landing(self, seat: Seat, reads: tuple[CellRead, ...]) -> None:
+        for here in {read.cell for read in reads}:
             if seat.cell_table.use(here) not in (Cell.PULLING, Cell.QUARANTINED):
                 raise self.unsafe(
                     f"bytes land in cell {here} of rank {seat.rank}, which is {seat.cell_table.use(here)}"
                 )
-            if any(flow.source is seat and here in [there for there, _ in flow.pulls] for flow in self.flows):
+            if any(
+                flow.source is seat and not flow.is_local and here in [read.source for read in flow.reads]
+                for flow in self.flows
+            ):
                 raise self.unsafe(
                     f"bytes land in cell {here} of rank {seat.rank}, while another rank reads it"
                 )
@@ -494,11 +522,11 @@ class World(Store):
         if len({seat.served for seat in alive}) > 1:
             raise self.unsafe(f"ranks serve epochs {[seat.served.epoch for seat in alive]} in one step")
         for seat in alive:
-            for expert, cell in zip(seat.served.on_rank(seat.rank).flat, seat.cells.flat, strict=True):
-                if expert != EMPTY and seat.memory[cell] != checksum(expert):
+            for expected, cell in zip(due(seat.served, seat.rank), seat.cells.flat, strict=True):
+                found = seat.memory[cell]
+                if any(piece not in (0, there) for piece, there in zip(expected, found, strict=True)):
                     raise self.unsafe(
-                        f"rank {seat.rank} serves expert {expert} from cell {cell}, in which lies"
-                        f" {seat.memory[cell]}"
+                        f"rank {seat.rank} serves {expected} from cell {cell}, in which lies {found}"
                     )
 
     def wait(self, seconds: float) -> None:

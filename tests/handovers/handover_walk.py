@@ -77,7 +77,7 @@ class Walk:
                 world.errands.pop(dice.randrange(len(world.errands)))[1]()
             case "flow":
                 flow = dice.choice(world.flows)
-                if not flow.late and flow.source.alive and dice.random() < self._late:
+                if not (flow.late or flow.is_local) and flow.source.alive and dice.random() < self._late:
                     world.delay(flow)
                 elif not flow.late or dice.random() < self._settled:
                     world.land(flow)

@@ -82,6 +82,8 @@ class SimulatedConfig:
     slots_per_rank: PositiveInt | None = None
     """Expert slots of a rank in one layer. None: as many as needed. Extra slots hold replicas of the experts
     in highest demand."""
+    spare_layers: PositiveInt = 1
+    """Room of a rank for incoming experts, in layers: as many layers can turn over at once."""
     dispatch_rule: DispatchRule = "split"
     """Replica selection, like dispatch in [engine]: split or cover. The load and the expert reads of ranks
     are computed from the shares in both cases."""
@@ -118,6 +120,11 @@ class SimulatedConfig:
             raise ValueError(
                 f"max_batch_tokens = {self.max_batch_tokens} must exceed max_running ({self.max_running})"
             )
+
+    @property
+    def parts(self) -> int:
+        """Parts of an expert in the ranks' memory: one per rank, or 1 if experts cannot be cut."""
+        return 1 if sharding_refusal(self.model_shape, self.ranks) else self.ranks
 
     @property
     def model_shape(self) -> ModelShape:

@@ -5,6 +5,7 @@ import asyncio
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from bus import BusError, Declined
@@ -13,7 +14,7 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineFailed
 from engine_adapter.transfer.in_process import PullFault
 from fleet.handover import Cell, RankState
-from fleet.placement import EMPTY, Placement, linear
+from fleet.placement import EMPTY, Placement, linear, with_rows
 from fleet.requests.handovers import (
     CommitHandover,
     DescribeHandover,
@@ -24,6 +25,7 @@ from fleet.requests.handovers import (
     LeaseEnded,
     LeaseExperts,
 )
+from fleet.sharding import ALL_PARTS
 from tests.engine_adapter.rank_fixture import (
     LEASE,
     SCALE,
@@ -44,11 +46,18 @@ COPIED = after(FIRST, (1, 8, 0))
 SHARED = after(FIRST, (1, 5, 0))
 """expert 1/0 is on ranks 0 and 1"""
 ONCE = TransferConfig(lease_seconds=LEASE, retries=0, quarantine_cells=0)
+AUDITED = TransferConfig(lease_seconds=LEASE, audit_seconds=60.0)
+EXPERT_BYTES = 12 * 8 * 4 + 12 * 4
 
 
 def lease(*experts: tuple[int, int, int], rank: int = 0, reader: int = 2, handover: int = 1) -> LeaseExperts:
     return LeaseExperts(
-        worker_id=WORKER, rank=rank, reader=reader, handover=handover, experts=experts, seconds=60.0
+        worker_id=WORKER,
+        rank=rank,
+        reader=reader,
+        handover=handover,
+        experts=tuple((*one, ALL_PARTS) for one in experts),
+        seconds=60.0,
     )
 
 
@@ -140,6 +149,100 @@ async def test_the_source_is_told_to_help_while_it_is_read() -> None:
         await group.reaches(2, RankState.STAGED)
         await asyncio.sleep(0.1)
         assert not group.transfers[0].is_busy
+
+
+# layers that turn over
+
+SHARDED = with_rows(FIRST, {1: None}, epoch=1)
+
+
+def back(placement: Placement) -> Placement:
+    """Whole again, each expert on another rank than at first."""
+    row = np.roll(FIRST.expert_of_slot[1], 3)
+    return with_rows(placement, {1: row}, epoch=placement.epoch + 1)
+
+
+async def test_a_layer_turns_over_and_back_and_every_rank_holds_what_it_shall() -> None:
+    async with standing(FIRST) as group:
+        described = await group.hand_over(SHARDED)
+        assert group.placement.sharded == (1,)
+        group.check()
+        await all_free(group)
+        for rank, one in enumerate(described):
+            pulls = {pull.source: pull for pull in one.pulls}
+            assert sorted(pulls) == [0, 1, 2]
+            assert {pull.transfer for pull in one.pulls} == {"memory", "local"}
+            assert pulls[rank].transfer == "local"
+            # Each rank held two experts, of which each other rank gets a third.
+            assert all(pull.bytes == 2 * EXPERT_BYTES // 3 for pull in one.pulls)
+        assert sum(len(pulls) for way in group.transfers for _, pulls in way.requested) == 3 * 4 * 2
+        described = await group.hand_over(back(SHARDED))
+        assert group.placement.sharded == ()
+        await all_free(group)
+        assert sum(pull.bytes for one in described for pull in one.pulls) == 6 * EXPERT_BYTES
+
+
+async def test_a_layer_turns_over_while_experts_of_another_move() -> None:
+    async with standing(FIRST) as group:
+        row = FIRST.expert_of_slot[0].copy()
+        row[2], row[5] = 4, EMPTY
+        await group.hand_over(
+            with_rows(FIRST, {0: row, 1: None}, epoch=1),
+            [ExpertCopy(layer=0, expert=4, source=6, slot=2)],
+        )
+        await all_free(group)
+
+
+async def test_a_damaged_part_fails_the_turn_and_every_rank_serves_on() -> None:
+    async with standing(FIRST) as group:
+        group.transfers[2].faults.append(PullFault(corrupt=5))
+        await group.propose(SHARDED)
+        described = await group.reaches(2, RankState.FAILED)
+        assert described.fault == "checksum"
+        assert "part 2 of expert 1/" in described.failure
+        for rank in range(3):
+            await group.abort(rank)
+        await all_free(group)
+        await group.hand_over(SHARDED)
+        await all_free(group)
+
+
+async def test_one_stopped_source_keeps_every_cell_that_it_may_still_write_to_in_quarantine() -> None:
+    async with standing(FIRST, ONCE) as group:
+        group.fabric.stop(group.transfers[0])
+        await group.propose(SHARDED)
+        described = await group.reaches(2, RankState.FAILED)
+        assert described.fault == "overdue"
+        for rank in range(3):
+            await group.abort(rank)
+        # Experts 0 and 1 of rank 0 are pieces of the first of two groups.
+        assert (await group.describe(2)).quarantined == 1
+        group.check()
+        group.fabric.resume(group.transfers[0])
+        await all_free(group)
+
+
+async def test_parts_of_a_sharded_layer_are_leased_by_the_slot_of_their_group() -> None:
+    async with standing(SHARDED) as group:
+        given = await ask(group, msgspec.structs.replace(lease(), experts=((1, 1, 5, 0), (0, 0, 0, 2))))
+        assert len(given.cells) == 2
+        assert {len(sums) for sums in given.checksums} == {2}
+        with pytest.raises(Declined, match=r"no part 1 of expert 1/5, but \[0\]"):
+            await ask(group, msgspec.structs.replace(lease(), experts=((1, 1, 5, 1),)))
+
+
+async def test_a_sharded_layer_whose_memory_is_changed_ends_its_rank() -> None:
+    async with standing(SHARDED, AUDITED) as group:
+        await asyncio.sleep(3 * 60.0)
+        assert not any(task.done() for task in group.running), "nothing was changed"
+        cell = int(group.agents[1].protocol.cell_table.table[1, 1])
+        group.ranks[1].experts.memory.cell(cell)[7] ^= 1
+        handovers = group.running.pop(1)
+        async with asyncio.timeout(2 * 60.0):
+            await asyncio.wait([handovers])
+        failure = handovers.exception()
+        assert isinstance(failure, ExceptionGroup)
+        assert f"group 1 of layer 1 (cell {cell}: gate part 0)" in str(failure.exceptions)
 
 
 # aborts
@@ -306,7 +409,7 @@ async def test_damage_that_stays_fails_and_names_the_tensor() -> None:
         described = await group.reaches(2, RankState.FAILED)
         assert described.fault == "checksum"
         assert (
-            "expert 1/0, as read from rank 0, does not match that rank's checksums: scale"
+            "expert 1/0, as read from rank 0, does not match that rank's checksums: scale part 0"
             in described.failure
         )
         assert len(group.transfers[2].requested) == 3
@@ -594,8 +697,6 @@ async def test_what_staging_consists_of_is_traced() -> None:
 
 
 # the audit
-
-AUDITED = TransferConfig(lease_seconds=LEASE, audit_seconds=60.0)
 
 
 async def test_memory_that_is_changed_while_it_is_served_ends_its_rank() -> None:

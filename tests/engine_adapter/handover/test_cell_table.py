@@ -23,19 +23,30 @@ from hypothesis.stateful import (
 from engine_adapter.handover.cell_table import (
     MAX_LEASES,
     CellTable,
+    Content,
     Inconsistent,
     LeaseRefused,
     NoFreeCell,
     ReadLease,
+    Requested,
 )
-from fleet.handover import Cell, IllegalTransition
-from fleet.placement import EMPTY
+from fleet.handover import Cell
+from fleet.placement import EMPTY, Placement
+from fleet.sharding import ALL_PARTS
 
 LAYERS, SLOTS, EXPERTS = 2, 3, 5
 CELLS = (LAYERS + 1) * SLOTS
+RANKS, RANK = 3, 1
 HELD = np.array([[0, 1, EMPTY], [2, 3, 4]], np.int16)
-Content = tuple[int, int]
-"""(layer, expert)"""
+Held = np.ndarray[tuple[int, int], np.dtype[np.int16]]
+
+
+def placed(held: Held = HELD, *sharded: int) -> Placement:
+    """What the rank holds, among others that hold every expert. Rows of sharded layers count for nothing."""
+    first, last = np.array([[0, 1, 2]] * LAYERS), np.array([[3, 4, EMPTY]] * LAYERS)
+    slots = np.concatenate([first, held, last], axis=1)
+    slots[list(sharded)] = EMPTY
+    return Placement(slots, experts=EXPERTS, ranks=RANKS, sharded=tuple(sharded))
 
 
 def table(cells: int = CELLS) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
@@ -46,15 +57,15 @@ def sums(layer: int, expert: int) -> tuple[int, ...]:
     return (100 * layer + expert, 7)
 
 
-def started(held: np.ndarray[tuple[int, int], np.dtype[np.int16]] = HELD) -> CellTable:
-    cell_table = CellTable(held, table(), CELLS)
+def started(held: Held = HELD) -> CellTable:
+    cell_table = CellTable(placed(held), RANK, table(), CELLS)
     for resident in cell_table.residents():
-        cell_table.seal(resident, sums(resident.layer, resident.expert))
+        cell_table.seal(resident, sums(resident.content.layer, resident.content.number))
     return cell_table
 
 
 def staged(cell_table: CellTable, layer: int, slot: int, expert: int) -> int:
-    cell = cell_table.reserve((layer, slot, expert), 0.0)
+    cell = cell_table.reserve(Content(layer, slot, expert), 0.0)
     cell_table.landed(cell, 0.0)
     cell_table.verified(cell, sums(layer, expert), 0.0)
     return cell
@@ -64,7 +75,11 @@ def adopt(cell_table: CellTable, *changes: tuple[int, int, int], now: float = 0.
     held = cell_table.held.copy()
     for layer, slot, expert in changes:
         held[layer, slot] = expert
-    cell_table.adopt(held, cell_table.arranged(held), now)
+    cell_table.adopt(placed(held), cell_table.arranged(placed(held)), now)
+
+
+Lies = tuple[int, int]
+"""(layer, expert) in a cell."""
 
 
 class Cells(RuleBasedStateMachine):
@@ -80,7 +95,7 @@ class Cells(RuleBasedStateMachine):
     def begin(self) -> None:
         self.now = 0.0
         self.cell_table = started()
-        self.memory: dict[int, Content] = {
+        self.memory: dict[int, Lies] = {
             int(table()[place]): (place[0], int(expert))
             for place, expert in np.ndenumerate(HELD)
             if expert != EMPTY
@@ -88,7 +103,7 @@ class Cells(RuleBasedStateMachine):
         self.writers: set[int] = set()
         self.staged: dict[int, tuple[int, int, int]] = {}
         self.requested: dict[int, tuple[int, int, int]] = {}
-        self.sums_of_lease: dict[int, tuple[ReadLease, dict[int, Content]]] = {}
+        self.sums_of_lease: dict[int, tuple[ReadLease, dict[int, Lies]]] = {}
 
     def _requests(self, layer: int, slot: int, expert: int) -> bool:
         """Whether a placement could want this, beside what is on its way."""
@@ -99,7 +114,7 @@ class Cells(RuleBasedStateMachine):
 
     def _reserve(self, layer: int, slot: int, expert: int) -> int | None:
         try:
-            cell = self.cell_table.reserve((layer, slot, expert), self.now)
+            cell = self.cell_table.reserve(Content(layer, slot, expert), self.now)
         except NoFreeCell:
             assert self.cell_table.count(Cell.FREE) == 0
             return None
@@ -191,8 +206,8 @@ class Cells(RuleBasedStateMachine):
         for layer, slot, expert in self.staged.values():
             held[layer, slot] = expert
         before = self.cell_table.table.copy()
-        arranged = self.cell_table.arranged(held)
-        self.cell_table.adopt(held, arranged, self.now)
+        arranged = self.cell_table.arranged(placed(held))
+        self.cell_table.adopt(placed(held), arranged, self.now)
         assert set(self.staged) <= set(arranged.flat)
         assert set(arranged.flat) <= set(before.flat) | set(self.staged)
         for cell in self.staged:
@@ -206,14 +221,16 @@ class Cells(RuleBasedStateMachine):
         seconds=st.floats(0.5, 3),
     )
     def lease(self, reader: int, picks: set[int], seconds: float) -> object:
-        experts = [(*divmod(pick, SLOTS), int(self.cell_table.held.flat[pick])) for pick in sorted(picks)]
+        experts = [
+            Requested(*divmod(pick, SLOTS), int(self.cell_table.held.flat[pick])) for pick in sorted(picks)
+        ]
         known = {lease.experts for lease, _ in self.sums_of_lease.values() if lease.reader == reader}
-        if any(expert == EMPTY for _, _, expert in experts) and tuple(experts) not in known:
+        if any(one.expert == EMPTY for one in experts) and tuple(experts) not in known:
             with pytest.raises(LeaseRefused):
                 self.cell_table.lease(reader, 1, experts, seconds, self.now)
             return multiple()
         lease = self.cell_table.lease(reader, 1, experts, seconds, self.now)
-        assert lease.checksums == tuple(sums(layer, expert) for layer, _, expert in experts)
+        assert lease.checksums == tuple(sums(one.layer, one.expert) for one in experts)
         self.sums_of_lease[lease.number] = (lease, {cell: self.memory[cell] for cell in lease.cells})
         return lease
 
@@ -240,7 +257,7 @@ class Cells(RuleBasedStateMachine):
     @invariant()
     def what_is_served_or_read_is_as_it_was(self) -> None:
         for resident in self.cell_table.residents():
-            assert self.memory[resident.cell] == (resident.layer, resident.expert)
+            assert self.memory[resident.cell] == (resident.content.layer, resident.content.number)
             assert resident.cell not in self.writers
         for _, promises in self.sums_of_lease.values():
             assert all(self.memory[cell] == content for cell, content in promises.items())
@@ -302,7 +319,7 @@ def test_an_expert_that_changes_slots_takes_its_cell_along_and_an_empty_slot_tak
 
 def test_a_leased_cell_that_is_evicted_drains_until_its_reader_ends() -> None:
     cell_table = started()
-    lease = cell_table.lease(1, 1, [(0, 1, 1)], 5.0, 0.0)
+    lease = cell_table.lease(1, 1, [Requested(0, 1, 1)], 5.0, 0.0)
     staged(cell_table, 0, 1, 4)
     adopt(cell_table, (0, 1, 4), now=1.0)
     assert cell_table.use(1) is Cell.DRAINING
@@ -314,7 +331,7 @@ def test_a_leased_cell_that_is_evicted_drains_until_its_reader_ends() -> None:
 
 def test_a_lease_of_a_reader_that_died_ends_by_its_silence() -> None:
     cell_table = started()
-    cell_table.lease(1, 1, [(0, 1, 1)], 5.0, 0.0)
+    cell_table.lease(1, 1, [Requested(0, 1, 1)], 5.0, 0.0)
     staged(cell_table, 0, 1, 4)
     adopt(cell_table, (0, 1, 4), now=1.0)
     assert cell_table.next_expiry == 5.0
@@ -326,12 +343,12 @@ def test_a_lease_of_a_reader_that_died_ends_by_its_silence() -> None:
 
 def test_a_lease_that_is_asked_for_again_is_renewed_even_when_its_expert_was_evicted_meanwhile() -> None:
     cell_table = started()
-    first = cell_table.lease(1, 1, [(0, 1, 1)], 5.0, 0.0)
+    first = cell_table.lease(1, 1, [Requested(0, 1, 1)], 5.0, 0.0)
     adopt(cell_table, (0, 1, EMPTY))
-    again = cell_table.lease(1, 1, [(0, 1, 1)], 5.0, 3.0)
+    again = cell_table.lease(1, 1, [Requested(0, 1, 1)], 5.0, 3.0)
     assert (again.number, again.until, again.cells) == (first.number, 8.0, first.cells)
     with pytest.raises(LeaseRefused, match="holds nothing, not expert 1"):
-        cell_table.lease(2, 1, [(0, 1, 1)], 5.0, 3.0)
+        cell_table.lease(2, 1, [Requested(0, 1, 1)], 5.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -347,43 +364,43 @@ def test_a_lease_that_is_asked_for_again_is_renewed_even_when_its_expert_was_evi
 )
 def test_only_what_is_served_is_leased(experts: list[tuple[int, int, int]], summary: str) -> None:
     with pytest.raises(LeaseRefused, match=summary):
-        started().lease(1, 1, experts, 5.0, 0.0)
+        started().lease(1, 1, [Requested(*one) for one in experts], 5.0, 0.0)
 
 
 def test_what_has_no_checksums_yet_is_not_leased() -> None:
-    cell_table = CellTable(HELD, table(), CELLS)
+    cell_table = CellTable(placed(), RANK, table(), CELLS)
     with pytest.raises(LeaseRefused, match="no checksums yet"):
-        cell_table.lease(1, 1, [(0, 0, 0)], 5.0, 0.0)
+        cell_table.lease(1, 1, [Requested(0, 0, 0)], 5.0, 0.0)
 
 
 def test_leases_are_bounded() -> None:
     cell_table = started()
     for handover in range(MAX_LEASES):
-        cell_table.lease(1, handover, [(0, 0, 0)], 5.0, 0.0)
+        cell_table.lease(1, handover, [Requested(0, 0, 0)], 5.0, 0.0)
     with pytest.raises(LeaseRefused, match="leases are open already"):
-        cell_table.lease(1, MAX_LEASES, [(0, 0, 0)], 5.0, 0.0)
+        cell_table.lease(1, MAX_LEASES, [Requested(0, 0, 0)], 5.0, 0.0)
 
 
 def test_checksums_that_were_found_of_something_that_is_gone_are_no_news() -> None:
-    cell_table = CellTable(HELD, table(), CELLS)
+    cell_table = CellTable(placed(), RANK, table(), CELLS)
     old = next(iter(cell_table.residents()))
     staged(cell_table, 0, 0, 4)
     adopt(cell_table, (0, 0, 4))
     cell_table.seal(old, (1, 2))
-    again = cell_table.reserve((0, 1, 3), 0.0)
+    again = cell_table.reserve(Content(0, 1, 3), 0.0)
     assert again == old.cell
     cell_table.landed(again, 0.0)
     cell_table.seal(old, (1, 2))
     cell_table.verified(again, sums(0, 3), 0.0)
     adopt(cell_table, (0, 1, 3))
-    assert cell_table.lease(1, 1, [(0, 1, 3)], 5.0, 0.0).checksums == (sums(0, 3),)
+    assert cell_table.lease(1, 1, [Requested(0, 1, 3)], 5.0, 0.0).checksums == (sums(0, 3),)
 
 
 def test_a_table_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="distinct cells out of 9"):
-        CellTable(HELD, np.zeros((LAYERS, SLOTS), np.int32), CELLS)
+        CellTable(placed(), RANK, np.zeros((LAYERS, SLOTS), np.int32), CELLS)
     with pytest.raises(ValueError, match=r"both must be \[layers, slots\]"):
-        CellTable(HELD, table()[:1], CELLS)
+        CellTable(placed(), RANK, table()[:1], CELLS)
 
 
 def test_books_that_do_not_agree_are_told_and_so_is_what_cannot_be() -> None:
@@ -392,7 +409,7 @@ def test_books_that_do_not_agree_are_told_and_so_is_what_cannot_be() -> None:
         adopt(cell_table, (0, 0, 4))
     with pytest.raises(Inconsistent, match="cell 0 is live; only quarantined"):
         cell_table.settled(0, 0.0)
-    with pytest.raises(IllegalTransition):
+    with pytest.raises(Inconsistent, match=r"cell 0 is live: of its pieces \[0\], \[\] await this event"):
         cell_table.landed(0, 0.0)
     cell_table.table[0, 0] = 8
     with pytest.raises(Inconsistent, match="slots map to"):
@@ -402,6 +419,201 @@ def test_books_that_do_not_agree_are_told_and_so_is_what_cannot_be() -> None:
 def test_room_that_is_used_up_says_what_for() -> None:
     cell_table = started()
     for slot in range(SLOTS):
-        cell_table.reserve((0, slot, 4), 0.0)
+        cell_table.reserve(Content(0, slot, 4), 0.0)
     with pytest.raises(NoFreeCell, match="no cell is free for expert 1/0: 3 pulling, 6 live"):
-        cell_table.reserve((1, 0, 0), 0.0)
+        cell_table.reserve(Content(1, 0, 0), 0.0)
+
+
+# cells of several pieces
+
+PARTS = RANKS
+GROUP = Content(0, 1, 1, sharded=True)
+"""experts 3 and 4 of layer 0: a group of two of its three pieces"""
+
+
+def part_sums(layer: int, expert: int, part: int) -> tuple[int, int]:
+    """Of two tensors."""
+    return 1000 * layer + 10 * expert + part, 7000 + 10 * expert + part
+
+
+def sealed_in_parts(placement: Placement) -> CellTable:
+    cell_table = CellTable(placement, RANK, table(), CELLS, PARTS)
+    for resident in cell_table.residents():
+        layer, _, number, sharded = resident.content
+        pieces = [
+            part_sums(layer, number * PARTS + piece, RANK) if sharded else part_sums(layer, number, piece)
+            for piece in range(resident.pieces)
+        ] + [(0, 0)] * (PARTS - resident.pieces)
+        cell_table.seal(resident, tuple(one for row in zip(*pieces, strict=True) for one in row))
+    return cell_table
+
+
+class Pieces(RuleBasedStateMachine):
+    """Cells whose pieces land, are compared, fail and settle one by one, in any order. The oracle is where
+    each piece of each reserved cell was left."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.cell_table = sealed_in_parts(placed())
+        self.state: dict[tuple[int, int], str] = {}
+        """by (cell, piece): coming, comparing, good, bad or late"""
+
+    def _in(self, *states: str) -> list[tuple[int, int]]:
+        return sorted(one for one, state in self.state.items() if state in states)
+
+    @rule(content=st.sampled_from([Content(0, 2, 3), Content(0, 0, 0, sharded=True), GROUP]))
+    def reserve(self, content: Content) -> None:
+        free = self.cell_table.count(Cell.FREE)
+        try:
+            cell = self.cell_table.reserve(content, 0.0)
+        except NoFreeCell:
+            assert not free
+            return
+        assert not any(busy == cell for busy, _ in self.state)
+        self.state |= {(cell, piece): "coming" for piece in range(2 if content == GROUP else PARTS)}
+
+    @rule(which=st.integers(0, 99), event=st.sampled_from(["landed", "landed", "broken", "overdue"]))
+    def arrive(self, which: int, event: str) -> None:
+        if waiting := self._in("coming"):
+            cell, piece = waiting[which % len(waiting)]
+            getattr(self.cell_table, event)(cell, 0.0, piece)
+            self._left(cell, piece, {"landed": "comparing", "broken": "bad", "overdue": "late"}[event])
+
+    @rule(which=st.integers(0, 99), event=st.sampled_from(["verified", "verified", "refused", "overdue"]))
+    def compare(self, which: int, event: str) -> None:
+        if waiting := self._in("comparing"):
+            cell, piece = waiting[which % len(waiting)]
+            if event == "verified":
+                self.cell_table.verified(cell, (piece, 10 + piece), 0.0, piece)
+            else:
+                getattr(self.cell_table, event)(cell, 0.0, piece)
+            self._left(cell, piece, {"verified": "good", "refused": "bad", "overdue": "late"}[event])
+
+    @rule(which=st.integers(0, 99))
+    def settle(self, which: int) -> None:
+        if waiting := self._in("late"):
+            cell, piece = waiting[which % len(waiting)]
+            self.cell_table.settled(cell, 0.0, piece)
+            self._left(cell, piece, "bad")
+
+    def _left(self, cell: int, piece: int, state: str) -> None:
+        self.state[cell, piece] = state
+        pieces = {state for (of, _), state in self.state.items() if of == cell}
+        if not pieces & {"coming", "comparing", "late"} and "bad" in pieces:
+            assert self.cell_table.use(cell) is Cell.FREE
+            self.state = {one: state for one, state in self.state.items() if one[0] != cell}
+
+    @rule()
+    def drop(self) -> None:
+        staged = {cell for cell, _ in self.state if self.cell_table.use(cell) is Cell.STAGED}
+        self.cell_table.drop_staged(0.0)
+        self.state = {one: state for one, state in self.state.items() if one[0] not in staged}
+
+    @rule(which=st.integers(0, 99))
+    def a_piece_comes_once(self, which: int) -> None:
+        if settled := self._in("good", "bad", "late"):
+            cell, piece = settled[which % len(settled)]
+            for event in (self.cell_table.landed, self.cell_table.broken):
+                with pytest.raises(Inconsistent):
+                    event(cell, 0.0, piece)
+
+    @invariant()
+    def every_use_follows_from_the_pieces(self) -> None:
+        self.cell_table.check_integrity()
+        for cell in {cell for cell, _ in self.state}:
+            states = {state for (of, _), state in self.state.items() if of == cell}
+            use = self.cell_table.use(cell)
+            assert (use is Cell.STAGED) == (states == {"good"})
+            assert use is not Cell.FREE
+            if "late" in states:
+                assert use is Cell.QUARANTINED
+            elif states == {"coming"} or states == {"coming", "good"}:
+                assert use is Cell.PULLING
+        busy = {cell for cell, _ in self.state}
+        assert self.cell_table.count(Cell.FREE) == CELLS - LAYERS * SLOTS - len(busy)
+
+
+TestPieces = Pieces.TestCase
+TestPieces.settings = settings(
+    max_examples=60, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def brought(cell_table: CellTable, content: Content, experts: dict[int, tuple[int, int]]) -> int:
+    """Stage a cell piece by piece. experts: (expert, part) by piece."""
+    cell = cell_table.reserve(content, 0.0)
+    for piece, (expert, part) in experts.items():
+        cell_table.landed(cell, 0.0, piece)
+        cell_table.verified(cell, part_sums(content.layer, expert, part), 0.0, piece)
+    return cell
+
+
+def test_a_layer_turns_over_and_back_and_its_parts_are_leased_by_their_checksums() -> None:
+    cell_table, sharded = sealed_in_parts(placed()), placed(HELD, 0)
+    first = brought(cell_table, Content(0, 0, 0, sharded=True), {at: (at, RANK) for at in range(3)})
+    second = brought(cell_table, GROUP, {0: (3, RANK), 1: (4, RANK)})
+    cell_table.adopt(sharded, cell_table.arranged(sharded), 0.0)
+    cell_table.check_integrity()
+    assert cell_table.table.tolist() == [[first, second, 2], [3, 4, 5]]
+    assert cell_table.held.tolist() == [[0, 1, EMPTY], [2, 3, 4]]
+    assert cell_table.count(Cell.FREE) == SLOTS
+    lease = cell_table.lease(
+        0, 1, [Requested(0, 1, 4, RANK), Requested(0, 0, 2, RANK), Requested(1, 2, 4, 2)], 5.0, 0.0
+    )
+    assert lease.cells == (second, first, 5)
+    assert lease.checksums == (part_sums(0, 4, RANK), part_sums(0, 2, RANK), part_sums(1, 4, 2))
+    back = brought(cell_table, Content(0, 1, 4), {part: (4, part) for part in range(PARTS)})
+    whole = placed(np.array([[EMPTY, 4, EMPTY], [2, 3, 4]], np.int16))
+    cell_table.adopt(whole, cell_table.arranged(whole), 1.0)
+    cell_table.check_integrity()
+    assert cell_table.table.tolist() == [[first, back, 2], [3, 4, 5]]
+    assert cell_table.use(second) is Cell.DRAINING
+    assert cell_table.lease(0, 2, [Requested(0, 1, 4)], 5.0, 0.0).checksums == (
+        tuple(part_sums(0, 4, part)[tensor] for tensor in range(2) for part in range(PARTS)),
+    )
+    cell_table.end(lease.number, 2.0)
+    assert cell_table.use(second) is Cell.FREE
+
+
+def test_an_expert_that_stays_has_its_cell_replaced_when_its_layer_turns_over() -> None:
+    cell_table, sharded = sealed_in_parts(placed()), placed(HELD, 1)
+    with pytest.raises(Inconsistent, match="group 0 of layer 1 is neither here nor staged"):
+        cell_table.arranged(sharded)
+    with pytest.raises(Inconsistent, match="expert 0/3 is neither"):
+        cell_table.arranged(placed(np.array([[0, 3, EMPTY], [2, 3, 4]], np.int16)))
+
+
+@pytest.mark.parametrize(
+    ("requested", "text"),
+    [
+        (Requested(0, 0, 0, RANK + 1), r"no part 2 of expert 0/0, but \[1\]"),
+        (Requested(0, 0, 0, ALL_PARTS), r"no part -1 of expert 0/0, but \[1\]"),
+        (Requested(0, 0, 3, RANK), "holds group 0 of layer 0, not expert 3"),
+        (Requested(0, 1, 5, RANK), "holds group 1 of layer 0, not expert 5"),
+        (Requested(0, 2, 4, RANK), "holds nothing"),
+        (Requested(0, 0, -1, RANK), "not expert -1"),
+        (Requested(1, 0, 2, 3), r"no part 3 of expert 1/2, but \[-1, 0, 1, 2\]"),
+        (Requested(1, 0, 2, -2), "no part -2 of expert 1/2"),
+    ],
+)
+def test_only_parts_that_are_here_are_leased(requested: Requested, text: str) -> None:
+    with pytest.raises(LeaseRefused, match=text):
+        sealed_in_parts(placed(HELD, 0)).lease(0, 1, [requested], 5.0, 0.0)
+
+
+def test_a_sharded_layer_of_experts_that_are_not_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="experts of 1 parts for"):
+        CellTable(placed(HELD, 0), RANK, table(), CELLS)
+    with pytest.raises(ValueError, match="experts of 2 parts for"):
+        CellTable(placed(), RANK, table(), CELLS, 2)
+
+
+def test_in_an_engine_of_one_rank_the_forms_are_one() -> None:
+    first = Placement(np.array([[1, 0, EMPTY]]), experts=2, ranks=1)
+    cell_table = CellTable(first, 0, np.array([[0, 1, 2]], np.int32), 6)
+    sharded = Placement(np.full((1, 3), EMPTY), experts=2, ranks=1, epoch=1, sharded=(0,))
+    cell_table.adopt(sharded, cell_table.arranged(sharded), 0.0)
+    cell_table.check_integrity()
+    assert cell_table.table.tolist() == [[1, 0, 2]]
+    cell_table.adopt(first, cell_table.arranged(first), 0.0)
+    assert cell_table.table.tolist() == [[0, 1, 2]]

@@ -15,7 +15,9 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.handover.cell_table import CellTable
 from engine_adapter.handover.inbound_copies import (
     MAX_SOURCES,
+    CellRead,
     CellsVerified,
+    CopyLocal,
     LeaseDenied,
     LeaseGranted,
     LeaseRenewed,
@@ -32,7 +34,7 @@ from engine_adapter.handover.inbound_copies import (
 from engine_adapter.handover.proposal_check import LONGEST_SECONDS, StagingFault
 from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare, RankProtocol
 from fleet.handover import Cell, CommandVerdict, RankState
-from fleet.placement import EMPTY, Placement
+from fleet.placement import EMPTY, Placement, with_rows
 from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
@@ -41,6 +43,7 @@ from fleet.requests.handovers import (
     MemoryAddress,
     ProposeHandover,
 )
+from fleet.sharding import ALL_PARTS, contents
 from tests.engine_adapter.rank_fixture import after, copies_to
 
 RANK = 1
@@ -54,12 +57,14 @@ CONFIG = TransferConfig(retries=1, quarantine_cells=0)
 class RankRig:
     """A rank, and whatever plays the world around it."""
 
-    def __init__(self, placement: Placement = FIRST, config: TransferConfig = CONFIG) -> None:
+    def __init__(self, placement: Placement = FIRST, config: TransferConfig = CONFIG, parts: int = 1) -> None:
         held = placement.on_rank(RANK)
         self.cell_table = CellTable(
-            held,
+            placement,
+            RANK,
             np.arange(held.size, dtype=np.int32).reshape(held.shape),
             held.size + placement.slots_per_rank,
+            parts,
         )
         self.protocol = RankProtocol(
             worker_id=1, rank=RANK, placement=placement, cell_table=self.cell_table, tensors=2, config=config
@@ -103,7 +108,9 @@ class RankRig:
             lease=lease,
             memory=MEMORY,
             cells=tuple(range(count)),
-            checksums=(SUMS,) * count,
+            checksums=tuple(
+                SUMS * (self.cell_table.parts if part == ALL_PARTS else 1) for *_, part in effect.experts
+            ),
         )
 
     def read(self, effect: Effect) -> ReadCells:
@@ -118,8 +125,8 @@ class RankRig:
         end, check, *more = self.take(ReadLanded(read.batch, "shared", 64, 0.1))
         assert isinstance(end, ReleaseLease)
         assert isinstance(check, VerifyCells)
-        assert check.cells == tuple(cell for _, cell in read.pulls)
-        return [*more, *self.take(CellsVerified(read.batch, wrong or ("",) * len(check.cells)))]
+        assert check.reads == read.reads
+        return [*more, *self.take(CellsVerified(read.batch, wrong or ("",) * len(check.reads)))]
 
     @property
     def status(self) -> tuple[str, str]:
@@ -145,9 +152,13 @@ def test_a_handover_goes_from_the_proposal_over_staged_to_the_flip() -> None:
     rig = RankRig()
     assert rig.propose(REQUESTED) is CommandVerdict.TAKE
     (lease,) = rig.protocol.drain()
-    assert lease == RequestLease(1, 0, 1, ((0, 0, 0),), 10.0)
+    assert lease == RequestLease(1, 0, 1, ((0, 0, 0, ALL_PARTS),), 10.0)
     read = rig.read(lease)
-    assert (read.source, read.pulls, read.until) == (0, ((0, 6),), 10.0)
+    assert (read.source, read.reads, read.until) == (
+        0,
+        (CellRead(0, ALL_PARTS, 6, ALL_PARTS, False),),
+        10.0,
+    )
     (prepare,) = rig.verify(read)
     assert isinstance(prepare, Prepare)
     assert prepare.placement == REQUESTED
@@ -302,7 +313,11 @@ def test_an_expert_is_read_from_its_other_holder_when_the_first_refuses_and_then
         assert isinstance(lease, RequestLease)
         sources.append((lease.source, lease.experts))
         rig.protocol.take(LeaseDenied(lease.batch, f"rank {lease.source} says no"), rig.now)
-    assert sources == [(0, ((0, 0, 0),)), (2, ((0, 6, 0),)), (0, ((0, 0, 0),))]
+    assert sources == [
+        (0, ((0, 0, 0, ALL_PARTS),)),
+        (2, ((0, 6, 0, ALL_PARTS),)),
+        (0, ((0, 0, 0, ALL_PARTS),)),
+    ]
     assert rig.status == (RankState.FAILED, StagingFault.SOURCE)
     assert rig.protocol.failure == "rank 0 says no"
     assert rig.protocol.drain() == [Forget(1)]
@@ -330,7 +345,7 @@ def test_a_damaged_expert_is_read_again_while_the_good_ones_of_its_batch_stay() 
     read = rig.read(*rig.protocol.drain())
     (lease,) = rig.verify(read, "scale", "")
     assert isinstance(lease, RequestLease)
-    assert (lease.source, lease.experts) == (2, ((0, 6, 0),))
+    assert (lease.source, lease.experts) == (2, ((0, 6, 0, ALL_PARTS),))
     assert (rig.cell_table.count(Cell.STAGED), rig.cell_table.count(Cell.PULLING)) == (1, 1)
     assert rig.verify(rig.read(lease), "scale") == [Forget(1)]
     assert rig.status == (RankState.FAILED, StagingFault.CHECKSUM)
@@ -349,7 +364,7 @@ def test_an_overdue_read_loses_its_cell_and_is_tried_where_another_holder_is_lef
     assert isinstance(lease, RequestLease)
     assert lease.source == 2
     second = rig.read(lease)
-    assert first.pulls[0][1] != second.pulls[0][1]
+    assert first.reads[0].cell != second.reads[0].cell
     assert rig.take(ReadLate(second.batch, "too long again")) == [Forget(1)]
     assert rig.status == (RankState.FAILED, StagingFault.OVERDUE)
     rig.abort()
@@ -448,13 +463,157 @@ def test_commands_of_a_replaced_coordinator_are_fenced_and_tokens_are_remembered
     assert rig.protocol.describe(0.0).token == 9
 
 
+# layers that turn over
+
+SEALED = (5, 5, 5, 6, 6, 6)
+"""checksums of two tensors in three parts"""
+SHARDED = with_rows(FIRST, {0: None}, epoch=1)
+"""layer 0 is cut: the parts 1 of its six experts are two cells of three pieces on rank 1"""
+
+
+def turning(placement: Placement = FIRST, proposed: Placement = SHARDED) -> tuple[RankRig, list[Effect]]:
+    """A rig, and its effects: leases from ranks 0 and 2, and a local copy."""
+    rig = RankRig(placement, parts=3)
+    for resident in rig.cell_table.residents():
+        rig.cell_table.seal(resident, SEALED)
+    rig.propose(proposed, copies=())
+    first, local, second = rig.protocol.drain()
+    return rig, [first, second, local]
+
+
+def test_a_rank_gets_its_part_of_every_expert_and_copies_those_that_it_holds_itself() -> None:
+    rig, (first, second, local) = turning()
+    assert isinstance(first, RequestLease)
+    assert isinstance(second, RequestLease)
+    assert (first.source, first.experts) == (0, ((0, 0, 0, RANK), (0, 1, 1, RANK)))
+    assert (second.source, second.experts) == (2, ((0, 7, 4, RANK), (0, 8, 5, RANK)))
+    assert isinstance(local, CopyLocal)
+    assert local.reads == (CellRead(0, RANK, 6, 2, True), CellRead(1, RANK, 7, 0, True))
+    (verify,) = rig.take(ReadLanded(local.batch, "local", 99, 0.5))
+    assert verify == VerifyCells(local.batch, RANK, local.reads, (SUMS, SUMS))
+    assert rig.take(CellsVerified(local.batch, ("", ""))) == []
+    assert rig.verify(rig.read(second)) == []
+    assert rig.cell_table.count(Cell.STAGED) == 1, "the second group has all its pieces"
+    (prepare,) = rig.verify(rig.read(first))
+    assert isinstance(prepare, Prepare)
+    assert prepare.cells.tolist() == [[6, 7, 2], [3, 4, 5]]
+    assert [(pull.transfer, pull.experts, pull.bytes) for pull in rig.protocol.describe(0.0).pulls] == [
+        ("local", 2, 99),
+        ("shared", 2, 64),
+        ("shared", 2, 64),
+    ]
+    rig.protocol.prepared(1)
+    rig.commit()
+    rig.protocol.drain()
+    rig.protocol.adopted(1.0)
+    rig.finish()
+
+
+def test_a_layer_that_becomes_whole_is_read_part_by_part_from_every_rank() -> None:
+    before = with_rows(FIRST, {0: None}, epoch=0)
+    after_ = with_rows(before, {0: FIRST.expert_of_slot[0]}, epoch=1)
+    rig, (first, second, local) = turning(before, after_)
+    assert isinstance(first, RequestLease)
+    assert (first.source, first.experts) == (0, ((0, 0, 2, 0), (0, 1, 3, 0)))
+    assert isinstance(second, RequestLease)
+    assert (second.source, second.experts) == (2, ((0, 6, 2, 2), (0, 7, 3, 2)))
+    assert isinstance(local, CopyLocal)
+    assert local.reads == (CellRead(0, 2, 6, RANK, False), CellRead(1, 0, 7, RANK, False))
+    assert rig.read(first).reads == (CellRead(0, 2, 6, 0, False), CellRead(1, 0, 7, 0, False))
+
+
+def test_where_one_part_is_overdue_its_whole_cell_waits_until_every_read_into_it_has_settled() -> None:
+    rig, (first, second, local) = turning()
+    late, other = rig.read(first), rig.read(second)
+    effects = rig.take(ReadLate(late.batch, "too long"))
+    assert effects == [StopReads(other.batch), Forget(1)]
+    assert rig.status == (RankState.FAILED, StagingFault.OVERDUE)
+    assert rig.cell_table.count(Cell.QUARANTINED) == 2
+    rig.abort()
+    rig.take(ReadSettled(late.batch))
+    assert rig.cell_table.count(Cell.QUARANTINED) == 2, (
+        "pieces from this rank and from rank 2 are on their way"
+    )
+    assert isinstance(local, CopyLocal)
+    rig.take(ReadLanded(local.batch, "local", 99, 0.5))
+    assert rig.cell_table.count(Cell.QUARANTINED) == 1
+    rig.take(ReadSettled(other.batch))
+    rig.finish()
+
+
+@pytest.mark.parametrize(
+    ("report", "fault"),
+    [
+        (lambda batch: LeaseDenied(batch, "no"), StagingFault.SOURCE),
+        (lambda batch: ReadBroken(batch, "it broke"), StagingFault.TRANSFER),
+    ],
+)
+def test_a_part_is_never_read_a_second_time(report: Callable[[int], Any], fault: StagingFault) -> None:
+    rig, (first, second, local) = turning()
+    if fault is StagingFault.TRANSFER:
+        rig.read(first)
+    assert isinstance(first, RequestLease)
+    effects = rig.take(report(first.batch))
+    assert not [one for one in effects if isinstance(one, RequestLease | ReadCells)]
+    assert rig.status == (RankState.FAILED, fault)
+    rig.abort()
+    assert isinstance(local, CopyLocal)
+    assert isinstance(second, RequestLease)
+    rig.take(ReadLanded(local.batch, "local", 99, 0.5))
+    rig.take(LeaseDenied(second.batch, "no"))
+    rig.finish()
+
+
+def test_a_damaged_part_fails_the_turn_and_names_it() -> None:
+    rig, (_, _, local) = turning()
+    assert isinstance(local, CopyLocal)
+    rig.take(ReadLanded(local.batch, "local", 99, 0.5))
+    rig.take(CellsVerified(local.batch, ("", "scale")))
+    assert rig.status == (RankState.FAILED, StagingFault.CHECKSUM)
+    assert "part 1 of expert 0/3, as read from rank 1, does not match" in rig.protocol.failure
+
+
+def test_a_turn_needs_room_for_the_cells_of_its_layers() -> None:
+    rig = RankRig(parts=3)
+    rig.propose(with_rows(FIRST, {0: None, 1: None}, epoch=1), copies=())
+    assert rig.status == (RankState.FAILED, StagingFault.ROOM)
+    assert "4 cells with parts of experts must be copied, but 3 cells are free" in rig.protocol.failure
+
+
+def test_a_rank_that_does_not_know_its_own_checksums_yet_fails_a_turn() -> None:
+    rig = RankRig(parts=3)
+    rig.propose(SHARDED, copies=())
+    assert rig.status == (RankState.FAILED, StagingFault.SOURCE)
+    assert "no checksums yet" in rig.protocol.failure
+
+
+def test_memory_that_does_not_cut_experts_refuses_a_turn() -> None:
+    rig = RankRig()
+    rig.propose(SHARDED, copies=())
+    assert rig.status == (RankState.FAILED, StagingFault.PLACEMENT)
+    assert "layers [0] change between whole and sharded, but the memory" in rig.protocol.failure
+
+
+def test_experts_of_other_layers_are_copied_in_the_same_handover() -> None:
+    rig = RankRig(parts=3)
+    for resident in rig.cell_table.residents():
+        rig.cell_table.seal(resident, SEALED)
+    rig.propose(with_rows(after(FIRST, (1, 5, 0)), {0: None}, epoch=1), copies=[copy(1, 0, 0, 5)])
+    first, *_ = rig.protocol.drain()
+    assert isinstance(first, RequestLease)
+    assert first.experts == ((1, 0, 0, ALL_PARTS), (0, 0, 0, RANK), (0, 1, 1, RANK))
+    assert rig.cell_table.count(Cell.PULLING) == 3
+
+
 class Rank(RuleBasedStateMachine):
     """Anything in any order: commands of two coordinators, late, repeated, for other handovers; effects
     carried out or failed, one after another."""
 
     @initialize()
     def begin(self) -> None:
-        self.rig = RankRig(config=TransferConfig(retries=1, quarantine_cells=2))
+        self.rig = RankRig(config=TransferConfig(retries=1, quarantine_cells=2), parts=3)
+        for resident in self.rig.cell_table.residents():
+            self.rig.cell_table.seal(resident, SEALED)
         self.pending: list[Effect] = []
         self.unsettled: set[int] = set()
         self.served = 0
@@ -488,18 +647,23 @@ class Rank(RuleBasedStateMachine):
         token=st.integers(1, 2),
         deadline=st.sampled_from([0.0, 2.0, 8.0]),
         ahead=st.integers(1, 2),
+        turns=st.sampled_from([(), (), (0,), (1,)]),
     )
-    def propose(self, seed: int, number: int, token: int, deadline: float, ahead: int) -> None:
+    def propose(
+        self, seed: int, number: int, token: int, deadline: float, ahead: int, turns: tuple[int, ...]
+    ) -> None:
         served = self.rig.protocol.placement
         table = np.random.default_rng(seed).permuted(served.expert_of_slot, axis=1)
         try:
-            expected = Placement(table, experts=6, ranks=3, epoch=served.epoch + ahead)
-        except ValueError:
-            expected = (
-                after(served, (seed % 2, 5, seed % 6))
-                if seed % 6 not in served.on_rank(RANK)[seed % 2]
-                else after(served)
+            expected = Placement(
+                table, experts=6, ranks=3, epoch=served.epoch + ahead, sharded=served.sharded
             )
+        except ValueError:
+            layer, expert = seed % 2, seed % 6
+            stays = layer in served.sharded or expert in served.on_rank(RANK)[layer]
+            expected = after(served) if stays else after(served, (layer, 5, expert))
+        rows = {layer: FIRST.expert_of_slot[layer] if layer in served.sharded else None for layer in turns}
+        expected = with_rows(expected, rows, epoch=expected.epoch)
         verdict = self.rig.propose(expected, number=number, token=token, deadline=deadline)
         assert verdict is not CommandVerdict.TAKE or expected.epoch == served.epoch + 1
         self._collect()
@@ -541,9 +705,12 @@ class Rank(RuleBasedStateMachine):
                 )
             case ReadCells():
                 self._read(effect, fate)
+            case CopyLocal():
+                landed, broken = ReadLanded(effect.batch, "local", 9, 0.1), ReadBroken(effect.batch, "broke")
+                protocol.take(broken if fate == "bad" else landed, now)
             case VerifyCells():
                 protocol.take(
-                    CellsVerified(effect.batch, ("" if fate == "good" else "scale",) * len(effect.cells)), now
+                    CellsVerified(effect.batch, ("" if fate == "good" else "scale",) * len(effect.reads)), now
                 )
             case Prepare():
                 if fate == "bad":
@@ -556,7 +723,7 @@ class Rank(RuleBasedStateMachine):
         self._collect()
 
     def _read(self, effect: ReadCells, fate: str) -> None:
-        assert all(self.rig.cell_table.use(cell) is Cell.PULLING for _, cell in effect.pulls)
+        assert all(self.rig.cell_table.use(cell) is Cell.PULLING for _, _, cell, _, _ in effect.reads)
         match fate:
             case "good":
                 self.rig.protocol.take(ReadLanded(effect.batch, "shared", 64, 0.1), self.rig.now)
@@ -578,7 +745,7 @@ class Rank(RuleBasedStateMachine):
     def the_books_agree(self) -> None:
         self.rig.cell_table.check_integrity()
         assert self.rig.protocol.protocol_state.served == self.rig.protocol.placement.epoch == self.served
-        assert (self.rig.cell_table.held == self.rig.protocol.placement.on_rank(RANK)).all()
+        assert (self.rig.cell_table.held == contents(self.rig.protocol.placement, RANK)).all()
         described = self.rig.protocol.describe(self.rig.now)
         assert bool(described.failure) == bool(described.fault)
         if self.rig.protocol.at_rest:

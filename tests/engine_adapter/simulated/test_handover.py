@@ -14,13 +14,23 @@ from engine_adapter.simulated.model.faults import FaultOrder
 from engine_adapter.simulated.model.memory import SimulatedCells
 from engine_adapter.transfer.address_validation import own_address
 from engine_adapter.transfer.checksums import checksums
+from engine_adapter.transfer.parts import CellFormat
 from engine_adapter.transfer.port import AddressRefused, Overdue, PeerGone, Pull
-from fleet.placement import Placement
+from fleet.placement import Placement, linear, with_rows
 from tests.engine_adapter.simulated.test_engine import ask, running
 
 pytestmark = pytest.mark.looptime
 SLOTS = 17
 """per rank: of 32 experts on two ranks, one is room for a replica"""
+
+
+FORM = CellFormat.of(SimulatedCells(linear(layers=1, experts=2, ranks=2), 0, 2))
+"""of the cells of two ranks"""
+
+
+def whole(source: int, cell: int, ranks: int = 2) -> Pull:
+    """All of a cell."""
+    return Pull(source, 0, cell, 0, 64 * ranks)
 
 
 def replicated(engine: SimulatedEngine, layer: int = 1, expert: int = 3, epoch: int = 1) -> Placement:
@@ -38,7 +48,7 @@ async def prepared(
     free = placement.layers * SLOTS
     await target.transfer.pull(
         source.transfer.address(own_address(source.experts.memory)),
-        [Pull(int(source.experts.cells[layer, expert]), free)],
+        [whole(int(source.experts.cells[layer, expert]), free)],
         1.0,
     )
     cells = target.experts.cells.copy()
@@ -52,13 +62,42 @@ async def prepared(
 def test_a_cell_says_which_expert_lies_in_it_and_no_two_are_alike() -> None:
     config = SimulatedConfig(ranks=2, slots_per_rank=SLOTS)
     engine = SimulatedEngine(config)
-    memories = [SimulatedCells(engine.placement, rank) for rank in range(2)]
+    memories = [SimulatedCells(engine.placement, rank, 2) for rank in range(2)]
     held = np.concatenate([engine.placement.on_rank(rank).ravel() for rank in range(2)])
-    seen = [checksums(memory.cell(cell), memory.tensors) for memory in memories for cell in range(4 * SLOTS)]
+    seen = [
+        checksums(memory.cell(cell), CellFormat.of(memory))
+        for memory in memories
+        for cell in range(4 * SLOTS)
+    ]
     assert len({sums for sums, expert in zip(seen, held, strict=True) if expert >= 0}) == 4 * 32
     assert memories[0].cells == 5 * SLOTS
     with pytest.raises(IndexError, match="cell 85 of 85"):
         memories[0].cell(85)
+
+
+def test_a_part_is_the_same_in_both_forms_and_a_misplaced_one_is_found() -> None:
+    """Layer 1 is cut by copying parts; what the memory expects of a sharded layer is the oracle."""
+    first = linear(layers=3, experts=5, ranks=3, slots_per_rank=2)
+    turned = with_rows(first, {1: None}, epoch=1)
+    memories = [SimulatedCells(first, rank, 3, spare_layers=2) for rank in range(3)]
+    form = CellFormat.of(memories[0])
+    assert memories[0].cells == 5 * 2
+    cells = np.arange(6, dtype=np.int32).reshape(3, 2)
+    cells[1] = 6, 7
+    for rank, memory in enumerate(memories):
+        for expert in range(5):
+            holder, slot = divmod(int(np.flatnonzero(first.expert_of_slot[1] == expert)[0]), 2)
+            assert memory.misplaced(turned, cells) is not None
+            for one in form.pulls(2 + slot, rank, 6 + expert // 3, expert % 3, sharded=True):
+                source, offset = memories[holder].cell(one.source), one.source_offset
+                memory.cell(one.cell)[one.offset : one.offset + one.bytes] = source[
+                    offset : offset + one.bytes
+                ]
+        assert memory.misplaced(turned, cells) is None
+        assert memory.misplaced(first, cells) == (1, 0)
+        assert memory.misplaced(first, np.arange(6, dtype=np.int32).reshape(3, 2)) is None
+    again = SimulatedCells(turned, 2, 3)
+    assert again.misplaced(turned, np.arange(6, dtype=np.int32).reshape(3, 2)) is None
 
 
 async def test_reading_takes_the_time_of_the_experts_real_size_on_the_link_and_reads_of_a_rank_take_turns() -> (
@@ -71,7 +110,7 @@ async def test_reading_takes_the_time_of_the_experts_real_size_on_the_link_and_r
         addresses = [rank.transfer.address(own_address(rank.experts.memory)) for rank in engine.ranks]
         reader = engine.ranks[0]
         for source, speed in ((1, fast), (2, fast / 10)):
-            pulled = await reader.transfer.pull(addresses[source], [Pull(0, 33), Pull(1, 34)], 60.0)
+            pulled = await reader.transfer.pull(addresses[source], [whole(0, 33, 4), whole(1, 34, 4)], 60.0)
             assert pulled.bytes == 2 * size
             assert pulled.seconds == pytest.approx(0.5 * 2 * size / speed, rel=1e-2)
             for cell in range(2):
@@ -79,7 +118,7 @@ async def test_reading_takes_the_time_of_the_experts_real_size_on_the_link_and_r
                     reader.experts.memory.cell(33 + cell) == engine.ranks[source].experts.memory.cell(cell)
                 ).all()
         both = await asyncio.gather(
-            *(reader.transfer.pull(addresses[1], [Pull(0, cell)], 60.0) for cell in (33, 34))
+            *(reader.transfer.pull(addresses[1], [whole(0, cell, 4)], 60.0) for cell in (33, 34))
         )
         assert both[1].seconds == pytest.approx(2 * both[0].seconds, rel=1e-2)
 
@@ -89,12 +128,12 @@ async def test_a_read_that_takes_too_long_is_overdue_and_settles_when_it_has_lan
         source, reader = engine.ranks
         address = source.transfer.address(own_address(source.experts.memory))
         with pytest.raises(Overdue) as overdue:
-            await reader.transfer.pull(address, [Pull(0, 70)], 0.5)
+            await reader.transfer.pull(address, [whole(0, 70)], 0.5)
         assert not reader.experts.memory.cell(70).any()
         await overdue.value.settled
         assert (reader.experts.memory.cell(70) == source.experts.memory.cell(0)).all()
         with pytest.raises(AddressRefused):
-            await reader.transfer.pull(address, [Pull(1000, 66)], 0.5)
+            await reader.transfer.pull(address, [whole(1000, 66)], 0.5)
 
 
 async def test_all_ranks_go_over_at_one_step_and_not_before_the_last_is_ready() -> None:
@@ -175,7 +214,7 @@ def test_a_new_life_goes_on_with_the_last_epoch_if_it_fits() -> None:
     last = replicated(SimulatedEngine(config), epoch=7)
     engine = SimulatedEngine(config, last=last.record())
     assert engine.placement == last
-    assert engine.ranks[1].experts.memory.misplaced(last.on_rank(1), engine.ranks[1].experts.cells) is None
+    assert engine.ranks[1].experts.memory.misplaced(last, engine.ranks[1].experts.cells) is None
     assert SimulatedEngine(SimulatedConfig(ranks=2), last=last.record()).placement.epoch == 0
 
 
@@ -195,20 +234,25 @@ async def test_reads_are_slow_broken_or_damaged_where_that_was_ordered_and_nowhe
     async with running(ranks=2) as engine:
         source, reader = engine.ranks
         addresses = [rank.transfer.address(own_address(rank.experts.memory)) for rank in engine.ranks]
-        free, whole = 4 * 16, checksums(source.experts.memory.cell(0), source.experts.memory.tensors)
+        free, intact = 4 * 16, checksums(source.experts.memory.cell(0), FORM)
 
         async def read() -> tuple[int, ...]:
-            await reader.transfer.pull(addresses[0], [Pull(0, free)], 60.0)
-            return checksums(reader.experts.memory.cell(free), reader.experts.memory.tensors)
+            await reader.transfer.pull(addresses[0], [whole(0, free)], 60.0)
+            return checksums(reader.experts.memory.cell(free), FORM)
 
-        assert await read() == whole
+        assert await read() == intact
         engine.order(FaultOrder(fault="corrupt_reads", rank=1, seconds=10))
-        assert [one == other for one, other in zip(await read(), whole, strict=True)] == [True, False]
+        assert [one == other for one, other in zip(await read(), intact, strict=True)] == [
+            True,
+            True,
+            True,
+            False,
+        ]
         engine.order(FaultOrder(fault="break_reads", rank=0))
-        await reader.transfer.pull(addresses[0], [Pull(0, free)], 60.0)
+        await reader.transfer.pull(addresses[0], [whole(0, free)], 60.0)
         with pytest.raises(PeerGone, match=r"rank 1 is gone \(injected fault\)"):
-            await source.transfer.pull(addresses[1], [Pull(0, free)], 60.0)
+            await source.transfer.pull(addresses[1], [whole(0, free)], 60.0)
         engine.order(FaultOrder(fault="heal"))
         engine.order(FaultOrder(fault="slow_reads", factor=1e9))
         with pytest.raises(Overdue):
-            await reader.transfer.pull(addresses[0], [Pull(0, free)], 1.0)
+            await reader.transfer.pull(addresses[0], [whole(0, free)], 1.0)

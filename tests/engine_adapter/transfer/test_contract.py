@@ -7,8 +7,10 @@ by a cap, or by stopping them.
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from tests.engine_adapter.transfer_process import digest, filled
 from tests.engine_adapter.transfer_ranks import MEMORY, MIB, NIXL, SHARED, TCP, Rank, Ranks, ranks_of
 
 WAYS = pytest.mark.parametrize(
@@ -49,6 +51,26 @@ def test_cells_arrive_whole_and_no_others_change(pair: tuple[Rank, Rank]) -> Non
     assert [reader.ask("zeros", cell=cell)["zeros"] for cell in (1, 3)] == [1, 1]
 
 
+def test_ranges_arrive_at_their_offsets_and_no_other_byte_changes(pair: tuple[Rank, Rank]) -> None:
+    """The two halves of a cell change places, into one cell from two."""
+    source, reader = pair
+    half, quarter = MIB // 2, MIB // 4
+    for cell, seed in ((0, 1), (1, 2), (2, 1)):
+        source.ask("fill", cell=cell, seed=seed)
+    fresh(reader)
+    pulls = [[0, half, 1, 0, half], [1, 0, 1, half, half], [2, quarter, 3, 3 * quarter, 5]]
+    pulled = reader.ask("pull", address=source.address, pulls=pulls, seconds=20)["pulled"]
+    assert pulled == MIB + 5
+    first, second = filled(MIB, 1), filled(MIB, 2)
+    landed = reader.ask("hash", cell=1)["hash"]
+    assert landed == digest(np.concatenate([first[half:], second[:half]]))
+    few = np.zeros(MIB, np.uint8)
+    few[3 * quarter : 3 * quarter + 5] = first[quarter : quarter + 5]
+    assert reader.ask("hash", cell=3)["hash"] == digest(few)
+    assert [reader.ask("zeros", cell=cell)["zeros"] for cell in (0, 2)] == [1, 1]
+    source.ask("fill", cell=2, seed=3)
+
+
 def test_no_cells_are_nothing_to_read(pair: tuple[Rank, Rank]) -> None:
     source, reader = pair
     assert reader.ask("pull", address=source.address, pulls=[], seconds=20)["pulled"] == 0
@@ -67,9 +89,35 @@ def test_cells_that_do_not_exist_are_refused_before_any_byte_is_read(
 
 
 @pytest.mark.parametrize(
+    "pulls",
+    [
+        [[0, 0, 0, 0, 0]],
+        [[0, 0, 0, 0, -1]],
+        [[0, 0, 0, 0, MIB + 1]],
+        [[0, 1, 0, 0, MIB]],
+        [[0, 0, 0, 1, MIB]],
+        [[0, -1, 0, 0, 8]],
+        [[0, 0, 0, -8, 8]],
+        [[0, 1 << 62, 0, 0, 8]],
+        [[0, 0, 0, 0, 9], [1, 0, 0, 8, 8]],
+        [[0, 0, 0, 8, 8], [1, 0, 0, 0, 9]],
+        [[0, 0, 0, 0, 32], [1, 0, 0, 8, 8], [2, 0, 0, 40, 8]],
+    ],
+)
+def test_ranges_outside_of_a_cell_or_over_each_other_are_refused_before_any_byte_is_read(
+    pair: tuple[Rank, Rank], pulls: list[list[int]]
+) -> None:
+    source, reader = pair
+    fresh(reader)
+    assert reader.ask("pull", address=source.address, pulls=pulls, seconds=20)["failed"] == "AddressRefused"
+    assert reader.ask("zeros", cell=0)["zeros"] == 1
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         {"layout": "another"},
+        {"parts": 2},
         {"cell_bytes": MIB // 2},
         {"cells": 0},
         {"cells": 1 << 50},

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine_adapter.config import TransferConfig
 from engine_adapter.transfer.port import Overdue, PeerGone, Pull, TransferError
 from engine_adapter.transfer.rate_limit import RateLimit
-from engine_adapter.transfer.reader_thread import Part, ReaderThread, requests
+from engine_adapter.transfer.reader_thread import ReaderThread, requests
 from fleet.requests.handovers import MemoryAddress
 
 CELL = 64 * 1024
@@ -21,6 +21,10 @@ CONFIG = TransferConfig(piece_bytes=CELL)
 
 def address(agent: str = "e0-0.1", life: int = 0) -> MemoryAddress:
     return MemoryAddress(cells=8, cell_bytes=CELL, layout="l", base=4096, agent=agent, metadata=bytes([life]))
+
+
+def whole(source: int, cell: int) -> Pull:
+    return Pull(source, 0, cell, 0, CELL)
 
 
 class Script:
@@ -36,7 +40,7 @@ class Script:
         self.error: Exception | None = None
         self.refused: TransferError | None = None
         self.threads: set[int] = set()
-        self.posted: list[tuple[str, Part]] = []
+        self.posted: list[tuple[str, Pull]] = []
         self.checked = 0
 
     def open(self) -> None:
@@ -72,7 +76,7 @@ class ScriptedPeer:
     def greet(self) -> None:
         return None
 
-    def post(self, address: MemoryAddress, parts: Sequence[Part]) -> object | None:
+    def post(self, address: MemoryAddress, parts: Sequence[Pull]) -> object | None:
         self._script.posted += [(address.agent, part) for part in parts]
         return None if self._script.done.is_set() and self._script.error is None else object()
 
@@ -91,7 +95,7 @@ async def script() -> Script:
 
 @pytest.fixture
 async def worker(script: Script) -> AsyncIterator[ReaderThread]:
-    worker = ReaderThread(script, CONFIG, CELL)
+    worker = ReaderThread(script, CONFIG)
     yield worker
     script.done.set()
     await worker.close()
@@ -115,29 +119,30 @@ async def given_up(worker: ReaderThread, script: Script, address: MemoryAddress,
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=5),
-    st.integers(1, 40),
+    st.lists(st.builds(Pull, *(st.integers(0, 9),) * 4, st.integers(1, 40)), max_size=5),
     st.integers(1, 50),
 )
 def test_requests_cover_every_byte_once_in_order_and_none_is_larger_than_a_piece(
-    pulls: list[tuple[int, int]], cell: int, piece: int
+    pulls: list[Pull], piece: int
 ) -> None:
-    requested = list(requests([Pull(*pull) for pull in pulls], cell, piece))
-    assert all(0 < sum(part.size for part in parts) <= piece for parts in requested)
-    covered = [
-        (part.source, part.cell, part.offset + at)
-        for parts in requested
-        for part in parts
-        for at in range(part.size)
-    ]
-    assert covered == [(source, target, at) for source, target in pulls for at in range(cell)]
+    requested = list(requests(pulls, piece))
+    assert all(0 < sum(part.bytes for part in parts) <= piece for parts in requested)
+
+    def every_byte(ranges: Sequence[Pull]) -> list[tuple[int, ...]]:
+        return [
+            (source, source_offset + at, cell, offset + at)
+            for source, source_offset, cell, offset, size in ranges
+            for at in range(size)
+        ]
+
+    assert every_byte([part for parts in requested for part in parts]) == every_byte(pulls)
     assert all(
-        sum(part.size for part in first) + second[0].size > piece for first, second in pairwise(requested)
+        sum(part.bytes for part in first) + second[0].bytes > piece for first, second in pairwise(requested)
     ), "two requests that one would do for"
 
 
 async def test_only_one_thread_touches_the_way(worker: ReaderThread, script: Script) -> None:
-    await asyncio.gather(*(worker.read(address(f"e0-{rank}.1"), [Pull(0, rank)], 10) for rank in range(4)))
+    await asyncio.gather(*(worker.read(address(f"e0-{rank}.1"), [whole(0, rank)], 10) for rank in range(4)))
     worker.forget(address())
     await worker.close()
     assert len(script.threads) == 1
@@ -148,12 +153,12 @@ async def test_a_failed_peer_is_disconnected_once_everything_from_it_has_settled
     worker: ReaderThread, script: Script
 ) -> None:
     script.done.clear()
-    overdue = await given_up(worker, script, address(), Pull(0, 0))
+    overdue = await given_up(worker, script, address(), whole(0, 0))
     script.error = PeerGone("dead")
     await overdue.settled
     script.error = None
     script.done.set()
-    assert (await worker.read(address(), [Pull(0, 0)], 10)).bytes == CELL
+    assert (await worker.read(address(), [whole(0, 0)], 10)).bytes == CELL
     assert script.record == ["open", "connect e0-0.1 0", "disconnect e0-0.1 0", "connect e0-0.1 0"]
 
 
@@ -161,9 +166,9 @@ async def test_a_next_life_of_the_same_name_waits_for_reads_of_the_last_one(
     worker: ReaderThread, script: Script
 ) -> None:
     script.done.clear()
-    overdue = await given_up(worker, script, address(life=1), Pull(0, 0))
+    overdue = await given_up(worker, script, address(life=1), whole(0, 0))
     second = asyncio.create_task(
-        worker.read(address(life=2), [Pull(0, 1)], 10), name="reads from the next life"
+        worker.read(address(life=2), [whole(0, 1)], 10), name="reads from the next life"
     )
     checked = script.checked
     await until(lambda: script.checked > checked + 1)
@@ -177,7 +182,7 @@ async def test_a_next_life_of_the_same_name_waits_for_reads_of_the_last_one(
 
 async def test_a_read_that_nobody_waits_for_posts_nothing_new(worker: ReaderThread, script: Script) -> None:
     script.done.clear()
-    overdue = await given_up(worker, script, address(), *(Pull(cell, cell) for cell in range(4)))
+    overdue = await given_up(worker, script, address(), *(whole(cell, cell) for cell in range(4)))
     script.done.set()
     await overdue.settled
     assert len(script.posted) == 1
@@ -187,7 +192,7 @@ async def test_what_fails_has_settled_only_after_a_grace(worker: ReaderThread, s
     script.error = PeerGone("dead")
     began = asyncio.get_running_loop().time()
     with pytest.raises(PeerGone, match="dead"):
-        await worker.read(address(), [Pull(0, 0)], 10)
+        await worker.read(address(), [whole(0, 0)], 10)
     assert asyncio.get_running_loop().time() - began >= 0.05
 
 
@@ -195,7 +200,7 @@ async def test_what_was_forgotten_is_disconnected_when_its_reads_have_settled(
     worker: ReaderThread, script: Script
 ) -> None:
     script.done.clear()
-    overdue = await given_up(worker, script, address(), Pull(0, 0))
+    overdue = await given_up(worker, script, address(), whole(0, 0))
     worker.forget(address(life=7))  # another life: not this one
     worker.forget(address())
     checked = script.checked
@@ -207,8 +212,8 @@ async def test_what_was_forgotten_is_disconnected_when_its_reads_have_settled(
 
 
 async def test_reads_take_turns_under_a_cap(script: Script) -> None:
-    worker = ReaderThread(script, TransferConfig(piece_bytes=CELL, bytes_per_second=100 * CELL), CELL)
-    pulls = [Pull(cell, cell) for cell in range(4)]
+    worker = ReaderThread(script, TransferConfig(piece_bytes=CELL, bytes_per_second=100 * CELL))
+    pulls = [whole(cell, cell) for cell in range(4)]
     await asyncio.gather(worker.read(address("a"), pulls, 10), worker.read(address("b"), pulls, 10))
     await worker.close()
     turns = [agent for agent, _ in script.posted]
@@ -241,10 +246,10 @@ def test_a_capped_rank_reads_in_smaller_pieces() -> None:
 
 async def test_a_way_that_is_impossible_says_so_to_every_read(script: Script) -> None:
     script.refused = TransferError("no such thing here")
-    worker = ReaderThread(script, CONFIG, CELL)
+    worker = ReaderThread(script, CONFIG)
     for _ in range(2):
         with pytest.raises(TransferError, match="no such thing here"):
-            await worker.read(address(), [Pull(0, 0)], 10)
+            await worker.read(address(), [whole(0, 0)], 10)
     assert not worker.opened
     await worker.close()
 
@@ -252,30 +257,30 @@ async def test_a_way_that_is_impossible_says_so_to_every_read(script: Script) ->
 async def test_a_defect_of_the_thread_fails_reads_and_is_told(
     script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = ReaderThread(script, CONFIG, CELL)
+    worker = ReaderThread(script, CONFIG)
     script.error = ZeroDivisionError("a defect")
-    overdue = await given_up(worker, script, address(), Pull(0, 0))
+    overdue = await given_up(worker, script, address(), whole(0, 0))
     await until(lambda: "a defect" in caplog.text)
     with pytest.raises(TransferError, match="a defect"):
-        await worker.read(address(), [Pull(0, 0)], 10)
+        await worker.read(address(), [whole(0, 0)], 10)
     assert not overdue.settled.done(), "bytes may still land"
     await worker.close()
 
 
 async def test_nothing_is_read_after_the_end(worker: ReaderThread) -> None:
-    await worker.read(address(), [Pull(0, 0)], 10)
+    await worker.read(address(), [whole(0, 0)], 10)
     await worker.close()
     with pytest.raises(TransferError, match="closed"):
-        await worker.read(address(), [Pull(0, 0)], 10)
+        await worker.read(address(), [whole(0, 0)], 10)
 
 
 async def test_the_end_does_not_wait_long_for_what_hangs(
     script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("engine_adapter.transfer.reader_thread._CLOSE_SECONDS", 0.02)
-    worker = ReaderThread(script, CONFIG, CELL)
+    worker = ReaderThread(script, CONFIG)
     script.done.clear()
-    overdue = await given_up(worker, script, address(), Pull(0, 0))
+    overdue = await given_up(worker, script, address(), whole(0, 0))
     await worker.close()
     assert "until the process ends" in caplog.text
     assert not any(one.name == f"reads experts by {script.name}" for one in threading.enumerate())

@@ -22,6 +22,13 @@ from engine_adapter.transfer.selection import open_transfers
 from engine_adapter.transfer.shared_memory import SharedTransfer, this_host
 
 TENSORS = laid_out([("weights", "float32", (64, 16)), ("scales", "float32", (3,))])
+CELL_BYTES = 8192
+
+
+def whole(source: int, cell: int) -> Pull:
+    return Pull(source, 0, cell, 0, CELL_BYTES)
+
+
 VARIANTS = ("nixl_cu12", "nixl_cu13", "nixl")
 
 
@@ -126,11 +133,11 @@ async def test_mappings_go_when_a_peer_is_forgotten_and_at_the_end(memory: Mappe
     before = held(theirs)
     for one, address in zip(theirs, addresses, strict=True):
         one.cell(1)[:] = 7
-        await reader.pull(address, [Pull(1, 2)], 10)
+        await reader.pull(address, [whole(1, 2)], 10)
         assert np.all(memory.cell(2) == 7)
     assert held(theirs) == (before[0] + 3, before[1] + 3)
     reader.forget(addresses[0])
-    await reader.pull(addresses[1], [Pull(1, 2)], 10)  # behind it in the thread's queue
+    await reader.pull(addresses[1], [whole(1, 2)], 10)  # behind it in the thread's queue
     assert held(theirs) == (before[0] + 2, before[1] + 2)
     await reader.close()
     assert held(theirs) == before
@@ -157,8 +164,8 @@ async def test_what_is_not_the_file_that_was_told_is_not_read(
     address = SharedTransfer(source, TransferConfig()).address(own_address(source))
     reader = SharedTransfer(memory, TransferConfig())
     with pytest.raises(error):
-        await reader.pull(msgspec.structs.replace(address, **wrong), [Pull(1, 2)], 10)
-    await reader.pull(address, [Pull(1, 2)], 10)
+        await reader.pull(msgspec.structs.replace(address, **wrong), [whole(1, 2)], 10)
+    await reader.pull(address, [whole(1, 2)], 10)
     await reader.close()
     source.close()
 
@@ -170,7 +177,7 @@ async def test_memory_that_may_shrink_under_its_readers_is_not_mapped(memory: Ma
     announced = reader.address(own_address(memory))
     lie = msgspec.structs.replace(announced, descriptor=descriptor, inode=os.fstat(descriptor).st_ino)
     with pytest.raises(AddressRefused, match="seal"):
-        await reader.pull(lie, [Pull(0, 1)], 10)
+        await reader.pull(lie, [whole(0, 1)], 10)
     await reader.close()
     os.close(descriptor)
 
@@ -197,7 +204,7 @@ def test_a_thread_that_cannot_be_made_nice_says_so(
     address = SharedTransfer(source, TransferConfig()).address(own_address(source))
 
     async def read() -> None:
-        await reader.pull(address, [Pull(0, 0)], 10)
+        await reader.pull(address, [whole(0, 0)], 10)
         await reader.close()
 
     asyncio.run(read())
