@@ -87,7 +87,7 @@ class WorkerServer:
         """Listen until cancelled. EngineFailed when the address cannot be listened on."""
         host, port = self._config.address
         try:
-            server = await asyncio.start_server(self._connected, host, port)
+            server = await asyncio.start_server(self._accept, host, port)
         except OSError as error:
             raise EngineFailed(
                 f"cannot listen on {self._config.listen} for vLLM's workers: {error}; if another agent has"
@@ -123,11 +123,13 @@ class WorkerServer:
 
     # connections
 
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task of our own: before Python 3.12, one that asyncio makes logs a traceback when it is cancelled.
+        task = asyncio.create_task(self._connected(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
         try:
             await self._converse(reader, writer)
         except (ValueError, TimeoutError, EngineFailed) as error:

@@ -436,3 +436,15 @@ async def test_an_address_that_is_taken_is_an_error() -> None:
 
 def test_placements_of_the_fixture_are_legal() -> None:
     assert isinstance(placement(1, 5), Placement)
+
+
+async def test_a_server_that_stops_ends_its_connections_without_an_error_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        await reader.readexactly(4)  # the server's greeting has begun
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    await asyncio.wait_for(reader.read(), 5)
+    assert reader.at_eof()
+    writer.close()
