@@ -22,6 +22,7 @@ from fleet.facts.migrations import (
     PlanEvaluated,
 )
 from fleet.handover import CoordinatorEvent
+from fleet.layout import layer_ranges
 from migration.handover.coordinator import HandoverSpec, HandoverState, Transition
 from migration.model.plan import Plan
 
@@ -68,6 +69,7 @@ class MigrationTracing:
             "roost.bytes": plan.bytes,
         }
         about |= {"roost.handovers": len(plan.handovers), "roost.epoch.base": plan.base_epoch}
+        about |= _turned(plan.turned("shard"), plan.turned("gather"))
         return PlanTrace(self, self.span("roost.plan", about, self._context(parent)))
 
     def resumed(self, planned: MigrationPlanned) -> "PlanTrace":
@@ -78,6 +80,7 @@ class MigrationTracing:
             "roost.origin": planned.origin,
             "roost.bytes": planned.bytes,
         }
+        about |= _turned(planned.to_sharded, planned.to_whole)
         return PlanTrace(
             self,
             self.span(
@@ -184,6 +187,12 @@ class HandoverTrace:
         ]
         if ends:
             _end(self._span, ends[-1])
+
+
+def _turned(to_sharded: tuple[int, ...], to_whole: tuple[int, ...]) -> Attributes:
+    """Return the layers that a plan turns over, as text; nothing where there are none."""
+    both = (("roost.to_sharded", to_sharded), ("roost.to_whole", to_whole))
+    return {name: layer_ranges(layers) for name, layers in both if layers}
 
 
 def _figures(prefix: str, figures: LoopFigures | None) -> Attributes:

@@ -12,8 +12,9 @@ from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.facts.migrations import LoopFigures, MigrationCommitted, MigrationPlanned, PlanEvaluated
 from fleet.requests.handovers import ProposeHandover
+from fleet.requests.plans import SetLayout
 from migration.telemetry.tracing import MigrationTracing
-from tests.migration.executor_fixture import apply, engine, leading, log, replicating
+from tests.migration.executor_fixture import apply, ask, engine, leading, log, replicating
 
 SHIFT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -184,3 +185,21 @@ def test_a_verdict_is_a_span_below_its_plan_that_says_what_was_foretold_and_meas
         2.0,
     )
     assert not any(name.startswith("roost.measured.before") for name in recorded)
+
+
+@pytest.mark.looptime
+async def test_a_switch_of_layout_is_one_trace_that_names_its_layers(spans: InMemorySpanExporter) -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with engine(broker, unshardable="") as ranks, leading(bus):
+        await ask(bus, SetLayout(engine="a", sharded=(0, 1), now=True))
+        await ranks.commands_to(ProposeHandover)
+        async with leading(MemoryBus(broker)):
+            await asyncio.sleep(4)
+        found = spans.get_finished_spans()
+        plan = next(span for span in found if span.name == "roost.plan")
+        handovers = [span for span in found if span.name == "roost.handover"]
+        assert {trace_id(span) for span in found} == {trace_id(plan)}
+        assert [dict(span.attributes or {})["roost.copies"] for span in handovers] == [8, 8]
+        about = dict(plan.attributes or {})
+        assert (about["roost.to_sharded"], "roost.to_whole" in about) == ("0-1", False)
