@@ -315,6 +315,7 @@ def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescr
         capabilities=Capabilities(isolates_tenants=True),
         shape=config.model_shape,
         attention=DP_ATTENTION,
+        unshardable=config.unshardable,
         dispatch=config.dispatch_rule,
         speed=config.real_speed,
         tokenizer=archive,
