@@ -70,8 +70,8 @@ that it alone received.
 - *Own map after a restart.* A restarted engine serves the map that it was built with, whatever was decided
   before. It joins with that map, under an epoch above every epoch that its predecessor may have reached.
 
-`docs/handover.md` draws the tables. `tests/handovers/test_handover_model.py` and `test_vote_model.py`
-explore all interleavings, and show the failure that follows from dropping each rule.
+`docs/handover.md` draws the tables. `tests/handovers/test_handover_model.py`, `test_turn_model.py` and
+`test_vote_model.py` explore all interleavings, and show the failure that follows from dropping each rule.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,6 +6,13 @@ The world: every part is modelled as follows.
 - *Ranks* form a ring: in each handover every rank reads its expert of the next epoch from the rank before it.
   So every rank is reader and source at once, and its own expert is evicted. States that differ only by a
   rotation of the ring are one state.
+- *Turns.* In worlds that turn the layer over (`Size.turns`), every handover changes its form, and a cell is
+  filled part by part from all ranks, its own included. Whole, a rank has all parts of one expert; sharded, its
+  part of every expert. A part has one source, so its loss fails the handover. A rank's copy within its own
+  memory is a transfer like others, but it needs no lease: should its source be used again, then what it copies
+  lands in a quarantined cell.
+- *Headers.* A step begins only if the ranks mean one placement by each epoch; otherwise the engine stops, and
+  is restarted.
 - *Cells.* A rank has one slot and some further cells. `flows` are the transfers physically in progress,
   whatever the protocol state says: bytes that arrive in a cell here and are read from a cell there. A flow
   ends when it lands, when it settles, or with a process.
