@@ -124,7 +124,7 @@ class SimulatedConfig:
     @property
     def parts(self) -> int:
         """Parts of an expert in the ranks' memory: one per rank, or 1 if experts cannot be cut."""
-        return 1 if sharding_refusal(self.model_shape, self.ranks) else self.ranks
+        return 1 if self.unshardable else self.ranks
 
     @property
     def model_shape(self) -> ModelShape:

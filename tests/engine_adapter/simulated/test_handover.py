@@ -218,6 +218,39 @@ def test_a_new_life_goes_on_with_the_last_epoch_if_it_fits() -> None:
     assert SimulatedEngine(SimulatedConfig(ranks=2), last=last.record()).placement.epoch == 0
 
 
+def test_a_new_life_goes_on_with_sharded_layers_whose_groups_lie_in_their_cells() -> None:
+    config = SimulatedConfig(ranks=2, slots_per_rank=SLOTS)
+    last = with_rows(replicated(SimulatedEngine(config)), {0: None, 3: None}, epoch=7)
+    engine = SimulatedEngine(config, last=last.record())
+    assert engine.placement == last
+    assert all(rank.experts.memory.misplaced(last, rank.experts.cells) is None for rank in engine.ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"), [(1, ""), (2, ""), (3, "size 64 do not divide into parts for 3")]
+)
+def test_an_engine_states_whether_its_experts_can_be_cut(ranks: int, reason: str) -> None:
+    engine = SimulatedEngine(SimulatedConfig(ranks=ranks))
+    for rank in engine.ranks:
+        assert reason in rank.description.unshardable
+        assert bool(rank.description.unshardable) == bool(reason)
+
+
+async def test_an_engine_whose_ranks_have_different_forms_of_one_epoch_ends() -> None:
+    async with running(slots_per_rank=SLOTS) as engine:
+        whole = replicated(engine)
+        first, second = await prepared(engine, whole)
+        other = second._replace(placement=with_rows(whole, {0: None}, epoch=whole.epoch))
+        found = await asyncio.gather(
+            engine.ranks[0].experts.adopt(first),
+            engine.ranks[1].experts.adopt(other),
+            return_exceptions=True,
+        )
+        assert all(isinstance(one, EngineFailed) for one in found)
+        assert "different placements of epoch 1" in str(engine.failure)
+        assert engine.placement.epoch == 0
+
+
 async def test_an_engine_that_ends_ends_what_waits_for_its_next_epoch() -> None:
     async with running(slots_per_rank=SLOTS) as engine:
         both = await prepared(engine, replicated(engine))
