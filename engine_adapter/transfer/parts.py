@@ -15,6 +15,7 @@ piece.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from engine_adapter.engine import CellTensor, ExpertMemory
@@ -72,14 +73,29 @@ class CellFormat:
         IndexError when there is no such piece."""
         if not 0 <= piece < self.parts:
             raise IndexError(f"piece {piece} of a cell of {self.parts}")
+        return (self._in_groups if sharded and self.parts > 1 else self._in_experts)[piece]
+
+    @cached_property
+    def _in_experts(self) -> tuple[tuple[ByteRange, ...], ...]:
+        """Ranges by piece in whole layers."""
         sizes = [one.bytes // self.parts for one in self.tensors]
-        if not sharded or self.parts == 1:
-            return tuple(
+        return tuple(
+            tuple(
                 ByteRange(one.offset + piece * size, size)
                 for one, size in zip(self.tensors, sizes, strict=True)
             )
-        begins = [piece * self.stride + sum(sizes[:at]) for at in range(len(sizes))]
-        return tuple(map(ByteRange, begins, sizes))
+            for piece in range(self.parts)
+        )
+
+    @cached_property
+    def _in_groups(self) -> tuple[tuple[ByteRange, ...], ...]:
+        """Ranges by piece in sharded layers."""
+        sizes = [one.bytes // self.parts for one in self.tensors]
+        begins = list(accumulate(sizes, initial=0))[:-1]
+        return tuple(
+            tuple(ByteRange(piece * self.stride + at, size) for at, size in zip(begins, sizes, strict=True))
+            for piece in range(self.parts)
+        )
 
     def pulls(
         self, source: int, source_piece: int, cell: int, piece: int, *, sharded: bool

@@ -12,6 +12,7 @@ import torch
 
 from engine_adapter.embedded.arena import Arena, load_arena
 from engine_adapter.embedded.checkpoint import Checkpoint, ExpertWeights
+from engine_adapter.transfer.parts import CellFormat
 from fleet.experts import ModelShape
 from fleet.placement import Placement, linear
 
@@ -79,6 +80,34 @@ def test_cells_do_not_overlap_and_there_is_a_layer_of_them_beyond_those_of_the_s
             arena.cell(cell)
 
 
+def test_a_cell_has_room_for_the_parts_of_as_many_experts_as_there_are_ranks():
+    shape = ModelShape(layers=3, experts=4, top_k=2, hidden=16, expert_intermediate=6)
+    arena = Arena(shape, slots=4, ranks=2, spare_layers=2)
+    assert (arena.parts, arena.cells) == (2, 5 * 4)
+    assert arena.cell_bytes == shape.expert_bytes
+    expert = random_expert(shape)
+    arena.load_expert(6, expert)
+    form = CellFormat.of(arena)
+    for one in form.pulls(6, 1, 17, 0, sharded=True):
+        arena.cell(17)[one.offset : one.offset + one.bytes] = arena.cell(6)[
+            one.source_offset : one.source_offset + one.bytes
+        ]
+    part = arena.cell(17)[: 3 * 3 * 16 * 4].view(np.float32).reshape(3, 3, 16)
+    assert np.array_equal(part, np.stack([expert.gate[3:], expert.up[3:], expert.down.t()[3:]]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "ballast"),
+    [
+        (ModelShape(layers=1, experts=4, top_k=2, hidden=16, expert_intermediate=5), 0),
+        (ModelShape(layers=1, experts=4, top_k=2, hidden=16, expert_intermediate=6), 3),
+    ],
+)
+def test_experts_that_do_not_divide_are_one_part(shape, ballast):
+    arena = Arena(shape, slots=4, ballast_bytes=ballast, ranks=2)
+    assert arena.parts == 1
+
+
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory files")
 def test_others_map_the_same_memory_through_its_descriptor_until_the_arena_is_gone():
     arena = Arena(SHAPE, slots=4)
@@ -113,7 +142,9 @@ def test_where_there_are_no_memory_files_the_arena_is_plain_memory(monkeypatch):
     assert arena.cell(3)[: SHAPE.expert_bytes].any()
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 0}, {"slots": 1, "ballast_bytes": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"slots": 0}, {"slots": 1, "ballast_bytes": -1}, {"slots": 1, "spare_layers": 0}]
+)
 def test_a_rank_needs_slots(wrong):
     with pytest.raises(ValueError, match="at least 1 slot"):
         Arena(SHAPE, **wrong)
