@@ -8,8 +8,8 @@ performs them. Invariants, for every order of events (`check_integrity`):
 
 - Every slot maps to a cell of its own, and exactly these cells are LIVE.
 - A cell is STAGED once every piece of it has landed and matches its checksums.
-- A piece is read into a cell once. When that fails, the cell is given up: it becomes FREE once no piece of it
-  is being read or compared any more.
+- A piece is read into a cell once. When that fails, the cell is given up: it is quarantined, and becomes FREE
+  once no piece of it is being read or compared any more.
 - A cell can be reserved only while it is FREE. It becomes FREE only when no byte can land in it and no lease
   covers it. A slot's old cell drains while it is leased. A cell of which one piece is overdue is quarantined
   until all its reads have settled.
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.experts import ExpertId
-from fleet.handover import CELL, Cell, CellEvent, next_state
+from fleet.handover import CELL, Cell, CellEvent, Filling, after_part, given_up, next_state
 from fleet.placement import EMPTY, Placement
 from fleet.sharding import ALL_PARTS, contents, group_of
 
@@ -53,6 +53,7 @@ class Content(NamedTuple):
 
 
 _NOTHING = Content(0, 0, EMPTY)
+_FILLED = Filling()
 
 
 class Requested(NamedTuple):
@@ -96,18 +97,8 @@ class _Record:
     """Time of the last change of use, in seconds."""
     readers: set[int] = field(default_factory=set)
     """Numbers of the leases on this cell."""
-    coming: set[int] = field(default_factory=set)
-    """Pieces that have not landed."""
-    comparing: set[int] = field(default_factory=set)
-    """Pieces that have landed and are compared with their checksums."""
-    late: set[int] = field(default_factory=set)
-    """Pieces that were given up while they were landing or being compared."""
-    spoiled: bool = False
-    """A piece was given up, so the cell will not be staged."""
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.coming or self.comparing or self.late)
+    filling: Filling = _FILLED
+    """Reads that fill it: one per piece, or one of a whole expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,68 +168,85 @@ class CellTable:
 
     # incoming experts
 
-    def reserve(self, content: Content, now: float) -> int:
-        """Reserve a free cell for what a slot will hold. Bytes of each of its pieces may land in the cell
-        from now on. NoFreeCell when there is none."""
+    def reserve(self, content: Content, now: float, *, in_pieces: bool = False) -> int:
+        """Reserve a free cell for what a slot will hold. in_pieces: each piece is read on its own; otherwise
+        one read fills the cell. NoFreeCell when there is none."""
         for cell, record in enumerate(self._records):
             if record.use is Cell.FREE:
                 self._move(cell, CellEvent.RESERVED, now)
                 record.content = content
-                record.coming = set(range(self._pieces(content)))
+                record.filling = Filling.of(self._pieces(content) if in_pieces else 1)
                 return cell
         raise NoFreeCell(f"no cell is free for {content}: {self.summary()}")
 
-    # In the following, ALL_PARTS in place of a piece stands for all pieces of the cell.
+    # The rules of a cell that is filled are `fleet.handover.after_part` and `given_up`. ALL_PARTS in place of
+    # a piece stands for the one read of a cell that was not reserved in pieces.
+
+    def begun(self, cell: int, piece: int = ALL_PARTS) -> None:
+        """Note that a read begins: bytes may land from now on. IllegalTransition unless it is the first of
+        its piece."""
+        record = self._records[cell]
+        record.filling = record.filling.begun(_part(piece))
 
     def landed(self, cell: int, now: float, piece: int = ALL_PARTS) -> None:
         """Mark a piece as completely received. Its checksums are compared next."""
         record = self._records[cell]
-        self._take(cell, piece, record.coming, into=record.comparing)
-        if not record.coming and record.use is Cell.PULLING and not record.spoiled:
-            self._move(cell, CellEvent.LANDED, now)
+        record.filling = record.filling.landed(_part(piece))
+        self._proceed(cell, now)
 
     def verified(self, cell: int, checksums: tuple[int, ...], now: float, piece: int = ALL_PARTS) -> None:
         """Mark a piece as equal to its checksums. The last one stages the cell. checksums: one per tensor, or
         [tensors, parts] row by row for all pieces."""
         record = self._records[cell]
-        self._take(cell, piece, record.comparing)
+        self._done(cell, piece)
         if piece == ALL_PARTS:
             record.checksums = checksums
         else:
             sums = list(record.checksums or (0,) * (len(checksums) * self.parts))
             sums[piece :: self.parts] = checksums
             record.checksums = tuple(sums)
-        if record.use is Cell.VERIFYING and not record.comparing and not record.spoiled:
-            self._move(cell, CellEvent.VERIFIED, now)
-        self._give_back(cell, now)
+        self._proceed(cell, now)
 
-    def broken(self, cell: int, now: float, piece: int = ALL_PARTS) -> None:
-        """Give up a piece whose transfer failed or never began. It is not in flight."""
-        self._take(cell, piece, self._records[cell].coming)
-        self._spoil(cell, now)
+    def failed(self, cell: int, now: float, piece: int = ALL_PARTS) -> None:
+        """Give up the cell of a piece whose read failed, or that does not match its checksums. The piece is
+        not in flight; others may be, until they have `settled`."""
+        self._done(cell, piece)
+        self.give_up(cell, now)
 
-    def refused(self, cell: int, now: float, piece: int = ALL_PARTS) -> None:
-        """Give up a piece that does not match its checksums. It is not in flight."""
-        self._take(cell, piece, self._records[cell].comparing)
-        self._spoil(cell, now)
-
-    def overdue(self, cell: int, now: float, piece: int = ALL_PARTS) -> None:
-        """Give up a piece that a transfer or a checksum comparison may still use. Quarantine the cell until
-        `settled`."""
+    def give_up(self, cell: int, now: float) -> None:
+        """Give up a cell: free it, or quarantine it while a read or a checksum comparison may still use it.
+        Do nothing if it was given up before."""
         record = self._records[cell]
-        self._take(cell, piece, None, into=record.late)
-        if record.use is not Cell.QUARANTINED:
-            self._move(cell, CellEvent.OVERDUE, now)
-        self._spoil(cell, now)
+        if record.use in (Cell.PULLING, Cell.VERIFYING):
+            record.filling = record.filling.stopped()
+            self._move(cell, given_up(record.use, record.filling), now)
+        else:
+            self._proceed(cell, now)
 
     def settled(self, cell: int, now: float, piece: int = ALL_PARTS) -> None:
-        """Free a quarantined cell, if this was its last piece in use: it can neither land nor be compared any
-        more."""
+        """Note that a piece of a quarantined cell can neither land nor be compared any more. The last one
+        frees the cell."""
         record = self._records[cell]
         if record.use is not Cell.QUARANTINED:
             raise Inconsistent(f"cell {cell} is {record.use.value}; only quarantined cells can be settled")
-        self._take(cell, piece, record.late)
-        self._give_back(cell, now)
+        self._done(cell, piece)
+        self._proceed(cell, now)
+
+    def _done(self, cell: int, piece: int) -> None:
+        record = self._records[cell]
+        if not sum(record.filling) >> _part(piece) & 1:
+            raise Inconsistent(
+                f"cell {cell} is {record.use.value}, and its piece {_part(piece)} is not awaited:"
+                f" {record.filling}"
+            )
+        record.filling = record.filling.done(_part(piece))
+
+    def _proceed(self, cell: int, now: float) -> None:
+        """Perform what follows from the pieces of a cell."""
+        record = self._records[cell]
+        event = after_part(record.use, record.filling)
+        if event is not None:
+            self._move(cell, event, now)
 
     def drop_staged(self, now: float) -> None:
         """Free all staged cells, because their handover was aborted."""
@@ -531,23 +539,21 @@ class CellTable:
                 raise Inconsistent(f"cell {cell} is {record.use.value}, and leased")
             if record.use is Cell.DRAINING and not record.readers:
                 raise Inconsistent(f"cell {cell} drains without a lease")
-            self._check_pieces(cell, record)
+            self._check_filling(cell, record)
 
     @staticmethod
-    def _check_pieces(cell: int, record: _Record) -> None:
-        """Check that pieces are pending where the cell's use says so, and nowhere else."""
-        allowed = {
-            Cell.PULLING: (True, True, False),
-            Cell.VERIFYING: (False, True, False),
-            Cell.QUARANTINED: (True, True, True),
-        }.get(record.use, (False, False, False))
-        pending = (record.coming, record.comparing, record.late)
-        if any(pieces and not may for pieces, may in zip(pending, allowed, strict=True)):
-            raise Inconsistent(f"cell {cell} is {record.use.value}, and pieces {pending} are pending")
-        if any(allowed) and not record.busy:
-            raise Inconsistent(f"cell {cell} is {record.use.value}, and no piece is pending")
-        if record.use is Cell.STAGED and (record.spoiled or not record.checksums):
-            raise Inconsistent(f"cell {cell} is staged without all its pieces")
+    def _check_filling(cell: int, record: _Record) -> None:
+        """Check that pieces are awaited where the cell's use says so, and nowhere else."""
+        waiting, reading, comparing = record.filling
+        consistent = {
+            Cell.PULLING: bool(waiting | reading),
+            Cell.VERIFYING: not waiting | reading and bool(comparing),
+            Cell.QUARANTINED: not waiting and record.filling.uses_cell,
+        }.get(record.use, record.filling == _FILLED)
+        if not consistent:
+            raise Inconsistent(f"cell {cell} is {record.use.value}, and its reads are {record.filling}")
+        if record.use is Cell.STAGED and not record.checksums:
+            raise Inconsistent(f"cell {cell} is staged without checksums")
 
     def _move(self, cell: int, event: CellEvent, now: float) -> None:
         record = self._records[cell]
@@ -556,7 +562,7 @@ class CellTable:
         self._counts[record.use] += 1
         record.since = now
         if record.use is Cell.FREE:
-            record.content, record.checksums, record.spoiled = _NOTHING, (), False
+            record.content, record.checksums, record.filling = _NOTHING, (), _FILLED
 
     def _settle_drained(self, cell: int, now: float) -> None:
         record = self._records[cell]
@@ -568,3 +574,8 @@ class CellTable:
 
     def _of(self, use: Cell) -> list[int]:
         return [cell for cell, _ in self._in_use(use)]
+
+
+def _part(piece: int) -> int:
+    """Return the number of a read in `Filling`."""
+    return 0 if piece == ALL_PARTS else piece

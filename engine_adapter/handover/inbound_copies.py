@@ -292,6 +292,7 @@ class InboundCopies:
     def expect(self, coming: tuple[IncomingExperts, ...], handover: int, until: float, now: float) -> None:
         """Start copying these experts and parts. CannotStage when too few cells are free."""
         cells: dict[Content, int] = dict.fromkeys(map(self._content, coming), -1)
+        in_pieces = {self._content(one) for one in coming if one.part != ALL_PARTS}
         free = self._cell_table.count(Cell.FREE)
         if len(cells) > free:
             what = "experts" if len(cells) == len(coming) else "cells with parts of experts"
@@ -301,7 +302,7 @@ class InboundCopies:
                 f" ({self._cell_table.summary()}): copy less per handover, or wait for cells",
             )
         for content in cells:
-            cells[content] = self._cell_table.reserve(content, now)
+            cells[content] = self._cell_table.reserve(content, now, in_pieces=content in in_pieces)
         parts = self._cell_table.parts
         self._queue([_IncomingCopy(one, cells[self._content(one)], parts) for one in coming], handover, until)
         self._begin(now)
@@ -415,6 +416,7 @@ class InboundCopies:
         batch.stage, batch.checksums = _Stage.READING, tuple(checksums for _, checksums in found)
         cells = (cell for cell, _ in found)
         batch.reads = tuple(copy.read_from(cell) for copy, cell in zip(batch.copies, cells, strict=True))
+        self._note_begun(batch)
         self.effects.append(CopyLocal(batch.number, batch.reads))
 
     def _read(self, batch: _Batch, answer: ExpertsLeased, now: float) -> None:
@@ -435,7 +437,12 @@ class InboundCopies:
         batch.reads = tuple(
             copy.read_from(cell) for copy, cell in zip(batch.copies, answer.cells, strict=True)
         )
+        self._note_begun(batch)
         self.effects.append(ReadCells(batch.number, batch.source, answer.memory, batch.reads, batch.until))
+
+    def _note_begun(self, batch: _Batch) -> None:
+        for copy in batch.copies:
+            self._cell_table.begun(copy.cell, copy.piece)
 
     def _release(self, batch: _Batch, lease: int) -> None:
         """Release the lease of a batch. A local copy has none."""
@@ -462,7 +469,7 @@ class InboundCopies:
         bad: list[_IncomingCopy] = []
         for copy, checksums, text in zip(batch.copies, batch.checksums, wrong, strict=True):
             if text:
-                self._cell_table.refused(copy.cell, now, copy.piece)
+                self._cell_table.failed(copy.cell, now, copy.piece)
                 bad.append(copy)
             else:
                 self._cell_table.verified(copy.cell, checksums, now, copy.piece)
@@ -485,7 +492,10 @@ class InboundCopies:
         """Retry each expert of a batch from its next source. No transfer of the batch is in flight."""
         del self._batches[batch.number]
         for copy in batch.copies:
-            self._cell_table.broken(copy.cell, now, copy.piece)
+            if batch.stage is _Stage.READING:
+                self._cell_table.failed(copy.cell, now, copy.piece)
+            else:
+                self._cell_table.give_up(copy.cell, now)
         if batch.stage is _Stage.READING:
             self._release(batch, batch.lease)
         self._retry(batch, batch.copies, fault, text, now)
@@ -517,7 +527,7 @@ class InboundCopies:
                 reserved.append(copy.cell)
         except NoFreeCell as error:
             for cell in reserved:
-                self._cell_table.broken(cell, now)
+                self._cell_table.give_up(cell, now)
             raise CannotStage(fault, f"{text}; and it cannot be read from elsewhere: {error}") from error
         self._queue(copies, batch.handover, batch.until)
 
@@ -530,7 +540,7 @@ class InboundCopies:
             self._quarantine(batch, now)
             return
         for copy in batch.copies:
-            self._cell_table.broken(copy.cell, now, copy.piece)
+            self._cell_table.give_up(copy.cell, now)
         if batch.stage is _Stage.WAITING:
             del self._batches[batch.number]
         # A lease request may still be granted. The lease is released then.
@@ -538,8 +548,8 @@ class InboundCopies:
 
     def _quarantine(self, batch: _Batch, now: float) -> None:
         batch.settling = tuple((copy.cell, copy.piece) for copy in batch.copies)
-        for cell, piece in batch.settling:
-            self._cell_table.overdue(cell, now, piece)
+        for cell, _ in batch.settling:
+            self._cell_table.give_up(cell, now)
         batch.stage, batch.copies = _Stage.GIVEN_UP, []
 
     def _conclude(self, batch: _Batch, report: Report, now: float) -> None:

@@ -110,6 +110,8 @@ class World(Store):
     faults: bool = True
     turning: float = 0.25
     """chance that a handover cuts the layer"""
+    turns: int = 0
+    """flips that turned the layer over"""
     seats: list[Seat] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -484,7 +486,7 @@ class World(Store):
         """Run one step of all ranks: each decides from the same headers whether it flips."""
         if not self.whole:
             return
-        going = self.going()
+        going, before = self.going(), self.seats[0].served.sharded
         for seat in going:
             assert seat.ready is not None
             if CoordinatorState.COMMITTING not in self.decided[self.life, seat.ready.handover]:
@@ -500,6 +502,7 @@ class World(Store):
             self.errands.append((seat, lambda seat=seat: self._adopted(seat)))  # type: ignore[misc]
         if going:
             self.flips += 1
+            self.turns += before != going[0].served.sharded
             self.tell(f"the engine flips to epoch {going[0].served.epoch}")
         self.check_served()
 

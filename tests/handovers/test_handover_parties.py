@@ -9,7 +9,15 @@ import pytest
 
 from engine_adapter.handover import cell_table
 from engine_adapter.handover.cell_table import CellTable, Inconsistent
-from fleet.handover import CELL, Cell, CellEvent, CoordinatorState
+from fleet.handover import (
+    CELL,
+    Cell,
+    CellEvent,
+    CoordinatorState,
+    Filling,
+    IllegalTransition,
+    after_part,
+)
 from fleet.requests.handovers import HandoverDescribed
 from migration.config import MigrationConfig
 from migration.handover.coordinator import HandoverState, OpenHandover, taken_over
@@ -19,9 +27,10 @@ from tests.handovers.handover_parties import PACE, Leader, World
 from tests.handovers.handover_walk import Walk
 
 
-def walked(seeds: range, pieces: int, world: type[World] = World) -> int:
-    """Count the flips of walks from these seeds. Unsafe, or a party's own error, with the seed."""
-    flips = 0
+def walked(seeds: range, pieces: int, world: type[World] = World) -> tuple[int, int]:
+    """Count (flips, those that turned the layer over) of walks from these seeds. Unsafe, or a party's own
+    error, with the seed."""
+    flips = turns = 0
     for seed in seeds:
         walk = Walk(seed, world)
         try:
@@ -31,16 +40,21 @@ def walked(seeds: range, pieces: int, world: type[World] = World) -> int:
             error.add_note(f"seed {seed}")
             raise
         flips += walk.world.flips
-    return flips
+        turns += walk.world.turns
+    return flips, turns
 
 
 def test_whatever_happens_on_the_way_the_parties_keep_every_promise_and_come_to_rest() -> None:
-    assert walked(range(8), 1500) > 20, "hardly any handover came to its end"
+    flips, turns = walked(range(8), 1500)
+    assert flips > 20, "hardly any handover came to its end"
+    assert turns > 2, "the layer hardly ever turned over"
 
 
 @pytest.mark.slow
 def test_the_same_on_many_long_walks() -> None:
-    assert walked(range(1000, 1050), 4000) > 300
+    flips, turns = walked(range(1000, 1050), 4000)
+    assert flips > 300
+    assert turns > 30
 
 
 def test_no_number_is_given_twice_though_ranks_were_found_with_an_earlier_handover_open() -> None:
@@ -169,10 +183,53 @@ def _staged_by_most(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HandoverState, "waiting_for", property(lambda self: tuple(real(self))[1:]))
 
 
+def _free_with_a_part_on_its_way(patch: pytest.MonkeyPatch) -> None:
+    """A cell that was given up is free at once, though other parts may still land in it."""
+    patch.setattr(
+        cell_table, "given_up", lambda use, _: CellEvent.BROKEN if use is Cell.PULLING else CellEvent.REFUSED
+    )
+    _without_books(patch)
+
+
+def _free_with_its_first_part(patch: pytest.MonkeyPatch) -> None:
+    """A quarantined cell is free when the first of its parts has settled."""
+
+    def rule(use: Cell, filling: Filling) -> CellEvent | None:
+        return CellEvent.SETTLED if use is Cell.QUARANTINED else after_part(use, filling)
+
+    patch.setattr(cell_table, "after_part", rule)
+    _without_books(patch)
+
+
+def _staged_with_its_first_part(patch: pytest.MonkeyPatch) -> None:
+    """A cell is staged when one of its parts compares."""
+
+    def rule(use: Cell, filling: Filling) -> CellEvent | None:
+        if use is Cell.VERIFYING:
+            return CellEvent.VERIFIED
+        return CellEvent.LANDED if use is Cell.PULLING and not filling.reading else after_part(use, filling)
+
+    patch.setattr(cell_table, "after_part", rule)
+    _without_books(patch)
+
+
+def _without_books(patch: pytest.MonkeyPatch) -> None:
+    """Nothing but the memory shows what went wrong."""
+    patch.setattr(CellTable, "check_integrity", lambda _: None)
+
+
 @pytest.mark.parametrize(
-    "broken", [_without_quarantine, _staged_by_most, pytest.param(_without_draining, marks=pytest.mark.slow)]
+    "broken",
+    [
+        _without_quarantine,
+        _staged_by_most,
+        _free_with_a_part_on_its_way,
+        _free_with_its_first_part,
+        _staged_with_its_first_part,
+        pytest.param(_without_draining, marks=pytest.mark.slow),
+    ],
 )
 def test_a_walk_notices_when_a_part_lacks_a_rule(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
-    with pytest.raises((Unsafe, Inconsistent)):
+    with pytest.raises((Unsafe, Inconsistent, IllegalTransition)):
         walked(range(400), 2000)

@@ -30,7 +30,7 @@ from engine_adapter.handover.cell_table import (
     ReadLease,
     Requested,
 )
-from fleet.handover import Cell
+from fleet.handover import Cell, IllegalTransition
 from fleet.placement import EMPTY, Placement
 from fleet.sharding import ALL_PARTS
 
@@ -66,6 +66,7 @@ def started(held: Held = HELD) -> CellTable:
 
 def staged(cell_table: CellTable, layer: int, slot: int, expert: int) -> int:
     cell = cell_table.reserve(Content(layer, slot, expert), 0.0)
+    cell_table.begun(cell)
     cell_table.landed(cell, 0.0)
     cell_table.verified(cell, sums(layer, expert), 0.0)
     return cell
@@ -115,6 +116,7 @@ class Cells(RuleBasedStateMachine):
     def _reserve(self, layer: int, slot: int, expert: int) -> int | None:
         try:
             cell = self.cell_table.reserve(Content(layer, slot, expert), self.now)
+            self.cell_table.begun(cell)
         except NoFreeCell:
             assert self.cell_table.count(Cell.FREE) == 0
             return None
@@ -159,13 +161,13 @@ class Cells(RuleBasedStateMachine):
 
     @rule(cell=consumes(writing))
     def break_off(self, cell: int) -> None:
-        self.cell_table.broken(cell, self.now)
+        self.cell_table.failed(cell, self.now)
         self.writers.discard(cell)
         del self.requested[cell]
 
     @rule(target=late, cell=st.one_of(consumes(writing), consumes(landed)))
     def give_up(self, cell: int) -> int:
-        self.cell_table.overdue(cell, self.now)
+        self.cell_table.give_up(cell, self.now)
         self.writers.add(cell)
         del self.requested[cell]
         return cell
@@ -185,7 +187,7 @@ class Cells(RuleBasedStateMachine):
             self.cell_table.verified(cell, sums(layer, expert), self.now)
             self.staged[cell] = (layer, slot, expert)
         else:
-            self.cell_table.refused(cell, self.now)
+            self.cell_table.failed(cell, self.now)
             del self.requested[cell]
 
     @rule()
@@ -275,7 +277,7 @@ class Cells(RuleBasedStateMachine):
         for cell in range(CELLS):
             match self.cell_table.use(cell):
                 case Cell.PULLING | Cell.VERIFYING:
-                    self.cell_table.overdue(cell, self.now)
+                    self.cell_table.give_up(cell, self.now)
                     self.cell_table.settled(cell, self.now)
                 case Cell.QUARANTINED:
                     self.cell_table.settled(cell, self.now)
@@ -389,6 +391,7 @@ def test_checksums_that_were_found_of_something_that_is_gone_are_no_news() -> No
     cell_table.seal(old, (1, 2))
     again = cell_table.reserve(Content(0, 1, 3), 0.0)
     assert again == old.cell
+    cell_table.begun(again)
     cell_table.landed(again, 0.0)
     cell_table.seal(old, (1, 2))
     cell_table.verified(again, sums(0, 3), 0.0)
@@ -409,8 +412,10 @@ def test_books_that_do_not_agree_are_told_and_so_is_what_cannot_be() -> None:
         adopt(cell_table, (0, 0, 4))
     with pytest.raises(Inconsistent, match="cell 0 is live; only quarantined"):
         cell_table.settled(0, 0.0)
-    with pytest.raises(Inconsistent, match=r"cell 0 is live: of its pieces \[0\], \[\] await this event"):
+    with pytest.raises(IllegalTransition, match="part 0 of a cell cannot land now"):
         cell_table.landed(0, 0.0)
+    with pytest.raises(Inconsistent, match="cell 0 is live, and its piece 0 is not awaited"):
+        cell_table.failed(0, 0.0)
     cell_table.table[0, 0] = 8
     with pytest.raises(Inconsistent, match="slots map to"):
         cell_table.check_integrity()
@@ -449,14 +454,16 @@ def sealed_in_parts(placement: Placement) -> CellTable:
 
 
 class Pieces(RuleBasedStateMachine):
-    """Cells whose pieces land, are compared, fail and settle one by one, in any order. The oracle is where
-    each piece of each reserved cell was left."""
+    """Cells whose pieces are read, compared, and fail one by one, in any order. The oracle is where each
+    piece of each reserved cell was left, and which cells were given up."""
 
     @initialize()
     def begin(self) -> None:
         self.cell_table = sealed_in_parts(placed())
         self.state: dict[tuple[int, int], str] = {}
-        """by (cell, piece): coming, comparing, good, bad or late"""
+        """by (cell, piece): waiting, reading, comparing or done"""
+        self.lost: set[int] = set()
+        """cells of which a piece was lost"""
 
     def _in(self, *states: str) -> list[tuple[int, int]]:
         return sorted(one for one, state in self.state.items() if state in states)
@@ -465,71 +472,101 @@ class Pieces(RuleBasedStateMachine):
     def reserve(self, content: Content) -> None:
         free = self.cell_table.count(Cell.FREE)
         try:
-            cell = self.cell_table.reserve(content, 0.0)
+            cell = self.cell_table.reserve(content, 0.0, in_pieces=True)
         except NoFreeCell:
             assert not free
             return
         assert not any(busy == cell for busy, _ in self.state)
-        self.state |= {(cell, piece): "coming" for piece in range(2 if content == GROUP else PARTS)}
+        self.state |= {(cell, piece): "waiting" for piece in range(2 if content == GROUP else PARTS)}
 
-    @rule(which=st.integers(0, 99), event=st.sampled_from(["landed", "landed", "broken", "overdue"]))
-    def arrive(self, which: int, event: str) -> None:
-        if waiting := self._in("coming"):
+    @rule(which=st.integers(0, 99))
+    def read(self, which: int) -> None:
+        if waiting := [one for one in self._in("waiting") if one[0] not in self.lost]:
             cell, piece = waiting[which % len(waiting)]
-            getattr(self.cell_table, event)(cell, 0.0, piece)
-            self._left(cell, piece, {"landed": "comparing", "broken": "bad", "overdue": "late"}[event])
+            self.cell_table.begun(cell, piece)
+            self.state[cell, piece] = "reading"
 
-    @rule(which=st.integers(0, 99), event=st.sampled_from(["verified", "verified", "refused", "overdue"]))
-    def compare(self, which: int, event: str) -> None:
-        if waiting := self._in("comparing"):
-            cell, piece = waiting[which % len(waiting)]
-            if event == "verified":
-                self.cell_table.verified(cell, (piece, 10 + piece), 0.0, piece)
-            else:
-                getattr(self.cell_table, event)(cell, 0.0, piece)
-            self._left(cell, piece, {"verified": "good", "refused": "bad", "overdue": "late"}[event])
+    @rule(which=st.integers(0, 99))
+    def land(self, which: int) -> None:
+        if reading := self._in("reading"):
+            cell, piece = reading[which % len(reading)]
+            self.cell_table.landed(cell, 0.0, piece)
+            self.state[cell, piece] = "comparing"
+
+    @rule(which=st.integers(0, 99))
+    def verify(self, which: int) -> None:
+        if comparing := self._in("comparing"):
+            cell, piece = comparing[which % len(comparing)]
+            self.cell_table.verified(cell, (piece, 10 + piece), 0.0, piece)
+            self._end(cell, piece)
+
+    @rule(which=st.integers(0, 99))
+    def fail(self, which: int) -> None:
+        if pending := [one for one in self._in("waiting", "reading", "comparing") if one[0] not in self.lost]:
+            cell, piece = pending[which % len(pending)]
+            self.cell_table.failed(cell, 0.0, piece)
+            self._lose(cell)
+            self._end(cell, piece)
+
+    @rule(which=st.integers(0, 99))
+    def give_up(self, which: int) -> None:
+        """A read is overdue, or the handover is aborted."""
+        if pending := self._in("waiting", "reading", "comparing"):
+            cell, _ = pending[which % len(pending)]
+            self.cell_table.give_up(cell, 0.0)
+            self._lose(cell)
+            self._end(cell)
 
     @rule(which=st.integers(0, 99))
     def settle(self, which: int) -> None:
-        if waiting := self._in("late"):
-            cell, piece = waiting[which % len(waiting)]
+        if late := [one for one in self._in("reading", "comparing") if one[0] in self.lost]:
+            cell, piece = late[which % len(late)]
             self.cell_table.settled(cell, 0.0, piece)
-            self._left(cell, piece, "bad")
+            self._end(cell, piece)
 
-    def _left(self, cell: int, piece: int, state: str) -> None:
-        self.state[cell, piece] = state
-        pieces = {state for (of, _), state in self.state.items() if of == cell}
-        if not pieces & {"coming", "comparing", "late"} and "bad" in pieces:
+    def _lose(self, cell: int) -> None:
+        self.lost.add(cell)
+        for (of, piece), state in self.state.items():
+            if of == cell and state == "waiting":
+                self.state[of, piece] = "done"
+
+    def _end(self, cell: int, piece: int | None = None) -> None:
+        if piece is not None:
+            self.state[cell, piece] = "done"
+        if cell in self.lost and all(state == "done" for (of, _), state in self.state.items() if of == cell):
             assert self.cell_table.use(cell) is Cell.FREE
-            self.state = {one: state for one, state in self.state.items() if one[0] != cell}
+            self._forget({cell})
+
+    def _forget(self, cells: set[int]) -> None:
+        self.lost -= cells
+        self.state = {one: state for one, state in self.state.items() if one[0] not in cells}
 
     @rule()
     def drop(self) -> None:
         staged = {cell for cell, _ in self.state if self.cell_table.use(cell) is Cell.STAGED}
         self.cell_table.drop_staged(0.0)
-        self.state = {one: state for one, state in self.state.items() if one[0] not in staged}
+        self._forget(staged)
 
     @rule(which=st.integers(0, 99))
-    def a_piece_comes_once(self, which: int) -> None:
-        if settled := self._in("good", "bad", "late"):
-            cell, piece = settled[which % len(settled)]
-            for event in (self.cell_table.landed, self.cell_table.broken):
-                with pytest.raises(Inconsistent):
-                    event(cell, 0.0, piece)
+    def a_piece_is_read_once(self, which: int) -> None:
+        if begun := self._in("reading", "comparing", "done"):
+            cell, piece = begun[which % len(begun)]
+            with pytest.raises(IllegalTransition):
+                self.cell_table.begun(cell, piece)
 
     @invariant()
     def every_use_follows_from_the_pieces(self) -> None:
         self.cell_table.check_integrity()
-        for cell in {cell for cell, _ in self.state}:
-            states = {state for (of, _), state in self.state.items() if of == cell}
-            use = self.cell_table.use(cell)
-            assert (use is Cell.STAGED) == (states == {"good"})
-            assert use is not Cell.FREE
-            if "late" in states:
-                assert use is Cell.QUARANTINED
-            elif states == {"coming"} or states == {"coming", "good"}:
-                assert use is Cell.PULLING
         busy = {cell for cell, _ in self.state}
+        for cell in busy:
+            states = {state for (of, _), state in self.state.items() if of == cell}
+            if cell in self.lost:
+                expected = Cell.QUARANTINED
+            elif states & {"waiting", "reading"}:
+                expected = Cell.PULLING
+            else:
+                expected = Cell.VERIFYING if "comparing" in states else Cell.STAGED
+            assert self.cell_table.use(cell) is expected
         assert self.cell_table.count(Cell.FREE) == CELLS - LAYERS * SLOTS - len(busy)
 
 
@@ -541,8 +578,9 @@ TestPieces.settings = settings(
 
 def brought(cell_table: CellTable, content: Content, experts: dict[int, tuple[int, int]]) -> int:
     """Stage a cell piece by piece. experts: (expert, part) by piece."""
-    cell = cell_table.reserve(content, 0.0)
+    cell = cell_table.reserve(content, 0.0, in_pieces=True)
     for piece, (expert, part) in experts.items():
+        cell_table.begun(cell, piece)
         cell_table.landed(cell, 0.0, piece)
         cell_table.verified(cell, part_sums(content.layer, expert, part), 0.0, piece)
     return cell
