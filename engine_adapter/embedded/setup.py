@@ -94,12 +94,13 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
         with Checkpoint(Path(config.folder)) as checkpoint:
             about = checkpoint.config
             weights = checkpoint.digest(config.dtype) if rank == 0 else None
-            size = {"layers": about.layers, "experts": about.experts, "ranks": config.ranks}
             placement = resumed(
                 directory,
                 initial(
                     None if config.placement is None else Path(config.placement),
-                    **size,
+                    layers=about.layers,
+                    experts=about.experts,
+                    ranks=config.ranks,
                     slots_per_rank=config.slots_per_rank,
                 ),
             )

@@ -253,33 +253,6 @@ class CellTable:
         for cell in self._of(Cell.STAGED):
             self._move(cell, CellEvent.DROPPED, now)
 
-    def _take(self, cell: int, piece: int, pending: set[int] | None, into: set[int] | None = None) -> None:
-        """Move a piece, or all, out of a set of pending pieces. pending: None: from either of those that are
-        not late. into: where to; None: it is done with."""
-        record = self._records[cell]
-        pieces = set(range(self._pieces(record.content))) if piece == ALL_PARTS else {piece}
-        present = record.coming | record.comparing if pending is None else pending
-        if not pieces <= present or not pieces:
-            raise Inconsistent(
-                f"cell {cell} is {record.use.value}: of its pieces {sorted(pieces)}, {sorted(present)} await"
-                " this event"
-            )
-        for each in (record.coming, record.comparing, record.late):
-            each -= pieces
-        if into is not None:
-            into |= pieces
-
-    def _spoil(self, cell: int, now: float) -> None:
-        self._records[cell].spoiled = True
-        self._give_back(cell, now)
-
-    def _give_back(self, cell: int, now: float) -> None:
-        """Free a cell that was given up, once nothing uses it."""
-        record = self._records[cell]
-        if record.spoiled and not record.busy:
-            events = {Cell.PULLING: CellEvent.BROKEN, Cell.VERIFYING: CellEvent.REFUSED}
-            self._move(cell, events.get(record.use, CellEvent.SETTLED), now)
-
     # the flip
 
     def arranged(self, placement: Placement) -> NDArray[np.int32]:
