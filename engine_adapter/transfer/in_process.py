@@ -30,7 +30,7 @@ class PullFault:
     broken: bool = False
     """The connection breaks after half of the first range."""
     corrupt: int | None = None
-    """Offset in each range of a byte whose bits are all flipped."""
+    """Offset in each range, modulo its size, of a byte whose bits are all flipped."""
 
 
 class _Rank:
@@ -157,7 +157,7 @@ class MemoryTransfer:
         for pull in pulls:
             self._copy(peer, pull)
             if fault.corrupt is not None:
-                self._memory.cell(pull.cell)[pull.offset + fault.corrupt] ^= 0xFF
+                self._memory.cell(pull.cell)[pull.offset + fault.corrupt % pull.bytes] ^= 0xFF
 
     def _copy(self, peer: _Rank, pull: Pull) -> None:
         theirs = peer.memory.cell(pull.source)[pull.source_offset : pull.source_offset + pull.bytes]

@@ -1,5 +1,6 @@
 """Coordinators, ranks and their reads together, as the product has them, in one process and in virtual time:
-experts are asked for at random while everything that can fail fails at random, and then stops failing.
+experts are asked for and layers turned over at random while everything that can fail fails at random, and
+then stops failing.
 
 Only the bus, the wire between the ranks and the engine's steps are stand-ins. Memory is real, so what is
 served can be compared with what it should be.
@@ -17,12 +18,13 @@ from bus import BusError, BusTimeout
 from bus.memory import MemoryBus
 from engine_adapter.config import TransferConfig
 from engine_adapter.transfer.in_process import PullFault
+from fleet.experts import ModelShape
 from fleet.facts.engines import EngineHeartbeat
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned
 from fleet.handover import CoordinatorState, RankState
 from fleet.placement import linear
 from fleet.requests.handovers import DescribeHandover, HandoverDescribed
-from fleet.requests.plans import MigrateExpert
+from fleet.requests.plans import MigrateExpert, SetLayout
 from migration.config import MigrationConfig
 from migration.service import MigrationService
 from tests.engine_adapter.rank_fixture import SCALE, SUBJECTS, WORKER, Group, standing
@@ -33,6 +35,7 @@ pytestmark = pytest.mark.looptime
 FIRST = linear(layers=2, experts=8, ranks=3, slots_per_rank=4)
 READING = TransferConfig(lease_seconds=1.5, retries=1, quarantine_cells=2)
 CONDUCTING = MigrationConfig(stage_seconds=4.0, cycle_seconds=1e6)
+SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=16, expert_intermediate=12)
 LAPS = 12
 """troubles, with requests between them"""
 
@@ -73,19 +76,24 @@ class Trial:
             await self.end_service()
 
     def request(self) -> None:
-        """Somebody wants an expert somewhere; what becomes of that is not waited for."""
-        request = MigrateExpert(
-            engine="a", layer=self.dice.randrange(2), expert=self.dice.randrange(8), rank=self.dice.randrange(3), move=self.dice.random() < 0.5
-        )  # fmt: skip
+        """Somebody wants an expert somewhere, or a layer in another form; what becomes of that is not waited
+        for."""
+        request: MigrateExpert | SetLayout
+        if self.dice.random() < 0.4:
+            request = SetLayout(engine="a", sharded=self.dice.choice(((), (0,), (1,), (0, 1))), now=True)
+        else:
+            request = MigrateExpert(
+                engine="a", layer=self.dice.randrange(2), expert=self.dice.randrange(8), rank=self.dice.randrange(3), move=self.dice.random() < 0.5
+            )  # fmt: skip
         self.requests.append(asyncio.create_task(self.wish(request)))
 
-    async def wish(self, request: MigrateExpert) -> str:
+    async def wish(self, request: MigrateExpert | SetLayout) -> str:
         try:
             return (await ask(MemoryBus(self.group.broker), request)).plan
         except BusError:
             return ""
 
-    async def insist(self, request: MigrateExpert) -> None:
+    async def insist(self, request: MigrateExpert | SetLayout) -> None:
         """Ask until somebody leads and answers."""
         async with asyncio.timeout(30):
             while True:
@@ -175,7 +183,10 @@ async def _run(seed: int) -> int:
     async with standing(FIRST, READING) as group, AsyncExitStack() as stack:
         trial = Trial(group, seed)
         await group.bus.record(
-            SUBJECTS.membership("a"), joined(WORKER, "a", FIRST, urls=("http://x", "http://y", "http://z"))
+            SUBJECTS.membership("a"),
+            joined(
+                WORKER, "a", FIRST, urls=("http://x", "http://y", "http://z"), shape=SHAPE, unshardable=""
+            ),
         )
         beating = asyncio.create_task(trial.beat(), name="heartbeats")
         stack.callback(beating.cancel)
@@ -198,7 +209,16 @@ async def _is_whole(group: Group, trial: Trial) -> None:
     assert all(
         handovers.protocol.at_rest and handovers.protocol.cell_table.leases == 0 for handovers in group.agents
     )
+    other = (1,) if group.placement.sharded == (0,) else (0,)
+    await trial.insist(SetLayout(engine="a", sharded=other, now=True))
+    await trial.rest()
+    group.check()
+    assert group.placement.sharded == other
+    await trial.insist(SetLayout(engine="a", sharded=(), now=True))
+    await trial.rest()
+    group.check()
     placement = group.placement
+    assert placement.sharded == ()
     layer, rank, expert = np.argwhere(placement.replicas_on_rank == 0)[0].tolist()
     await trial.insist(MigrateExpert(engine="a", layer=layer, expert=expert, rank=rank))
     await trial.rest()
