@@ -154,7 +154,9 @@ def switch_lines(switch: SwitchEstimate) -> Iterator[str]:
     yield f"bytes: {ways or 'none'}"
     speed = "measured" if switch.measured else "configured"
     yield f"time: {switch.seconds:.2f} s at the {speed} speed of links"
-    if switch.budget_seconds:
+    if switch.budget_seconds is None:
+        yield "byte budget: it is 0 (planner.budget_bytes), and permits nothing without --now"
+    elif switch.budget_seconds:
         yield f"byte budget: it takes at least {switch.budget_seconds:.0f} s within it; --now ignores it"
     yield f"cells: a rank fills up to {switch.cells} in a handover, of at least {switch.free} that are free"
 

@@ -108,8 +108,8 @@ class SwitchEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """bytes by path: local (within a rank), same-node, cross-node"""
     seconds: float
     """duration of the handovers at the speed of links"""
-    budget_seconds: float
-    """least duration within the byte budget"""
+    budget_seconds: float | None
+    """least duration within the byte budget; None: the budget is 0, and permits nothing"""
     measured: bool
     """True if the speed was measured in the last handover; False: it is configured"""
     cells: int

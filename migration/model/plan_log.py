@@ -233,11 +233,11 @@ class EnginePlans:
 
     @property
     def read_speed(self) -> float:
-        """Bytes per second that a rank read in the last staged handover; 0: not known."""
+        """Bytes per second that a rank read from another in the last staged handover; 0: not known."""
         staged = next(
             (run.progress.staged for run in reversed(self.runs.values()) if run.progress.staged), None
         )
-        pulls = () if staged is None else staged.pulls
+        pulls = [pull for pull in (() if staged is None else staged.pulls) if pull.transfer != "local"]
         seconds = sum(pull.seconds for pull in pulls)
         return sum(pull.bytes for pull in pulls) / seconds if seconds > 0 else 0.0
 

@@ -3,7 +3,6 @@ with a reason."""
 
 import asyncio
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import NamedTuple, get_args
 
 from bus import Bus, BusError, Message
@@ -181,9 +180,9 @@ class OperatorCommands:
                 link: sum(moved.bytes for moved in parts if moved.link == link) for link in PART_LINKS
             },
             seconds=found.seconds(room.node, links),
-            budget_seconds=beyond * config.budget_seconds / config.budget_bytes
-            if config.budget_bytes
-            else inf,
+            budget_seconds=(
+                beyond * config.budget_seconds / config.budget_bytes if config.budget_bytes else None
+            ),
             measured=bool(speed),
             cells=found.cells,
             free=room.staging or 0,

@@ -26,7 +26,7 @@ from fleet.facts.migrations import (
 )
 from fleet.facts.placements import HomesPublished, PlacementCommitted
 from fleet.layout import DP_ATTENTION
-from fleet.placement import linear
+from fleet.placement import linear, with_rows
 from tests.deploy.loop_figures import PREDICTED, START
 
 WHO: dict[str, Any] = {"engine": "engine-0", "worker_id": 7}
@@ -100,6 +100,24 @@ def live(*messages: Message, now: float = 0.0) -> LiveState:
     for message in messages:
         found.apply(received(message), now)
     return found
+
+
+def test_the_layout_is_that_of_the_last_recorded_epoch() -> None:
+    first = linear(layers=4, experts=8, ranks=2)
+    turned = PlacementCommitted(
+        engine=JOINED.engine,
+        worker_id=JOINED.worker_id,
+        attention=DP_ATTENTION,
+        placement=with_rows(first, {1: None}, epoch=3).record(),
+    )
+    joined = msgspec.structs.replace(JOINED, attention=DP_ATTENTION, placement=first.record())
+    other = msgspec.structs.replace(turned, worker_id=JOINED.worker_id + 1)
+    for messages, layout in (
+        ((joined,), "dp, experts whole"),
+        ((joined, other), "dp, experts whole"),
+        ((joined, turned), "dp, layers 1 sharded"),
+    ):
+        assert str(live(*messages).engines[JOINED.engine].layout) == layout
 
 
 # Figures

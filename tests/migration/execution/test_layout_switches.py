@@ -173,6 +173,9 @@ async def test_without_a_byte_budget_a_switch_needs_now() -> None:
     bus = MemoryBus(broker)
     async with engine(broker) as ranks, leading(bus, replace(CONFIG, budget_bytes=0)):
         assert "planner.budget_bytes is 0" in await refusal(bus, every(now=False))
+        expected = (await ask(bus, every(dry_run=True))).switch
+        assert expected is not None
+        assert expected.budget_seconds is None
         await ask(bus, every())
         await asyncio.sleep(5)
         assert ranks.placement.sharded == (0, 1, 2)

@@ -2,7 +2,13 @@
 
 import msgspec
 
-from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
+from fleet.facts.migrations import (
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PullReport,
+)
 from fleet.placement import linear
 from migration.model.plan_log import MAX_PLANS, EnginePlans, PlanLog
 
@@ -183,3 +189,18 @@ def test_of_engines_that_come_and_go_a_bounded_number_is_remembered() -> None:
     assert list(log.engines) == ["busy", "present", "gone too"]
     log.trim(1, ["present"])
     assert list(log.engines) == ["busy", "present"]
+
+
+def test_the_speed_of_reads_is_that_between_ranks_in_the_last_staged_handover() -> None:
+    pulls = (
+        PullReport(source=1, transfer="shared", experts=1, bytes=300, seconds=2.0),
+        PullReport(source=0, transfer="shared", experts=1, bytes=100, seconds=2.0),
+        PullReport(source=0, transfer="local", experts=9, bytes=10**9, seconds=1e-3),
+    )
+    plans = EnginePlans()
+    plans.apply(planned())
+    assert plans.read_speed == 0
+    plans.apply(msgspec.structs.replace(staged(0), pulls=pulls))
+    assert plans.read_speed == 100.0
+    plans.apply(msgspec.structs.replace(staged(1), pulls=pulls[2:]))
+    assert plans.read_speed == 0, "nothing was read from another rank"
