@@ -98,15 +98,17 @@ class SimulatedEngine:
     def _first(self) -> Placement:
         """Return the configured placement as epoch 0. ValueError when its file cannot be read or is for
         another model."""
-        if self.config.placement in PLACEMENTS:
-            return place(self.routing, self.config)
-        shape = self.routing.shape
-        file, size = (
-            Path(self.config.placement),
-            {"layers": shape.layers, "experts": shape.experts, "ranks": self.config.ranks},
+        config, shape = self.config, self.routing.shape
+        if config.placement in PLACEMENTS:
+            return place(self.routing, config)
+        return initial(
+            Path(config.placement),
+            layers=shape.layers,
+            experts=shape.experts,
+            ranks=config.ranks,
+            slots_per_rank=config.slots_per_rank,
+            unshardable=config.unshardable,
         )
-        config = self.config
-        return initial(file, **size, slots_per_rank=config.slots_per_rank, unshardable=config.unshardable)
 
     @property
     def now(self) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.layout import EP, Layout, experts_tp, tp
-from fleet.placement import Placement, linear
+from fleet.placement import Placement, linear, with_rows
 from tracker.activity.local_supply import DOUBT, NAMED, LocalSupply
 
 LAYERS, EXPERTS, RANKS = 3, 8, 4
@@ -27,7 +27,9 @@ tables = st.lists(st.integers(0, 200), min_size=LAYERS * EXPERTS, max_size=LAYER
 def test_the_lists_and_the_share_are_what_counting_expert_by_expert_gives(
     pairs: np.ndarray, rank: int, sharded: set[int]
 ) -> None:
-    placement = linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS)
+    placement = with_rows(
+        linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS), dict.fromkeys(sharded), epoch=0
+    )
     known, rates = (
         supply(placement, Layout(attention="dp", sharded=tuple(sorted(sharded)))),
         pairs / np.float32(20),
