@@ -168,7 +168,8 @@ def layers_named(text: str, layers: int) -> tuple[int, ...]:
         begin, end = int(first), int(last) if dash else int(first)
         if begin > end or end >= layers:
             raise ValueError(
-                f"layout {text!r}: {part.strip()} are no layers; the model has MoE layers 0 to {layers - 1}"
+                f"layout {text!r}: {part.strip()!r} names no layers; the model has MoE layers 0 to"
+                f" {layers - 1}"
             )
         found.update(range(begin, end + 1))
     return tuple(sorted(found))

@@ -220,7 +220,7 @@ def test_layers_are_named_in_one_way() -> None:
     assert layers_named(layer_ranges((0, 1, 5)), 6) == (0, 1, 5)
     for text, words in (
         ("0-4", "the model has MoE layers 0 to 3"),
-        ("3-1", "3-1 are no layers"),
+        ("3-1", "'3-1' names no layers"),
         ("tp", "use ep"),
     ):
         with pytest.raises(ValueError, match=words):
