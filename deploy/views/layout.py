@@ -23,6 +23,8 @@ def show_layouts(bus_config: BusConfig, engine: str | None, *, as_json: bool) ->
         if engine is None:
             return found
         name = (await engine_named(bus, subjects, engine)).engine
+        if name not in found:
+            raise NoSuchEngine(f"engine {name!r} has stated no placement")
         return {name: found[name]}
 
     try:

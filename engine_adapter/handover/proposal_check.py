@@ -85,6 +85,11 @@ def required_work(
     1: layers cannot turn over. CannotStage names the mismatch: the shape, the deadline, a copy, or a slot
     without a copy."""
     check_terms(command.deadline_seconds, proposed, served, parts)
+    if proposed.duplicates:
+        raise CannotStage(
+            StagingFault.PLACEMENT,
+            "a rank would hold an expert twice in a layer, which this engine does not do; plan anew",
+        )
     work = _coming(proposed, served, rank, _sources(command.copies, proposed, served))
     return work._replace(coming=work.coming + _turning(proposed, served, rank))
 

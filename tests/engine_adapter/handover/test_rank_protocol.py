@@ -204,9 +204,20 @@ def _other_shape(rig: RankRig) -> None:
     rig.propose(Placement(FIRST.expert_of_slot[:1], experts=6, ranks=3, epoch=1))
 
 
+def _twice_on_a_rank(rig: RankRig) -> None:
+    table = FIRST.expert_of_slot.copy()
+    table[0, 2] = table[0, 0]
+    rig.propose(Placement(table, experts=6, ranks=3, epoch=1, duplicates=True))
+
+
 @pytest.mark.parametrize(
     ("propose", "fault", "status"),
     [
+        (
+            _twice_on_a_rank,
+            StagingFault.PLACEMENT,
+            "a rank would hold an expert twice in a layer",
+        ),
         (
             _other_shape,
             StagingFault.PLACEMENT,
