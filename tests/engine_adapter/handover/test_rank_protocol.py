@@ -616,6 +616,20 @@ def test_experts_of_other_layers_are_copied_in_the_same_handover() -> None:
     assert rig.cell_table.count(Cell.PULLING) == 3
 
 
+def one_more(served: Placement, *, layer: int, expert: int) -> Placement:
+    """The next epoch, in which the rank holds an expert more, in the place of nothing or of a spare replica.
+    The same experts where that cannot be."""
+    row = served.expert_of_slot[layer]
+    spare = [
+        slot
+        for slot in range(RANK * served.slots_per_rank, (RANK + 1) * served.slots_per_rank)
+        if row[slot] == EMPTY or np.count_nonzero(row == row[slot]) > 1
+    ]
+    if layer in served.sharded or expert in served.on_rank(RANK)[layer] or not spare:
+        return after(served)
+    return after(served, (layer, spare[-1], expert))
+
+
 class Rank(RuleBasedStateMachine):
     """Anything in any order: commands of two coordinators, late, repeated, for other handovers; effects
     carried out or failed, one after another."""
@@ -670,9 +684,7 @@ class Rank(RuleBasedStateMachine):
                 table, experts=6, ranks=3, epoch=served.epoch + ahead, sharded=served.sharded
             )
         except ValueError:
-            layer, expert = seed % 2, seed % 6
-            stays = layer in served.sharded or expert in served.on_rank(RANK)[layer]
-            expected = after(served) if stays else after(served, (layer, 5, expert))
+            expected = one_more(served, layer=seed % 2, expert=seed % 6)
         rows = {layer: FIRST.expert_of_slot[layer] if layer in served.sharded else None for layer in turns}
         expected = with_rows(expected, rows, epoch=expected.epoch)
         verdict = self.rig.propose(expected, number=number, token=token, deadline=deadline)
