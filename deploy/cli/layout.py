@@ -50,8 +50,12 @@ def layout(
 
     With --set: change it while the engine serves, by a plan of handovers like a migration. Each turns over as
     many layers as the ranks have spare cells for, within the planner's byte budget. Layers that become whole
-    get an even share of their experts on each rank. `roost rollback` undoes it. Generated tokens do not stop.
-    Ctrl-C ends this command; the switch continues.
+    get an even share of their experts on each rank. `roost rollback` undoes it. A switch that waits for the
+    byte budget is replaced, or ended by --set with the layout that is served. Ctrl-C ends this command; the
+    switch continues.
+
+    Streams do not stop. Their texts may differ between layouts, unlike under migrations: a sharded layer adds
+    the same products in another order.
 
     Exit status 1: the switch was refused or aborted; the layers turned over before stay as they are.
     """

@@ -152,7 +152,7 @@ async def carried_out(
     async with bus.subscribe(subjects.handovers()) as reports:
         progress = PlanProgress(accepted=await _accepted(bus, subjects, order, say))
         began(progress)
-        if wait:
+        if wait and progress.accepted.handovers:
             async with (
                 alongside(_listen(reports, progress, say), "follow the progress of ranks"),
                 alongside(_report_silence(progress, say), "notice silence"),

@@ -289,14 +289,18 @@ class _ProgressDisplay:
 
 
 def outcome(progress: PlanProgress) -> str:
-    """Return the outcome: done, given up, or under way."""
-    return "given up" if progress.aborted is not None else "done" if progress.committed else "under way"
+    """Return the outcome: done, given up, or under way. A request that only ended a waiting plan is done."""
+    if progress.aborted is not None:
+        return "given up"
+    return "done" if progress.committed or not progress.accepted.handovers else "under way"
 
 
 def _print_result(progress: PlanProgress, form: OutputForm, *, left: bool, further: dict[str, Any]) -> None:
     accepted, failed = progress.accepted, progress.aborted
     if form.as_json:
         show(in_json({**further, **as_record(progress)}))
+    elif not accepted.handovers:
+        console().print(f"[bold]done[/bold]: {accepted.engine} keeps what it serves")
     elif progress.committed:
         ways = (
             " and ".join(
@@ -319,7 +323,7 @@ def _print_result(progress: PlanProgress, form: OutputForm, *, left: bool, furth
             f"given up{place}: {failed.reason}; {accepted.engine} stays at epoch {failed.epoch - 1}{before}"
         )
         raise typer.Exit(FAILURE)
-    if left or not form.wait:
+    if (left or not form.wait) and accepted.handovers:
         note(f"plan {accepted.plan} continues without this command: {WHERE_TO_LOOK}")
     if left:
         raise typer.Exit(INTERRUPTED)

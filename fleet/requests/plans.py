@@ -77,7 +77,8 @@ class ApplyPlan(Event, frozen=True, kw_only=True):
 
 class SetLayout(Event, frozen=True, kw_only=True):
     """Request to the migration service: turn layers over until exactly these are sharded. Answered with
-    `MigrationAccepted`.
+    `MigrationAccepted`. Replaces a plan that waits for the byte budget; if these layers are sharded already,
+    that plan only ends.
     """
 
     engine: str
@@ -93,7 +94,8 @@ class SetLayout(Event, frozen=True, kw_only=True):
 
 class RollBack(Event, frozen=True, kw_only=True):
     """Request to the migration service: restore an engine's placement before a plan. Answered with
-    `MigrationAccepted`.
+    `MigrationAccepted`. Replaces a plan that waits for the byte budget; if that one is to be undone and has
+    changed nothing yet, it only ends.
     """
 
     engine: str
@@ -109,7 +111,7 @@ class SwitchEstimate(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """duration of the handovers at the speed of links"""
     budget_seconds: float | None
-    """least duration within the byte budget; None: the budget is 0, and permits nothing"""
+    """time until the byte budget permits the last handover, at least; None: it is 0, and permits nothing"""
     measured: bool
     """True if the speed was measured in the last handover; False: it is configured"""
     cells: int
@@ -125,9 +127,10 @@ class MigrationAccepted(Event, frozen=True, kw_only=True):
     worker_id: int
     plan: str
     handovers: int
+    """0: nothing is carried out; the request ended this plan, which waited for the byte budget"""
     copies: int
     bytes: int
     what: tuple[str, ...] = ()
-    """first steps of the plan, as text"""
+    """first steps of the plan, as text, after the plan that it replaces"""
     switch: SwitchEstimate | None = None
     """of a switch of layout"""

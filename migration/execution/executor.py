@@ -104,6 +104,8 @@ class PlanExecutor:
         self._accepting: set[str] = set()
         self._saving: set[str] = set()
         """engines whose next handover waits for the byte budget"""
+        self._endings: dict[str, str] = {}
+        """by engine: reason why its plan, which waits for the byte budget, is to end"""
         self._attending: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -144,19 +146,21 @@ class PlanExecutor:
         *,
         paced: bool = False,
         switch: SwitchEstimate | None = None,
+        replaces: str = "",
     ) -> MigrationAccepted:
         """Start a plan. It is durable when this returns.
 
         plan: must apply to the served placement (`migration.planning.operator_plans`). grounds: for plans
         started by the planner. still: returns True while the plan is still to be started; called right before
         each attempt to persist it. paced: each handover waits until the byte budget permits it. switch: cost
-        of a switch of layout, for the answer.
+        of a switch of layout, for the answer. replaces: id of a plan that waits for the byte budget
+        (`waiting`), and is ended first; empty: none.
 
         Raises ExecutorBusy if a plan is under way, Withdrawn if `still` returned False, ValueError if the
         plan is for another epoch, and BusError if the bus fails.
         """
         engine = entry.engine
-        self.refuse_second(engine)
+        self._check_free(engine, replaces)
         if plan.base_epoch != entry.epoch:
             raise ValueError(
                 f"plan is for epoch {plan.base_epoch}, the engine serves {entry.epoch}; plan anew"
@@ -164,6 +168,8 @@ class PlanExecutor:
         self._accepting.add(engine)
         try:
             plan = msgspec.structs.replace(plan, id=self.log.plans.engines[engine].unused(plan.id))
+            if replaces:
+                await self._end_waiting(engine, f"replaced by plan {plan.id}")
             blob = await self.log.store(plan)
             await self._lead.until_leading()
             answers = "" if grounds is None else grounds.traceparent
@@ -202,6 +208,41 @@ class PlanExecutor:
         self._attend_to(engine)
         return accepted(entry, plan, switch)
 
+    async def end_waiting(self, engine: str, plan: str, reason: str) -> None:
+        """End a plan that waits for the byte budget (`waiting`). What it has changed stays.
+
+        Raises ExecutorBusy if it does not wait any more.
+        """
+        self._check_free(engine, plan)
+        self._accepting.add(engine)
+        try:
+            await self._end_waiting(engine, reason)
+        finally:
+            self._accepting.discard(engine)
+
+    async def _end_waiting(self, engine: str, reason: str) -> None:
+        """Have the task that attends to an engine end the waiting plan, and wait for the end of that task, so
+        that the engine is free. The caller keeps other plans out (`_accepting`)."""
+        self._endings[engine] = reason
+        try:
+            if (attending := self._attending.get(engine)) is not None:
+                await asyncio.wait({attending})
+        finally:
+            del self._endings[engine]
+        if self.log.plans.engines[engine].under_way is not None:
+            self.refuse_second(engine)
+
+    def waiting(self, engine: str) -> PlanRun | None:
+        """Return the plan of an engine whose next handover waits for the byte budget, with no handover open.
+        None: there is none."""
+        return self.log.plans.engines[engine].under_way if engine in self._saving else None
+
+    def _check_free(self, engine: str, replaces: str) -> None:
+        """Raise ExecutorBusy if the engine has a plan under way, unless it is this one and waits."""
+        run = self.waiting(engine)
+        if engine in self._accepting or run is None or run.plan != replaces:
+            self.refuse_second(engine)
+
     def refuse_second(self, engine: str) -> None:
         """Raise ExecutorBusy if the engine has a plan under way."""
         if (reason := self.busy(engine)) is not None:
@@ -213,7 +254,7 @@ class PlanExecutor:
         if run is not None:
             progress = f"handover {run.progress.next + 1} of {run.planned.handovers}"
             if engine in self._saving:
-                progress += ", which waits for the byte budget"
+                progress += ", which waits for the byte budget; a layout or a rollback may replace it"
             if pending := self.pending(engine):
                 progress += f", pending: {pending}"
             return (
@@ -331,10 +372,10 @@ class PlanExecutor:
                 pass
         finally:
             self._attending.pop(engine, None)
+            self._saving.discard(engine)
 
     async def _try_advance(self, engine: str) -> bool:
         """Attempt one action. Returns True if nothing is left to do."""
-        self._saving.discard(engine)
         try:
             return await self._advance(engine)
         except LeaseTaken:
@@ -413,9 +454,12 @@ class PlanExecutor:
             return await self._drop(run, HandoverFailure(why, ENGINE_GONE))
         try:
             plan = await self._plan(engine, run)
-            if run.planned.paced and (wait := self._budget_wait(engine, plan.handovers[run.progress.next])):
+            if (ending := self._endings.get(engine)) is not None:
+                return await self._drop(run, HandoverFailure(ending, "replaced"))
+            if run.planned.paced and not self._permits(engine, plan.handovers[run.progress.next]):
                 self._saving.add(engine)
-                return await asyncio.sleep(wait)
+                return await asyncio.sleep(_LOOK_SECONDS)
+            self._saving.discard(engine)  # from here on a handover may be open
             placement = await asyncio.to_thread(applied, entry.placement, plan.handovers[run.progress.next])
             found, previous = await self._ready(entry, plan.handovers[run.progress.next], found)
         except (BlobLost, IndexError) as error:
@@ -433,12 +477,10 @@ class PlanExecutor:
         )
         return None
 
-    def _budget_wait(self, engine: str, handover: Handover) -> float:
-        """Return the seconds after which to look again if the byte budget does not permit a handover yet; 0:
-        it does. A handover larger than the whole budget waits until nothing was copied in its interval."""
+    def _permits(self, engine: str, handover: Handover) -> bool:
+        """Return True if the byte budget permits a handover now."""
         spending, config = self.log.plans.engines[engine].spending, self._config
-        spent = spending.within(self._clock(), config.budget_seconds)
-        return _LOOK_SECONDS if spent and spent + handover.bytes > config.budget_bytes else 0.0
+        return spending.permits(self._clock(), handover.bytes, config.budget_bytes, config.budget_seconds)
 
     async def _ready(
         self, entry: EngineEntry, handover: Handover, found: StoredHandover

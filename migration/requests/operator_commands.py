@@ -5,13 +5,23 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, get_args
 
+import msgspec
+
 from bus import Bus, BusError, Message
 from bus.protocol.subjects import Subjects
 from fleet.facts.migrations import MigrationPlanned, Origin
 from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
 from fleet.requests.handovers import HandoverDescribed
-from fleet.requests.plans import ApplyMap, ApplyPlan, MigrateExpert, RollBack, SetLayout, SwitchEstimate
+from fleet.requests.plans import (
+    ApplyMap,
+    ApplyPlan,
+    MigrateExpert,
+    MigrationAccepted,
+    RollBack,
+    SetLayout,
+    SwitchEstimate,
+)
 from fleet.requests.refusal import RequestRefused
 from migration.config import MigrationConfig
 from migration.engine_state.demand_windows import DemandWindows
@@ -21,6 +31,7 @@ from migration.execution.handover_driver import Unfit
 from migration.handover.handover_messages import accepted
 from migration.model.cost_model import LinkSpeeds
 from migration.model.plan import PART_LINKS, Plan
+from migration.model.plan_log import PlanRun
 from migration.planning.layout_switch import Switch, switch, turning_refusal
 from migration.planning.operator_maps import one_expert_of_a_map, requested_map, restoring_map
 from migration.planning.operator_plans import one_expert, plan_to_undo, read, restoring_plan
@@ -79,23 +90,56 @@ class OperatorCommands:
                 reason=f"a {type(message).__name__} is no request for this subject; send one of {kinds}"
             )
         try:
+            dry_run = isinstance(message, MigrateExpert | ApplyMap | SetLayout) and message.dry_run
             turns = isinstance(message, ApplyPlan | RollBack | SetLayout)
             entry = self.present(message.engine) if turns else self.movable(message.engine)
-            self._executor.refuse_second(entry.engine)
+            waiting = self._replaceable(entry.engine, message)
+            if waiting is not None and _ends(message, waiting, entry.placement):
+                return await self._end(entry, waiting, dry_run=dry_run)
             statuses = await self._executor.survey(entry, ASK_SECONDS)
             made = await self._plan(entry, message, statuses)
             if any(step.turns for step in made.plan.steps):
                 self._check_turning(entry)
-            if isinstance(message, MigrateExpert | ApplyMap | SetLayout) and message.dry_run:
-                return accepted(entry, made.plan, made.switch)
+            if dry_run:
+                return _replacing(accepted(entry, made.plan, made.switch), waiting)
             paced = isinstance(message, SetLayout) and not message.now
             if paced and not self._config.budget_bytes:
                 return RequestRefused(
                     reason="planner.budget_bytes is 0, so that nothing moves within it; use --now"
                 )
-            return await self._executor.accept(entry, made.plan, made.origin, paced=paced, switch=made.switch)
+            answer = await self._executor.accept(
+                entry,
+                made.plan,
+                made.origin,
+                paced=paced,
+                switch=made.switch,
+                replaces="" if waiting is None else waiting.plan,
+            )
+            return _replacing(answer, waiting)
         except (ValueError, Unfit, BusError) as error:
             return RequestRefused(reason=str(error))
+
+    def _replaceable(self, engine: str, request: Order) -> PlanRun | None:
+        """Return the plan that waits for the byte budget, and that a request may replace. None: there is
+        none. Raises ExecutorBusy if the engine has another plan under way."""
+        waiting = self._executor.waiting(engine) if isinstance(request, SetLayout | RollBack) else None
+        if waiting is None:
+            self._executor.refuse_second(engine)
+        return waiting
+
+    async def _end(self, entry: EngineEntry, waiting: PlanRun, *, dry_run: bool) -> MigrationAccepted:
+        """End a waiting plan, since nothing else is left to do, and confirm."""
+        if not dry_run:
+            await self._executor.end_waiting(entry.engine, waiting.plan, "ended by an operator")
+        return MigrationAccepted(
+            engine=entry.engine,
+            worker_id=entry.worker_id,
+            plan=waiting.plan,
+            handovers=0,
+            copies=0,
+            bytes=0,
+            what=(f"{_progress(waiting)} ends, and nothing else changes",),
+        )
 
     def movable(self, engine: str) -> EngineEntry:
         """Return an engine with whole layers, whose experts can be moved. Raises ValueError if there is none
@@ -173,16 +217,14 @@ class OperatorCommands:
             cross_node=speed or config.node_bytes_per_second,
         )
         parts = [moved for step in found.plan.steps for moved in step.parts]
-        left = plans.spending.left(self._clock(), config.budget_bytes, config.budget_seconds)
-        beyond = max(found.plan.bytes - left, 0)
+        sizes = [handover.bytes for handover in found.plan.handovers]
+        wait = plans.spending.wait(self._clock(), sizes, config.budget_bytes, config.budget_seconds)
         return SwitchEstimate(
             bytes_by_link={
                 link: sum(moved.bytes for moved in parts if moved.link == link) for link in PART_LINKS
             },
             seconds=found.seconds(room.node, links),
-            budget_seconds=(
-                beyond * config.budget_seconds / config.budget_bytes if config.budget_bytes else None
-            ),
+            budget_seconds=wait if config.budget_bytes else None,
             measured=bool(speed),
             cells=found.cells,
             free=room.staging or 0,
@@ -238,3 +280,26 @@ class OperatorCommands:
             f"epoch {planned.base_epoch} of engine {planned.engine!r}, before plan {planned.plan}, is not"
             " stored any more"
         )
+
+
+def _ends(request: Order, waiting: PlanRun, placement: Placement) -> bool:
+    """Return True if a request asks for nothing but the end of a waiting plan: for the layout that is served,
+    or to roll back a plan that has changed nothing yet."""
+    match request:
+        case SetLayout():
+            return request.sharded == placement.sharded
+        case RollBack():
+            return not waiting.progress.numbers and request.plan in ("", waiting.plan)
+    return False
+
+
+def _progress(waiting: PlanRun) -> str:
+    done, all_ = len(waiting.progress.numbers), waiting.planned.handovers
+    return f"plan {waiting.plan}, which waits for the byte budget after {done} of {all_} handovers,"
+
+
+def _replacing(answer: MigrationAccepted, waiting: PlanRun | None) -> MigrationAccepted:
+    """Add that a waiting plan is replaced."""
+    if waiting is None:
+        return answer
+    return msgspec.structs.replace(answer, what=(f"{_progress(waiting)} is replaced", *answer.what))

@@ -93,7 +93,9 @@ ACCEPTED = MigrationAccepted(
 
 
 @contextmanager
-def planner(nats_url: str, namespace: str, received: list[Message]) -> Iterator[None]:
+def planner(
+    nats_url: str, namespace: str, received: list[Message], accepted: MigrationAccepted = ACCEPTED
+) -> Iterator[None]:
     """Serve a planner that accepts a switch and records its end; `received`: the requests."""
 
     @asynccontextmanager
@@ -103,10 +105,10 @@ def planner(nats_url: str, namespace: str, received: list[Message]) -> Iterator[
 
         async def answer(message: Message) -> Message:
             received.append(message)
-            if isinstance(message, SetLayout) and not message.dry_run:
+            if isinstance(message, SetLayout) and not message.dry_run and accepted.handovers:
                 for entry in (PLANNED, COMMITTED):
                     await bus.record(subjects.migrations("engine-0"), entry)
-            return ACCEPTED
+            return accepted
 
         async with bus.serve(subjects.migrate, answer):
             yield
@@ -152,6 +154,22 @@ def test_a_switch_is_shown_asked_for_and_followed_to_its_end(nats_url: str, spac
         assert line in done.stdout
     order = SetLayout(engine="engine-0", sharded=(0, 1, 2), now=True)
     assert received == [msgspec.structs.replace(order, dry_run=True), order]
+
+
+def test_a_request_that_only_ends_a_waiting_plan_is_done_at_once(nats_url: str, space: str) -> None:
+    line = "plan cafe, which waits for the byte budget after 1 of 3 handovers, ends, and nothing else changes"
+    ended = MigrationAccepted(
+        engine="engine-0", worker_id=7, plan="cafe", handovers=0, copies=0, bytes=0, what=(line,)
+    )
+    with planner(nats_url, space, [], ended):
+        for arguments in (("layout", "--set", "0-1,3"), ("rollback", "--no-wait")):
+            done = roost(*arguments, "--nats", nats_url)
+            assert done.exit_code == 0, done.output
+            assert f"- {line}" in done.stdout
+            assert "done: engine-0 keeps what it serves" in done.stdout
+            assert "continues without this command" not in done.stderr
+        found = json.loads(roost("rollback", "--json", "--nats", nats_url).stdout)
+        assert (found["outcome"], found["handovers"]) == ("done", 0)
 
 
 def test_a_dry_run_asks_for_nothing_and_prints_json_for_programs(nats_url: str, space: str) -> None:

@@ -1,6 +1,7 @@
 """Switches of layout over the memory bus, in virtual time, with ranks that follow the protocol."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,8 +19,10 @@ from fleet.layout import TP_EP
 from fleet.placement import Placement, linear
 from fleet.requests.handovers import CommitHandover, ProposeHandover
 from fleet.requests.plans import ApplyPlan, MigrateExpert, RollBack, SetLayout
+from migration.config import MigrationConfig
 from migration.planning.layout_switch import switch
 from migration.planning.staging_capacity import StagingRoom
+from migration.service import MigrationService
 from tests.migration.builders import joined
 from tests.migration.executor_fixture import (
     CONFIG,
@@ -36,6 +39,8 @@ FIRST = linear(layers=3, experts=8, ranks=2, slots_per_rank=6)
 PART = SHAPE.expert_bytes // 2
 LAYER = 8 * PART
 """bytes that one layer moves between its two ranks, and as many within them"""
+PACED = replace(CONFIG, budget_bytes=2 * LAYER, budget_seconds=60.0)
+"""permits two layers a minute"""
 
 
 @asynccontextmanager
@@ -152,19 +157,176 @@ async def test_a_switch_that_is_given_up_stays_where_it_is_and_can_be_continued(
 async def test_without_now_handovers_wait_for_the_byte_budget() -> None:
     broker = MemoryBroker()
     bus = MemoryBus(broker)
-    paced = replace(CONFIG, budget_bytes=2 * LAYER, budget_seconds=60.0)
-    async with engine(broker) as ranks, leading(bus, paced):
+    async with engine(broker) as ranks, leading(bus, PACED):
         accepted = await ask(bus, every(now=False))
         assert accepted.switch is not None
-        assert accepted.switch.budget_seconds == pytest.approx(30.0), (
-            "one of three layers is beyond the budget"
+        assert accepted.switch.budget_seconds == pytest.approx(60.0), (
+            "the third layer waits until the first two count no more"
         )
         await asyncio.sleep(20)
         assert ranks.served == [0, 1, 2]
-        assert "which waits for the byte budget" in await refusal(bus, every())
+        move = MigrateExpert(engine="a", layer=2, expert=0, rank=1)
+        assert "which waits for the byte budget" in await refusal(bus, move)
         await asyncio.sleep(50)
         assert ranks.served == [0, 1, 2, 3]
         assert (await planned(bus))[0].paced
+
+
+@asynccontextmanager
+async def waiting_switch(
+    broker: MemoryBroker, config: MigrationConfig = PACED
+) -> AsyncIterator[tuple[Ranks, MigrationService]]:
+    """Yield an engine whose switch of three layers waits for the byte budget, after the first two of them."""
+    bus = MemoryBus(broker)
+    async with engine(broker) as ranks, leading(bus, config) as service:
+        await ask(bus, every(now=False))
+        await asyncio.sleep(20)
+        assert ranks.served == [0, 1, 2]
+        yield ranks, service
+
+
+@pytest.mark.looptime
+async def test_now_hastens_a_switch_that_waits_for_the_byte_budget() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with waiting_switch(broker) as (ranks, _):
+        accepted = await ask(bus, every())
+        assert accepted.handovers == 1
+        assert "waits for the byte budget after 2 of 3 handovers, is replaced" in accepted.what[0]
+        await asyncio.sleep(5)
+        assert ranks.served == [0, 1, 2, 3]
+        first, second = await planned(bus)
+        (ended,) = [entry for entry in await log(bus) if isinstance(entry, MigrationAborted)]
+        assert (ended.plan, ended.fault) == (first.plan, "replaced")
+        assert ended.reason == f"replaced by plan {second.plan}"
+        assert at_rest(broker, ranks)
+
+
+@pytest.mark.looptime
+async def test_a_switch_that_waits_is_replaced_by_another_or_rolled_back() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with waiting_switch(broker) as (ranks, _):
+        await ask(bus, SetLayout(engine="a", sharded=(1, 2)))
+        await asyncio.sleep(30)
+        assert ranks.placement.sharded == (0, 1), "the other waits for the same budget"
+        await ask(bus, RollBack(engine="a", plan=(await planned(bus))[0].plan))
+        await asyncio.sleep(5)
+        assert ranks.placement.sharded == ()
+        assert np.array_equal(ranks.placement.replicas_on_rank, FIRST.replicas_on_rank)
+        assert at_rest(broker, ranks)
+
+
+@pytest.mark.looptime
+async def test_setting_the_layout_that_is_served_ends_a_switch_that_waits() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with waiting_switch(broker) as (ranks, _):
+        served, move = (
+            SetLayout(engine="a", sharded=(0, 1)),
+            MigrateExpert(engine="a", layer=2, expert=0, rank=1),
+        )
+        expected = await ask(bus, msgspec.structs.replace(served, dry_run=True))
+        assert "which waits for the byte budget" in await refusal(bus, move), "a dry run changes nothing"
+        assert await ask(bus, served) == expected
+        assert expected.handovers == 0
+        (plan,) = await planned(bus)
+        last = (await log(bus))[-1]
+        assert isinstance(last, MigrationAborted)
+        assert (last.plan, last.fault, last.reason) == (plan.plan, "replaced", "ended by an operator")
+        await asyncio.sleep(100)
+        assert ranks.served == [0, 1, 2]
+        await ask(bus, move)
+
+
+@pytest.mark.looptime
+async def test_rolling_back_a_switch_that_has_changed_nothing_ends_it_and_undoes_no_plan_before_it() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with engine(broker) as ranks, leading(bus, replace(PACED, budget_bytes=LAYER)):
+        await ask(bus, SetLayout(engine="a", sharded=(0,)))
+        await asyncio.sleep(5)
+        await ask(bus, SetLayout(engine="a", sharded=(0, 1)))
+        await asyncio.sleep(5)
+        accepted = await ask(bus, RollBack(engine="a"))
+        assert (accepted.plan, accepted.handovers) == ((await planned(bus))[1].plan, 0)
+        await asyncio.sleep(100)
+        assert ranks.placement.sharded == (0,)
+
+
+@pytest.mark.looptime
+async def test_requests_that_are_refused_leave_a_switch_that_waits_alone() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with waiting_switch(broker) as (ranks, _):
+        assert "layer 3 does not exist" in await refusal(bus, SetLayout(engine="a", sharded=(3,)))
+        assert "no plan 'nothing'" in await refusal(bus, RollBack(engine="a", plan="nothing"))
+        await ask(bus, SetLayout(engine="a", sharded=(), now=True, dry_run=True))
+        ranks.free = 3
+        assert "needs 4 free cells" in await refusal(bus, SetLayout(engine="a", sharded=(), now=True))
+        ranks.free = 6
+        await asyncio.sleep(60)
+        assert ranks.served == [0, 1, 2, 3]
+        assert len(await planned(bus)) == 1
+
+
+@pytest.mark.looptime
+async def test_a_budget_of_0_holds_a_switch_until_there_is_one_again() -> None:
+    broker = MemoryBroker()
+    async with waiting_switch(broker) as (ranks, service):
+        service.reconfigure(replace(PACED, budget_bytes=0))
+        await asyncio.sleep(200)
+        assert ranks.served == [0, 1, 2]
+        service.reconfigure(PACED)
+        await asyncio.sleep(5)
+        assert ranks.served == [0, 1, 2, 3]
+
+
+async def random_requests(bus: Bus, ranks: Ranks, random: np.random.Generator) -> Counter[str]:
+    """Send switches and rollbacks while handovers run, while the budget is awaited, and as the waits end.
+    Return the number of answers of each kind."""
+    answers = Counter[str]()
+    for _ in range(25):
+        ranks.stage_seconds = float(random.choice([0.05, 0.5]))
+        chosen = tuple(np.flatnonzero(random.random(3) < 0.5).tolist())
+        request = (
+            RollBack(engine="a")
+            if random.random() < 0.2
+            else SetLayout(engine="a", sharded=chosen, now=bool(random.random() < 0.3))
+        )
+        try:
+            what = (await ask(bus, request)).what
+        except Declined as declined:
+            answers["busy" if "carrying out plan" in str(declined) else "refused"] += 1
+        else:
+            answers["replaced" if any("is replaced" in line for line in what) else "accepted"] += 1
+        await asyncio.sleep(float(random.choice([0.0, random.random(), 1 + 2 * random.random()])))
+    return answers
+
+
+@pytest.mark.looptime
+async def test_requests_at_any_moment_of_paced_switches_leave_one_plan_at_a_time() -> None:
+    answers = Counter[str]()
+    for seed in range(6):
+        broker = MemoryBroker()
+        bus = MemoryBus(broker)
+        async with engine(broker) as ranks, leading(bus, replace(PACED, budget_seconds=2.0)) as service:
+            answers += await random_requests(bus, ranks, np.random.default_rng(seed))
+            await asyncio.sleep(60)
+            assert at_rest(broker, ranks)
+            assert service.placements.engines()["a"].placement == ranks.placement
+            assert ranks.served == list(range(len(ranks.served))), "every epoch was served once"
+            running = ""
+            for entry in await log(bus):
+                match entry:
+                    case MigrationPlanned():
+                        assert not running, f"plan {entry.plan} began while {running} was under way"
+                        running = entry.plan
+                    case MigrationCommitted() | MigrationAborted():
+                        assert entry.plan == running
+                        running = "" if isinstance(entry, MigrationAborted) or entry.last else running
+            assert not running
+    assert min(answers[kind] for kind in ("replaced", "accepted", "busy")) >= 5, answers
 
 
 @pytest.mark.looptime

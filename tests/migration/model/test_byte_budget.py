@@ -64,3 +64,37 @@ def test_nobody_copies_less_than_nothing_and_what_is_told_late_counts_from_the_o
     kept.spend(10.0, 5)
     kept.spend(3.0, 7)
     assert kept.within(14.0, 5.0) == 12
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 10)), max_size=10),
+    st.lists(st.integers(0, 10), max_size=10),
+    st.integers(1, 15),
+    st.integers(1, 30),
+)
+def test_the_wait_is_what_looking_every_second_finds(
+    story: list[tuple[int, int]], sizes: list[int], budget: int, seconds: int
+) -> None:
+    """Times are whole seconds, so that looking every second misses no moment."""
+    kept, now = ByteBudget(), 0
+    for pause, copied in story:
+        now += pause
+        kept.spend(now, copied)
+    expected = kept.wait(now, sizes, budget, seconds)
+    at = now
+    for size in sizes:
+        while not kept.permits(at, size, budget, seconds):
+            at += 1
+        kept.spend(at, size)
+    assert expected == at - now
+
+
+def test_a_budget_of_0_permits_nothing_and_one_that_is_too_small_permits_one_at_a_time() -> None:
+    kept = ByteBudget()
+    assert not kept.permits(0.0, 5, 0, 10.0)
+    assert kept.wait(0.0, [5], 0, 10.0) == float("inf")
+    assert kept.wait(0.0, [50, 50, 50], 10, 60.0) == 120.0
+    assert kept.permits(0.0, 50, 10, 60.0)
+    kept.spend(0.0, 50)
+    assert not kept.permits(59.0, 1, 10, 60.0)
+    assert kept.permits(60.0, 50, 10, 60.0)
