@@ -114,8 +114,12 @@ class MigrationLog:
 
         still: called right before each attempt. Raises Withdrawn once it returns False.
         """
-        while not self._has(entry):
+        while True:
             await self._until_leading()
+            # Only now: another service may have led meanwhile, and a placement behind a later one would be
+            # taken for what the engine serves.
+            if self._has(entry):
+                return None
             if still is not None and not still():
                 raise Withdrawn(
                     "it was withdrawn at the last moment (roost migration pause, or planner.automatic)"
@@ -127,7 +131,6 @@ class MigrationLog:
                     "a %s of engine %s is not recorded yet: %s", type(entry).__name__, entry.engine, error
                 )
                 await self._find_out(entry)
-        return None
 
     def _has(self, entry: Recorded) -> bool:
         if not isinstance(entry, PlacementCommitted):
