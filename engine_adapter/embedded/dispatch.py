@@ -1,5 +1,8 @@
-"""Dispatch and combine: send activations to the ranks of their experts and the results back, by physical
-slot, in compact form.
+"""Exchange of activations among the ranks of an engine, layer by layer.
+
+In a whole layer, *dispatch* sends activations to the ranks of their experts and *combine* sends the results
+back, by physical slot, in compact form. In a sharded layer every rank holds a part of every expert, so
+*gather* brings it the activations of all ranks, and *reduce* adds up what the ranks computed.
 
 Contract of every implementation, whatever the transport:
 
@@ -9,7 +12,12 @@ Contract of every implementation, whatever the transport:
   rows are ignored.
 - `combine` returns one row per (token, k) to the token's own rank, which adds them in k order in fp32. So a
   token's result depends neither on the location of its experts nor on the rest of the batch.
-- A handle is valid for one `combine`, of the latest `dispatch`.
+- `gather` returns the rows of all tokens of all ranks, sorted by expert, grouped and padded likewise.
+- `reduce` weights the results of a token's pairs and adds them in k order on each rank. One fp32 row per
+  token travels to the token's own rank, which adds the rows of all ranks in rank order. So a token's result
+  does not depend on the rest of the batch. It differs from that of a whole layer in the last bits, because
+  sums are added in another order.
+- A handle is valid for one `combine` of the latest `dispatch`, or one `reduce` of the latest `gather`.
 """
 
 import time
@@ -141,14 +149,40 @@ class Handle:
     """Own pairs computed by each rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Work of a rank for one sharded layer."""
+
+    rows: torch.Tensor
+    """[rows, H], sorted by (expert, source rank, token), with groups padded."""
+    ends: torch.Tensor
+    """int32 [experts]: end of each expert's rows, padding included."""
+    handle: "GatherHandle"
+
+
+@dataclass(frozen=True, slots=True)
+class GatherHandle:
+    """State that `reduce` needs from its `gather`. Opaque to callers."""
+
+    call: int
+    row_of_pair: IntArray
+    """int64 [all tokens * k]: the row of each pair, tokens ordered by rank."""
+    weights: torch.Tensor
+    """fp32 [all tokens, k]."""
+
+    def weighted(self, results: torch.Tensor) -> torch.Tensor:
+        """Add up the results [rows, H] of each token's pairs: fp32 [all tokens, H]."""
+        return weighted_sum(results.index_select(0, torch.from_numpy(self.row_of_pair)), self.weights)
+
+
 class Dispatch(Protocol):
-    """Dispatch and combine of one rank. All ranks call both for every layer of a step, even without
-    tokens."""
+    """Exchange of one rank. All ranks make the same calls for every layer of a step, even without tokens."""
 
     @property
     def served_by(self) -> Sequence[IntArray]:
         """int64 [all tokens, k] for each layer dispatched in this step so far, tokens ordered by rank: the
-        rank that serves each pair. The arrays are never modified. Empty with one rank."""
+        rank that serves each pair. Sharded layers are left out. The arrays are never modified. Empty with one
+        rank."""
         ...
 
     def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
@@ -164,6 +198,16 @@ class Dispatch(Protocol):
     def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Return the weighted sums, fp32 [T, H], of results [rows, H] of the dispatched rows with weights
         fp32 [T, k]. HandleError."""
+        ...
+
+    def gather(self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor) -> Gathered:
+        """Bring x [T, H], experts, integer [T, k], and weights, fp32 [T, k], of all ranks to this rank, and
+        return its work. CapacityError, ExpertIndexError."""
+        ...
+
+    def reduce(self, results: torch.Tensor, handle: GatherHandle) -> torch.Tensor:
+        """Return the sums over all ranks, fp32 [T, H], of their weighted results [rows, H] of the gathered
+        rows. HandleError."""
         ...
 
     def sending(self, placement: Placement) -> Sending:
@@ -202,7 +246,7 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class _Calls:
-    """Dispatch counter of a rank. It checks that only the latest dispatch is combined, at most once."""
+    """Counter of a rank's exchanges. It checks that only the latest one is completed, at most once."""
 
     def __init__(self) -> None:
         self._made = 0
@@ -213,11 +257,11 @@ class _Calls:
         self._open = True
         return self._made
 
-    def close(self, handle: Handle) -> None:
+    def close(self, handle: Handle | GatherHandle) -> None:
         if not self._open or handle.call != self._made:
             raise HandleError(
-                f"combine: handle of dispatch {handle.call} is used up or not the latest ({self._made});"
-                " combine each once, before the next"
+                f"dispatch: handle {handle.call} is used up or not the latest ({self._made}); combine or"
+                " reduce each once, before the next"
             )
         self._open = False
 
@@ -241,6 +285,15 @@ def _check_step(tokens: int, rank: int, tokens_by_rank: Sequence[int], ranks: in
             f"dispatch: {max(tokens_by_rank)} tokens of one rank in a step, {max_tokens} are allowed; raise"
             " max_tokens or send smaller chunks"
         )
+
+
+def _gathered(
+    x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor, count: int, call: int
+) -> Gathered:
+    """Sort the rows of all ranks' tokens by expert. count: experts of a layer."""
+    groups = group_by_slot(experts.reshape(-1), count)
+    rows = x.index_select(0, torch.from_numpy(groups.pair_of_row // experts.shape[1]))
+    return Gathered(rows, torch.from_numpy(groups.ends), GatherHandle(call, groups.row_of_pair, weights))
 
 
 class LocalDispatch:
@@ -273,6 +326,14 @@ class LocalDispatch:
         self._calls.close(handle)
         return weighted_sum(results.index_select(0, torch.from_numpy(handle.row_of_pair)), weights)
 
+    def gather(self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor) -> Gathered:
+        _check_experts(experts, self._experts)
+        return _gathered(x, experts, weights, self._experts, self._calls.next())
+
+    def reduce(self, results: torch.Tensor, handle: GatherHandle) -> torch.Tensor:
+        self._calls.close(handle)
+        return handle.weighted(results)
+
     def sending(self, placement: Placement) -> Sending:
         return Sending(placement, cover=False)  # With one rank, every expert has one slot.
 
@@ -284,7 +345,8 @@ class LocalDispatch:
 
 
 class GlooDispatch:
-    """Dispatch over a process group: two collectives per layer for small steps, three for larger ones.
+    """Dispatch over a process group: two collectives per layer for small steps and in sharded layers, three
+    in whole layers of larger steps.
 
     Every rank learns the experts of every token (IDs are small). So no counts are exchanged: both ends of
     every transfer derive its size. In small steps, all activations go to all ranks along with the IDs. In
@@ -325,7 +387,7 @@ class GlooDispatch:
     def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
         _check_experts(experts, self._experts)
         small = self._step.max_tokens * x.shape[1] * x.element_size() <= self._small_gather_bytes
-        everyones_x, ids = self._gather(x if small else x[:, :0], experts)
+        everyones_x, ids, _ = self._everyones(x if small else x[:, :0], experts)
         slots = self._sending.slots(layer, self._step.home, ids)
         ranks = slots // self._slots
         self.served_by.append(ranks)
@@ -349,6 +411,24 @@ class GlooDispatch:
         back = self._group.all_to_all(outgoing, handle.to_sources, handle.from_ranks)
         return weighted_sum(back.index_select(0, torch.from_numpy(handle.back_order)), weights)
 
+    def gather(self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor) -> Gathered:
+        _check_experts(experts, self._experts)
+        everyones_x, ids, everyones_weights = self._everyones(x, experts, weights)
+        if self._link_seconds:
+            self._wait(self._link_seconds * len(x) * (self._group.ranks - 1))
+        return _gathered(everyones_x, ids, everyones_weights, self._experts, self._calls.next())
+
+    def reduce(self, results: torch.Tensor, handle: GatherHandle) -> torch.Tensor:
+        self._calls.close(handle)
+        own = self._step.tokens_by_rank[self._group.rank]
+        sums = self._group.all_to_all(
+            handle.weighted(results), self._step.tokens_by_rank, [own] * self._group.ranks
+        ).view(self._group.ranks, own, results.shape[1])
+        total = sums[0]
+        for rank in range(1, self._group.ranks):
+            total += sums[rank]
+        return total
+
     def sending(self, placement: Placement) -> Sending:
         return Sending(placement, self._cover)
 
@@ -363,16 +443,25 @@ class GlooDispatch:
         time.sleep(seconds)
         self._group.seconds += seconds
 
-    def _gather(self, x: torch.Tensor, experts: NDArray[Any]) -> tuple[torch.Tensor, IntArray]:
-        """All ranks' activations [all tokens, H] and expert IDs [all tokens, k], ordered by source rank, with
-        one collective of bytes."""
+    def _everyones(
+        self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, IntArray, torch.Tensor]:
+        """All ranks' activations [all tokens, H], expert IDs [all tokens, k] and weights fp32 [all tokens, k]
+        (or none), tokens ordered by rank, with one collective of bytes."""
+        count, k = experts.shape
+        ids = torch.from_numpy(experts.astype(np.uint16).view(np.uint8).reshape(count, 2 * k))
+        of_weights = ids[:, :0] if weights is None else bytes_of(weights)
+        mine = torch.cat([bytes_of(x), of_weights, ids], dim=1)
+        everyone = self._group.all_to_all(
+            mine.repeat(self._group.ranks, 1), [count] * self._group.ranks, self._step.tokens_by_rank
+        )
         width = x.shape[1] * x.element_size()
-        mine = torch.zeros((self._step.max_tokens, width + 2 * experts.shape[1]), dtype=torch.uint8)
-        mine[: len(x), :width] = bytes_of(x)
-        mine[: len(x), width:] = torch.from_numpy(experts.astype(np.uint16).view(np.uint8))
-        everyone = self._group.all_gather(mine).view(-1, mine.shape[1]).index_select(0, self._step.present)
-        ids = np.ascontiguousarray(everyone[:, width:].numpy()).view(np.uint16)
-        return everyone[:, :width].contiguous().view(x.dtype), ids.astype(np.int64)
+        between = width + of_weights.shape[1]
+        return (
+            _columns(everyone, 0, width, x.dtype),
+            _columns(everyone, between, mine.shape[1], torch.uint16).numpy().astype(np.int64),
+            _columns(everyone, width, between, torch.float32),
+        )
 
     def _fetch(self, x: torch.Tensor, rank_of: IntArray, tokens: IntArray) -> tuple[torch.Tensor, IntArray]:
         """Fetch the activations of all `tokens` (indices into all ranks' tokens), each once. Return the rows,
@@ -403,19 +492,27 @@ class GlooDispatch:
         )
 
 
+def _columns(rows: torch.Tensor, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    """Copy columns of a byte matrix as values of another type."""
+    # A slice of a single row may keep a stride that does not fit the type.
+    found = torch.empty((rows.shape[0], (end - begin) // dtype.itemsize), dtype=dtype)
+    found.view(torch.uint8).copy_(rows[:, begin:end])
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """Layout of a step's tokens, from the step headers."""
 
-    max_tokens: int
-    """Tokens of the busiest rank. Gathers are padded to this."""
+    tokens_by_rank: tuple[int, ...]
     home: IntArray
     """int64 [all tokens]: the home rank of each token."""
-    present: torch.Tensor
-    """int64 [all tokens]: positions of the tokens in a padded gather [ranks * most]."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the busiest rank."""
+        return max(self.tokens_by_rank)
 
     @classmethod
     def of(cls, tokens: tuple[int, ...]) -> "_Step":
-        max_tokens = max(tokens)
-        present = np.concatenate([rank * max_tokens + np.arange(count) for rank, count in enumerate(tokens)])
-        return cls(max_tokens, np.repeat(np.arange(len(tokens)), tokens), torch.from_numpy(present))
+        return cls(tokens, np.repeat(np.arange(len(tokens)), tokens))

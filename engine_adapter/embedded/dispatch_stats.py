@@ -29,7 +29,7 @@ class FinishedStep(NamedTuple):
     seconds: float
     tokens_by_rank: Sequence[int]
     served_by: Sequence[NDArray[np.int64]]
-    """int64 [tokens of all ranks, k] per layer: the rank that served each pair. Empty with one rank."""
+    """int64 [tokens of all ranks, k] per whole layer: the rank that served each pair. Empty with one rank."""
     communication_seconds: float = 0.0
     """Part of `seconds` spent in collectives, waiting for slower ranks included."""
 
@@ -42,6 +42,8 @@ class DispatchLog:
         self._layers, self._top_k = layers, top_k
         self._lock = threading.Lock()
         self._epoch = 0
+        self._whole: NDArray[np.intp] = np.arange(layers)
+        """Whole layers of this epoch."""
         self._steps: list[FinishedStep] = []
         """Steps of this epoch that are not counted yet."""
         self._pairs = 0
@@ -49,60 +51,73 @@ class DispatchLog:
         self._counted: deque[DispatchCounts] = deque(maxlen=MAX_EPOCHS)
         """Counts, one per epoch."""
 
-    def add(self, epoch: int, step: FinishedStep) -> None:
-        """Add a completed step in which any rank had a token. epoch: the epoch served in it."""
+    def add(self, epoch: int, step: FinishedStep, sharded: Sequence[int] = ()) -> None:
+        """Add a completed step in which any rank had a token. epoch: the epoch served in it. sharded: layers
+        sharded in this epoch, ascending, for which nothing is counted."""
         with self._lock:
             if epoch != self._epoch:
-                self._count(self._epoch, self._drained(), self._counted)
+                self._count_into(self._counted)
                 self._epoch = epoch
+            self._whole = np.delete(np.arange(self._layers), list(sharded))
             self._steps.append(step)
             self._pairs += sum(step.tokens_by_rank) * self._top_k * self._layers
             if self._pairs >= KEPT_PAIRS or len(self._steps) >= KEPT_STEPS:
-                self._count(epoch, self._drained(), self._counted)
+                self._count_into(self._counted)
 
     def take(self) -> tuple[DispatchCounts, ...]:
         """Return the counts since the last call, one per epoch. Empty when there was no step."""
         with self._lock:
             taken, self._counted = self._counted, deque(maxlen=MAX_EPOCHS)
-            epoch, steps = self._epoch, self._drained()
-        self._count(epoch, steps, taken)  # Outside the lock, so that the step thread does not wait.
+            epoch, whole, steps = self._epoch, self._whole, self._drained()
+        self._count(epoch, whole, steps, taken)  # Outside the lock, so that the step thread does not wait.
         return tuple(taken)
 
     def _drained(self) -> list[FinishedStep]:
         steps, self._steps, self._pairs = self._steps, [], 0
         return steps
 
-    def _count(self, epoch: int, steps: list[FinishedStep], into: deque[DispatchCounts]) -> None:
+    def _count_into(self, counted: deque[DispatchCounts]) -> None:
+        self._count(self._epoch, self._whole, self._drained(), counted)
+
+    def _count(
+        self, epoch: int, whole: NDArray[np.intp], steps: list[FinishedStep], into: deque[DispatchCounts]
+    ) -> None:
         if not steps:
             return
-        new = counted(epoch, steps, self._rank, layers=self._layers, top_k=self._top_k)
+        new = counted(epoch, steps, self._rank, layers=self._layers, whole=whole, top_k=self._top_k)
         into.append(into.pop().with_more(new) if into and into[-1].epoch == epoch else new)
 
 
 def counted(
-    epoch: int, steps: Sequence[FinishedStep], rank: int, *, layers: int, top_k: int
+    epoch: int,
+    steps: Sequence[FinishedStep],
+    rank: int,
+    *,
+    layers: int,
+    whole: NDArray[np.intp],
+    top_k: int,
 ) -> DispatchCounts:
-    """Count what rank `rank` sent and served in steps of one epoch. There must be at least one step."""
+    """Count what rank `rank` sent and served in steps of one epoch. There must be at least one step. whole:
+    the whole layers, ascending; the others are zero."""
     tokens = np.array([step.tokens_by_rank for step in steps])  # [steps, ranks].
     own = int(tokens[:, rank].sum())
     seconds = sum(step.seconds for step in steps)
-    remote, local, served, balanced = (
-        _alone(own, len(steps), layers, top_k) if tokens.shape[1] == 1 else _among(steps, tokens, rank)
-    )
+    found = np.zeros((4, layers))
+    if len(whole):
+        alone = tokens.shape[1] == 1
+        found[:, whole] = _alone(own, len(steps), top_k) if alone else _among(steps, tokens, rank)
     communication = sum(step.communication_seconds for step in steps)
-    return DispatchCounts(
-        epoch, len(steps), seconds, own, own * top_k, remote, local, served, balanced, communication
-    )
+    return DispatchCounts(epoch, len(steps), seconds, own, own * top_k, *found, communication)
 
 
-def _alone(tokens: int, steps: int, layers: int, top_k: int) -> NDArray[np.float64]:
-    """Same as `_among`, for one rank: all pairs are local."""
-    return np.broadcast_to(np.array([0.0, tokens * top_k, tokens * top_k, steps])[:, None], (4, layers))
+def _alone(tokens: int, steps: int, top_k: int) -> NDArray[np.float64]:
+    """Same as `_among`, for one rank: all pairs are local. float64 [4, 1]."""
+    return np.array([0.0, tokens * top_k, tokens * top_k, steps])[:, None]
 
 
 def _among(steps: Sequence[FinishedStep], tokens: NDArray[np.int64], rank: int) -> NDArray[np.float64]:
-    """float64 [4, layers]: ranks reached, local pairs, pairs served, balance. Summed over steps. tokens:
-    [steps, ranks]."""
+    """float64 [4, whole layers]: ranks reached, local pairs, pairs served, balance. Summed over steps.
+    tokens: [steps, ranks]."""
     ranks, layers = tokens.shape[1], len(steps[0].served_by)
     every = _by_layer(steps, [slice(None)] * len(steps))
     # One histogram over (layer, step, rank) in place of one for each: the calls cost more than the counting.
@@ -134,7 +149,7 @@ def _among(steps: Sequence[FinishedStep], tokens: NDArray[np.int64], rank: int) 
 
 
 def _by_layer(steps: Sequence[FinishedStep], rows: Sequence[slice]) -> NDArray[np.int64]:
-    """int64 [layers, tokens, k] of these rows of each step, in step order."""
+    """int64 [whole layers, tokens, k] of these rows of each step, in step order."""
     layers = len(steps[0].served_by)
     found = np.concatenate(
         [

@@ -84,7 +84,7 @@ def _load(
         capabilities=Capabilities(isolates_tenants=True),
         shape=setup.shape,
         attention=DP_ATTENTION,
-        unshardable="the embedded engine does not serve sharded layers yet",
+        unshardable=setup.unshardable,
         dispatch=config.dispatch,
         speed=setup.speed,
         tokenizer=tokenizer.archive,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from engine_adapter.embedded.arena import load_arena
+from engine_adapter.embedded.arena import Arena, load_arena, unshardable
 from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, SequenceSpan, plan_attention
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
 from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch, Sending
@@ -21,9 +21,9 @@ from engine_adapter.embedded.malloc_tuning import keep_freed_memory
 from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
 from engine_adapter.embedded.sequence_parallel import ThreadTeam, share
 from engine_adapter.embedded.step_sync import RankGroup
-from fleet.dispatch import LocalReplicas, own_part
-from fleet.placement import Placement
-from fleet.timing import EngineSpeed
+from fleet.placement import Placement, linear
+from fleet.sharding import group_of
+from fleet.timing import EngineSpeed, gathered_bytes
 
 PAGE_TOKENS = 16
 """Positions per KV page. Equal to the block size of block hashes."""
@@ -59,8 +59,8 @@ class Forward:
     """uint8 (uint16 above 256 experts) [tokens, layers, k]: the experts chosen for every computed token,
     ordered by work, then by token."""
     served_by: Sequence[NDArray[np.int64]] = ()
-    """int64 [tokens of all ranks, k] per layer, ordered by rank: the rank that served each pair. Empty with
-    one rank."""
+    """int64 [tokens of all ranks, k] per whole layer, tokens ordered by rank: the rank that served each pair.
+    Empty with one rank."""
 
 
 class WorkError(ValueError):
@@ -82,7 +82,8 @@ class PreparedEpoch:
 
     placement: Placement
     cells: NDArray[np.int32]
-    """[layers, slots_per_rank]."""
+    """[layers, slots_per_rank]. A sharded layer computes with the first ceil(experts / ranks) of its cells
+    (`fleet.sharding`)."""
     layers: Sequence[_Layer]
     sending: Sending
 
@@ -95,7 +96,8 @@ class ModelRunner:
     ranks already split them.
 
     With one torch thread and every matrix product padded to `GROUP_ROWS` rows, a token's fp32 results have
-    the same bits whatever the rest of the batch and the location of its experts.
+    the same bits whatever the rest of the batch and the location of its experts. Only the forms of the layers
+    (whole or sharded) change its last bits.
 
     Where a prompt is cut into chunks changes them in the last bits, because attention computes single tokens
     and chunks by different kernels.
@@ -145,6 +147,13 @@ class ModelRunner:
         self._of_cell = [
             (self.arena.gate_up(cell).t(), self.arena.down(cell)) for cell in range(self.arena.cells)
         ]
+        self._of_piece = [
+            [
+                (self.arena.part_gate_up(cell, piece).t(), self.arena.part_down(cell, piece))
+                for piece in range(self.arena.parts)
+            ]
+            for cell in range(self.arena.cells)
+        ]
         self._dtype = RUN_DTYPES[dtype]
         self._team = ThreadTeam(threads if group is None else 1)
         # One per thread, since a dispatch is open until its combine. The first one handles whole-step calls.
@@ -159,7 +168,10 @@ class ModelRunner:
         self._norm = checkpoint.tensor("model.norm.weight", self._dtype)
         self._head = self._embedding if self.config.tied else checkpoint.tensor("lm_head.weight", self._dtype)
         cells = self.arena.first_cells()
-        layers = [self._load_layer(checkpoint, layer, cells[layer]) for layer in range(self.config.layers)]
+        layers = [
+            self._load_layer(checkpoint, layer, cells[layer], sharded=layer in placement.sharded)
+            for layer in range(self.config.layers)
+        ]
         self._served = PreparedEpoch(
             placement, _frozen(cells), layers, self._dispatches[0].sending(placement)
         )
@@ -169,7 +181,9 @@ class ModelRunner:
             dtype=self._dtype,
         )
 
-    def _load_layer(self, checkpoint: Checkpoint, layer: int, cells: NDArray[np.int32]) -> _Layer:
+    def _load_layer(
+        self, checkpoint: Checkpoint, layer: int, cells: NDArray[np.int32], *, sharded: bool
+    ) -> _Layer:
         config, prefix = self.config, f"model.layers.{layer}"
 
         def read(name: str) -> torch.Tensor:
@@ -195,7 +209,7 @@ class ModelRunner:
             out=read("self_attn.o_proj.weight"),
             out_bias=read("self_attn.o_proj.bias") if config.attention_bias else None,
         )
-        gate_up, down = self._matrices(cells)
+        gate_up, down = self._matrices(cells, sharded=sharded)
         gate = read("mlp.gate.weight")
         block = SparseBlock(
             layer=layer,
@@ -204,14 +218,23 @@ class ModelRunner:
             down=down,
             top_k=config.top_k,
             normalise=config.normalise_top_k,
+            sharded=sharded,
         )
         return _Layer(
             read("input_layernorm.weight"), attention, read("post_attention_layernorm.weight"), block
         )
 
-    def _matrices(self, cells: NDArray[np.int32]) -> tuple[GroupedMatrices, GroupedMatrices]:
-        """Return gate_up and down of a layer whose slots map to these cells."""
-        gate_up, down = zip(*(self._of_cell[cell] for cell in cells.tolist()), strict=True)
+    def _matrices(
+        self, cells: NDArray[np.int32], *, sharded: bool
+    ) -> tuple[GroupedMatrices, GroupedMatrices]:
+        """Return gate_up and down of a layer whose slots map to these cells: one per slot, or, of a sharded
+        layer, one per expert."""
+        if sharded:
+            places = [group_of(expert, self.arena.parts) for expert in range(self.config.experts)]
+            pairs = [self._of_piece[cells[group]][piece] for group, piece in places]
+        else:
+            pairs = [self._of_cell[cell] for cell in cells.tolist()]
+        gate_up, down = zip(*pairs, strict=True)
         return GroupedMatrices(gate_up), GroupedMatrices(down)
 
     def close(self) -> None:
@@ -232,11 +255,12 @@ class ModelRunner:
         """Prepare to serve a placement with this rank's slots in these cells. Thread-safe, parallel to steps;
         changes nothing. ValueError when it does not fit the served placement or the arena."""
         served = self._served
-        _check_adoption(served.placement, placement, cells, self.arena.cells)
-        kept = (cells == served.cells).all(axis=1).tolist()
+        _check_adoption(served.placement, placement, cells, self.arena)
+        kept = (cells == served.cells).all(axis=1)
+        kept[list(set(served.placement.sharded) ^ set(placement.sharded))] = False
         layers = [
-            layer if same else self._with_cells(layer, cells[at])
-            for at, (layer, same) in enumerate(zip(served.layers, kept, strict=True))
+            layer if same else self._with_cells(layer, cells[at], sharded=at in placement.sharded)
+            for at, (layer, same) in enumerate(zip(served.layers, kept.tolist(), strict=True))
         ]
         return PreparedEpoch(placement, _frozen(cells.copy()), layers, self._dispatches[0].sending(placement))
 
@@ -251,9 +275,9 @@ class ModelRunner:
         for dispatch in self._dispatches:
             dispatch.slow_links(seconds)
 
-    def _with_cells(self, layer: _Layer, cells: NDArray[np.int32]) -> _Layer:
-        gate_up, down = self._matrices(cells)
-        return replace(layer, block=replace(layer.block, gate_up=gate_up, down=down))
+    def _with_cells(self, layer: _Layer, cells: NDArray[np.int32], *, sharded: bool) -> _Layer:
+        gate_up, down = self._matrices(cells, sharded=sharded)
+        return replace(layer, block=replace(layer.block, gate_up=gate_up, down=down, sharded=sharded))
 
     def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         """Compute one step. All ranks call it for the same step. A rank without work passes an empty
@@ -373,7 +397,16 @@ class ModelRunner:
             dispatch=self._dispatch_seconds(),
             expert_read=self._read_seconds(),
             expert_pair=self._pair_seconds(),
+            gather_byte=self._gather_byte_seconds(),
         )
+
+    def _whole_blocks(self) -> list[SparseBlock]:
+        """Return the blocks of all layers as if they were whole. Of a sharded layer, the weights are then
+        meaningless: for measurements only."""
+        return [
+            (self._with_cells(layer, cells, sharded=False) if layer.block.sharded else layer).block
+            for layer, cells in zip(self._served.layers, self.cells, strict=True)
+        ]
 
     def _decodes(self, sequences: int, pages: int) -> list[SequenceWork]:
         return [
@@ -391,7 +424,7 @@ class ModelRunner:
     def _pair_seconds(self) -> float:
         """Cost of one more row for an expert that already has rows: the load of a pair that other ranks do
         not have."""
-        block = self._served.layers[0].block
+        block = self._whole_blocks()[0]
         slots = self.placement.slots_per_rank
 
         def compute(rows: int) -> None:
@@ -417,7 +450,7 @@ class ModelRunner:
         rows = torch.zeros((slots * GROUP_ROWS, self.config.hidden), dtype=self._dtype)
         spread = torch.arange(1, slots + 1, dtype=torch.int32) * GROUP_ROWS
         single = torch.full((slots,), slots * GROUP_ROWS, dtype=torch.int32)
-        blocks = [layer.block for layer in self._served.layers]
+        blocks = self._whole_blocks()
 
         def every_layer(ends: torch.Tensor) -> None:
             for block in blocks:
@@ -435,25 +468,54 @@ class ModelRunner:
         Measured with a full step of tokens, because the fixed cost of a collective hides the cost of a few
         tokens.
         """
-        ranks, tokens = self.placement.ranks, self.max_tokens
-        if ranks == 1:
+        placement, tokens = self.placement, self.max_tokens
+        if placement.ranks == 1:
             return 0.0
-        here = LocalReplicas.of(self.placement).by_rank(
-            own_part(self.placement, np.zeros(ranks, np.intp))[0], 0
-        )[self.rank]
-        own, away = np.flatnonzero(here == here.max()), np.flatnonzero(here == here.min())
+        # As if every layer were whole and experts were in order: of sharded layers nothing is dispatched.
+        in_order = linear(
+            layers=placement.layers,
+            experts=placement.experts,
+            ranks=placement.ranks,
+            slots_per_rank=placement.slots_per_rank,
+        )
+        here = in_order.replicas_on_rank[0, self.rank].astype(bool)
+        own, away = np.flatnonzero(here), np.flatnonzero(~here)
         x = torch.zeros((tokens, self.config.hidden), dtype=self._dtype)
+        dispatch = self._dispatches[0]
 
         def there_and_back(candidates: NDArray[np.int64]) -> None:
             experts = np.resize(candidates, (tokens, self.config.top_k))
             weights = torch.ones((tokens, self.config.top_k))
-            self._dispatches[0].begin_step(tokens, [tokens] * ranks)
-            sent = self._dispatches[0].dispatch(0, x, experts)
-            self._dispatches[0].combine(sent.rows, weights, sent.handle)
+            dispatch.begin_step(tokens, [tokens] * placement.ranks)
+            sent = dispatch.dispatch(0, x, experts)
+            dispatch.combine(sent.rows, weights, sent.handle)
 
-        return _more_seconds(lambda: there_and_back(own), lambda: there_and_back(away), 25) / (
-            tokens * min(ranks - 1, self.config.top_k)
-        )
+        dispatch.adopt(dispatch.sending(in_order))
+        try:
+            seconds = _more_seconds(lambda: there_and_back(own), lambda: there_and_back(away), 25)
+        finally:
+            dispatch.adopt(self._served.sending)
+        return seconds / (tokens * min(placement.ranks - 1, self.config.top_k))
+
+    @torch.inference_mode()
+    def _gather_byte_seconds(self) -> float:
+        """Cost of one more byte that a rank moves in the collectives of a sharded layer
+        (`fleet.timing.gathered_bytes`). Their fixed cost is about that of a whole layer's."""
+        ranks, most = self.placement.ranks, self.max_tokens
+        few = max(1, most // 16)
+        if ranks == 1 or few == most:
+            return 0.0
+        dispatch = self._dispatches[0]
+
+        def gather_and_reduce(tokens: int) -> None:
+            # One expert per token, so that sorting the rows costs little.
+            x = torch.zeros((tokens, self.config.hidden), dtype=self._dtype)
+            dispatch.begin_step(tokens, [tokens] * ranks)
+            gathered = dispatch.gather(x, np.zeros((tokens, 1), np.int64), torch.ones((tokens, 1)))
+            dispatch.reduce(gathered.rows, gathered.handle)
+
+        seconds = _more_seconds(lambda: gather_and_reduce(few), lambda: gather_and_reduce(most), 25)
+        return seconds / (gathered_bytes(self.shape, ranks, 1) * ranks * (most - few))
 
 
 def _frozen(cells: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -461,27 +523,27 @@ def _frozen(cells: NDArray[np.int32]) -> NDArray[np.int32]:
     return cells
 
 
-def _check_adoption(served: Placement, proposed: Placement, cells: NDArray[np.int32], count: int) -> None:
+def _check_adoption(served: Placement, proposed: Placement, cells: NDArray[np.int32], arena: Arena) -> None:
     """ValueError when an engine that serves one placement cannot switch to the other, or not with these of
-    its `count` cells."""
+    its cells."""
     one, other = ((each.layers, each.experts, each.ranks, each.slots_per_rank) for each in (served, proposed))
     if one != other:
         raise ValueError(
             f"runner: {proposed!r} cannot follow {served!r}; it must have the same layers, experts, ranks and"
             " slots"
         )
-    if proposed.sharded:
-        raise ValueError(
-            f"runner: layers {list(proposed.sharded)} are sharded, which this engine does not compute with"
-        )
+    if proposed.sharded and arena.parts != proposed.ranks:
+        reason = unshardable(arena.shape, proposed.ranks, arena.ballast_bytes)
+        raise ValueError(f"runner: layers {list(proposed.sharded)} cannot be sharded: {reason}")
     shape = (served.layers, served.slots_per_rank)
     if cells.shape != shape or cells.dtype != np.int32:
         raise ValueError(
             f"runner: cells are {cells.dtype} {cells.shape}; expected int32 {shape}, one per slot"
         )
-    if cells.min() < 0 or cells.max() >= count or np.bincount(cells.ravel()).max() > 1:
+    if cells.min() < 0 or cells.max() >= arena.cells or np.bincount(cells.ravel()).max() > 1:
         raise ValueError(
-            f"runner: every slot needs a cell of its own, from 0 to {count - 1}; given were {cells.tolist()}"
+            f"runner: every slot needs a cell of its own, from 0 to {arena.cells - 1}; given were"
+            f" {cells.tolist()}"
         )
 
 

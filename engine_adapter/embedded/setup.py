@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.config import EmbeddedConfig
+from engine_adapter.embedded.arena import unshardable
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.model_runner import Forward, ModelRunner, PreparedEpoch, SequenceWork
 from engine_adapter.embedded.step_sync import RankGroup, StepSync
@@ -21,6 +22,7 @@ from engine_adapter.engine import ExpertMemory
 from engine_adapter.initial_placement import initial, resumed
 from fleet.dispatch import COVER
 from fleet.experts import ModelShape
+from fleet.facts.engines import UNSHARDABLE
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
@@ -63,6 +65,8 @@ class RankSetup:
     runner: ForwardPass
     experts: MovableExperts | None = None
     """None: the experts cannot be moved."""
+    unshardable: str = UNSHARDABLE
+    """`EngineJoined.unshardable`."""
     step_sync: StepSync
     kv_block_bytes: int = 0
     """Memory of one KV block over all layers, in bytes. 0: unknown."""
@@ -94,6 +98,7 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
         with Checkpoint(Path(config.folder)) as checkpoint:
             about = checkpoint.config
             weights = checkpoint.digest(config.dtype) if rank == 0 else None
+            refusal = unshardable(about.shape(config.dtype), config.ranks, config.ballast_bytes)
             placement = resumed(
                 directory,
                 initial(
@@ -102,7 +107,9 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
                     experts=about.experts,
                     ranks=config.ranks,
                     slots_per_rank=config.slots_per_rank,
+                    unshardable=refusal,
                 ),
+                refusal,
             )
             runner = ModelRunner(
                 checkpoint,
@@ -129,6 +136,7 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
             weights_digest=weights,
             runner=runner,
             experts=runner,
+            unshardable=refusal,
             step_sync=step_sync,
             close=opened.pop_all().close,
         )
@@ -139,7 +147,12 @@ def _with_links(runner: ModelRunner, config: EmbeddedConfig, measured: EngineSpe
     measured."""
     if config.link_seconds:
         runner.slow_links(config.link_seconds)
-        measured = msgspec.structs.replace(measured, dispatch=measured.dispatch + config.link_seconds)
+        # Of a token in a sharded layer, the price counts twice its bytes for every other rank.
+        measured = msgspec.structs.replace(
+            measured,
+            dispatch=measured.dispatch + config.link_seconds,
+            gather_byte=measured.gather_byte + config.link_seconds / (2 * runner.shape.token_bytes),
+        )
         log.info(
             "sending a token to another rank and back takes %.3g s, including %.3g s of emulated network"
             " delay",

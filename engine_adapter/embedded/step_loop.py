@@ -159,6 +159,7 @@ class StepLoop:
         self._sent.add(
             self.placement.epoch,
             FinishedStep(seconds, tokens_by_rank, forward.served_by, min(communication, seconds)),
+            self.placement.sharded,
         )
 
     def _order(self, order: _Order) -> None:

@@ -14,7 +14,7 @@ from engine_adapter.embedded.arena import Arena, load_arena
 from engine_adapter.embedded.checkpoint import Checkpoint, ExpertWeights
 from engine_adapter.transfer.parts import CellFormat
 from fleet.experts import ModelShape
-from fleet.placement import Placement, linear
+from fleet.placement import Placement, linear, with_rows
 
 write_tiny = runpy.run_path(str(Path(__file__).parents[1] / "tiny_models.py"))["write_tiny"]
 SHAPE = ModelShape(layers=3, experts=4, top_k=2, hidden=8, expert_intermediate=5)
@@ -172,6 +172,50 @@ def test_a_rank_reads_its_own_experts_only(tmp_path):
         assert torch.equal(arena.down(7), checkpoint.expert(1, 5, torch.float32).down.t())
     assert not arena.cell(1).any()
     assert not any(arena.cell(cell).any() for cell in range(8, 12))
+
+
+def test_a_rank_holds_its_part_of_every_expert_of_a_sharded_layer(tmp_path):
+    write_tiny(tmp_path, moe_intermediate_size=12)
+    placement = with_rows(linear(layers=2, experts=6, ranks=2), {1: None}, epoch=3)
+    with Checkpoint(tmp_path) as checkpoint:
+        for rank in range(2):
+            arena = load_arena(checkpoint, placement, rank, "float32", ballast_bytes=100)
+            mine = slice(6 * rank, 6 * rank + 6)
+            for expert in range(6):
+                weights = checkpoint.expert(1, expert, torch.float32)
+                cell, piece = 3 + expert // 2, expert % 2
+                gate_up = torch.cat([weights.gate[mine], weights.up[mine]])
+                assert torch.equal(arena.part_gate_up(cell, piece), gate_up)
+                assert torch.equal(arena.part_down(cell, piece), weights.down[:, mine].t())
+                assert arena.part_gate_up(cell, piece).data_ptr() % 64 == 0
+            whole = checkpoint.expert(0, 3 * rank + 1, torch.float32)
+            assert torch.equal(arena.down(1), whole.down.t())
+            assert not any(arena.cell(cell).any() for cell in range(6, 9))
+
+
+def test_the_ballast_of_a_part_is_its_share_of_the_experts_ballast(tmp_path):
+    write_tiny(tmp_path, moe_intermediate_size=12)
+    whole = linear(layers=2, experts=6, ranks=2)
+    with Checkpoint(tmp_path) as checkpoint:
+        arenas = [
+            [load_arena(checkpoint, placement, rank, "float32", ballast_bytes=100) for rank in range(2)]
+            for placement in (whole, with_rows(whole, {1: None}, epoch=3))
+        ]
+    for expert in range(6):
+        ballast = arenas[0][expert // 3].tensors[-1]
+        home = arenas[0][expert // 3].cell(3 + expert % 3)
+        parts = []
+        for arena in arenas[1]:
+            begin, size = arena.format.ranges(expert % 2, sharded=True)[-1]
+            parts.append(arena.cell(3 + expert // 2)[begin : begin + size])
+        assert np.array_equal(np.concatenate(parts), home[ballast.offset : ballast.offset + 100])
+
+
+def test_sharded_layers_of_experts_that_cannot_be_cut_are_refused(tmp_path):
+    write_tiny(tmp_path, moe_intermediate_size=12)
+    placement = with_rows(linear(layers=2, experts=6, ranks=2), {1: None}, epoch=3)
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ValueError, match="the 3 bytes of ballast"):
+        load_arena(checkpoint, placement, 0, "float32", ballast_bytes=3)
 
 
 def test_the_placement_of_another_model_is_refused(tmp_path):

@@ -22,7 +22,7 @@ from engine_adapter.embedded.dispatch import (
 )
 from engine_adapter.embedded.step_sync import RankGroup
 from fleet.dispatch import flows
-from fleet.placement import Placement, linear
+from fleet.placement import Placement, linear, with_rows
 from tests.fleet.splits import random_split, random_table
 
 
@@ -191,6 +191,92 @@ def test_ranks_together_equal_a_dense_float64_reference(groups, small_gather_byt
             )
 
 
+PARTS = {2: [0.75, 0.25], 4: [0.5, 0.25, 0.125, 0.125]}
+"""of every expert, by ranks of the engine: fractions that floating-point numbers express exactly"""
+
+
+def scale_by_part(gathered, rank, ranks):
+    """The stand-in experts of a sharded layer: each rank computes its part of what expert e would. Poison
+    where no row is."""
+    results = torch.full_like(gathered.rows, torch.nan)
+    begin, part = 0, PARTS[ranks][rank]
+    for expert, end in enumerate(gathered.ends.tolist()):
+        results[begin:end] = (gathered.rows[begin:end] * float(expert + 1) + float(expert)) * part
+        begin = end
+    return results
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_parts_of_all_ranks_together_equal_a_dense_float64_reference(groups, data):
+    joined, pool = groups
+    ranks = len(joined)
+    placement = with_rows(linear(layers=2, experts=8, ranks=ranks), {1: None}, epoch=1)
+    brought = [data.draw(batches(8, 3)) for _ in joined]
+
+    def run(group):
+        x, chosen, weights = brought[group.rank]
+        dispatch = GlooDispatch(group, placement, 64)
+        dispatch.begin_step(len(x), [len(other) for other, _, _ in brought])
+        gathered = dispatch.gather(x, chosen, weights)
+        sums = dispatch.reduce(scale_by_part(gathered, group.rank, ranks), gathered.handle)
+        sent = dispatch.dispatch(0, x, chosen)
+        dispatch.combine(scale_by_expert(sent, placement, group.rank, 0), weights, sent.handle)
+        return gathered, sums, len(dispatch.served_by)
+
+    everyone = list(pool.map(run, joined))
+    for (x, chosen, weights), (gathered, sums, counted) in zip(brought, everyone, strict=True):
+        assert torch.allclose(sums.double(), expected(x, chosen, weights), rtol=1e-5, atol=1e-5)
+        assert (sums.dtype, counted) == (torch.float32, 1)
+        assert torch.equal(gathered.rows, everyone[0][0].rows), "every rank computes the same rows"
+
+
+def test_a_tokens_sum_over_ranks_has_the_same_bits_alone_and_among_others(groups):
+    joined, pool = groups
+    ranks, random = len(joined), np.random.default_rng(3)
+    placement = with_rows(linear(layers=1, experts=8, ranks=ranks), {0: None}, epoch=1)
+    x = torch.from_numpy(random.standard_normal((ranks, 9, 5)).astype(np.float32))
+    weights = torch.from_numpy(random.random((ranks, 9, 3)).astype(np.float32))
+    chosen = np.array([[random.permutation(8)[:3] for _ in range(9)] for _ in joined])
+
+    def run(group, counts):
+        at, count = group.rank, counts[group.rank]
+        dispatch = GlooDispatch(group, placement, 64)
+        dispatch.begin_step(count, counts)
+        gathered = dispatch.gather(x[at, :count], chosen[at, :count], weights[at, :count])
+        return dispatch.reduce(scale_by_part(gathered, at, ranks), gathered.handle)
+
+    for counts in ([9] * ranks, [1] * ranks, [0] * (ranks - 1) + [4]):
+        for rank, found in enumerate(pool.map(run, joined, [counts] * ranks)):
+            rows = x[rank, : counts[rank]].numpy()
+            total = None
+            for part in PARTS[ranks]:
+                products = [
+                    (rows * np.float32(1 + e) + np.float32(e))
+                    * np.float32(part)
+                    * weights[rank, : len(rows), k, None].numpy()
+                    for k, e in ((k, chosen[rank, : len(rows), k, None]) for k in range(3))
+                ]
+                mine = (products[0] + products[1]) + products[2]
+                total = mine if total is None else total + mine
+            assert np.array_equal(found.numpy(), total)
+
+
+def test_a_gather_is_reduced_once_before_the_next():
+    dispatch = LocalDispatch(linear(layers=1, experts=4, ranks=1), max_tokens=8)
+    dispatch.begin_step(1, None)
+    x, chosen, weights = torch.ones(1, 3), np.array([[0, 1]]), torch.ones(1, 2)
+    old = dispatch.gather(x, chosen, weights)
+    new = dispatch.gather(x, chosen, weights)
+    with pytest.raises(HandleError, match="not the latest"):
+        dispatch.reduce(old.rows, old.handle)
+    assert dispatch.reduce(new.rows, new.handle).tolist() == [[2.0] * 3]
+    with pytest.raises(HandleError, match="used up"):
+        dispatch.reduce(new.rows, new.handle)
+    with pytest.raises(ExpertIndexError, match="token 0 names expert 4"):
+        dispatch.gather(x, np.array([[0, 4]]), weights)
+
+
 def test_slots_serve_their_shares_of_what_all_ranks_bring_step_by_step(groups):
     joined, pool = groups
     ranks, random = len(joined), np.random.default_rng(5)
@@ -314,3 +400,22 @@ def test_slowed_links_take_their_time_for_each_token_sent_away_and_change_no_res
     assert torch.equal(plain[0], slowed[0])
     away = {2: [0.5], 3: [0.5], 4: [0.5]}[len(joined)]  # of tokens 0 and 2, each to the last rank
     assert [one for one in slept if one] == away
+
+
+def test_slowed_links_take_their_time_for_each_token_that_all_other_ranks_gather(groups, monkeypatch):
+    joined, pool = groups
+    ranks = len(joined)
+    placement = with_rows(linear(layers=1, experts=8, ranks=ranks), {0: None}, epoch=1)
+    slept = []
+    monkeypatch.setattr("engine_adapter.embedded.dispatch.time.sleep", slept.append)
+
+    def run(group):
+        count = 3 if group.rank == 0 else 0
+        dispatch = GlooDispatch(group, placement, 64)
+        dispatch.slow_links(0.25)
+        dispatch.begin_step(count, [3] + [0] * (ranks - 1))
+        gathered = dispatch.gather(torch.ones(count, 4), np.zeros((count, 1), np.int64), torch.ones(count, 1))
+        dispatch.reduce(gathered.rows, gathered.handle)
+
+    list(pool.map(run, joined))
+    assert sorted(slept) == [0.0] * (ranks - 1) + [0.75 * (ranks - 1)]

@@ -84,6 +84,24 @@ def test_counts_are_those_of_counting_by_hand_however_often_they_are_taken(data:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
+def test_sharded_layers_are_zero_and_the_others_count_as_ever(data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from([1, 2, 4]))
+    sharded = sorted(data.draw(st.sets(st.integers(0, 3))))
+    whole = [layer for layer in range(4) if layer not in sharded]
+    done = data.draw(steps(ranks, len(whole), 2))
+    log = DispatchLog(0, layers=4, top_k=2)
+    for step in done:
+        log.add(1, step, sharded)
+    (found,) = log.take()
+    expected = by_hand(done, 0, len(whole), 2)
+    for field in FIELDS:
+        assert getattr(found, field)[whole].tolist() == pytest.approx(expected[field]), field
+        assert not getattr(found, field)[sharded].any()
+    assert found.tokens == sum(step.tokens_by_rank[0] for step in done)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
 def test_steps_of_two_epochs_are_never_counted_together(data: st.DataObject) -> None:
     done = data.draw(steps(2, 2, 2))
     epochs = sorted(data.draw(st.lists(st.integers(0, 3), min_size=len(done), max_size=len(done))))
