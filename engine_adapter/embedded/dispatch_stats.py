@@ -106,8 +106,11 @@ def counted(
     if len(whole):
         alone = tokens.shape[1] == 1
         found[:, whole] = _alone(own, len(steps), top_k) if alone else _among(steps, tokens, rank)
+    remote, local, served, balanced = found
     communication = sum(step.communication_seconds for step in steps)
-    return DispatchCounts(epoch, len(steps), seconds, own, own * top_k, *found, communication)
+    return DispatchCounts(
+        epoch, len(steps), seconds, own, own * top_k, remote, local, served, balanced, communication
+    )
 
 
 def _alone(tokens: int, steps: int, top_k: int) -> NDArray[np.float64]:
