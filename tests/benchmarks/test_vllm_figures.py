@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from benchmarks.real_vllm.overhead import interval
+from benchmarks.real_vllm.prefix import Answer, Conversation, shared, streamed
 from benchmarks.rig.live.document_traffic import Texts
 from benchmarks.rig.vllm.load import Plenty, halves, requests
-from benchmarks.vllm_overhead import interval
-from benchmarks.vllm_prefix import Answer, Conversation, shared, streamed
 
 BLOCK = 32
 

@@ -1,5 +1,5 @@
 """Few moves by samples against vLLM's own policy (EPLB) on the same steps: at least its balance, at most a
-fifth of its moved experts. A pure simulation; `benchmarks/vllm_loop.py` measures a real vLLM.
+fifth of its moved experts. A pure simulation; `benchmarks/real_vllm/loop.py` measures a real vLLM.
 """
 
 from collections.abc import Callable

@@ -8,7 +8,7 @@ answer was never computed. First turns count nothing, whatever they share. What 
 
 Two starts of vLLM take some minutes, with --quick too, which has fewer conversations.
 
-    python -m benchmarks.vllm_prefix --quick --python .venv-vllm/bin/python
+    python -m benchmarks.real_vllm.prefix --quick --python .venv-vllm/bin/python
 """
 
 import asyncio

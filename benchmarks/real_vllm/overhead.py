@@ -9,7 +9,7 @@ not count: whatever fell due during the stop (reports, heartbeats) is done then.
 per token is steadier on a shared machine. The agent runs in the process of the benchmark: it slows the
 plugin's turns, but is not in the processor time.
 
-    python -m benchmarks.vllm_overhead --quick --python .venv-vllm/bin/python
+    python -m benchmarks.real_vllm.overhead --quick --python .venv-vllm/bin/python
 """
 
 import asyncio

@@ -17,7 +17,7 @@ was measured, and a further call runs only what is missing. --quick starts vLLM 
 Roost) for some two thousand steps, enough for a first plan, holds nothing but the texts to a target, and
 still takes minutes.
 
-    python -m benchmarks.vllm_loop --quick --python .venv-vllm/bin/python
+    python -m benchmarks.real_vllm.loop --quick --python .venv-vllm/bin/python
 """
 
 import asyncio

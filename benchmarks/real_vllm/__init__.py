@@ -1,0 +1,1 @@
+"""Benchmarks with a real vLLM, in an environment of its own (`--python`)."""
