@@ -10,197 +10,103 @@ everything else runs all the time. Both kinds of windows alternate in one run.
 import asyncio
 import secrets
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from benchmarks.rig.engine_ranks import (
+    Diaries,
+    Requester,
+    Seconds,
+    Window,
+    gaps_of,
+    ranks_of,
+    requester,
+)
 from benchmarks.rig.flip_rank import Job
-from benchmarks.rig.processes import ROOST, ROOT, nats, process
+from benchmarks.rig.processes import ROOST, nats, process
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
-from bus import Bus, Subscription
-from bus.config import BusConfig
-from bus.nats import NatsBus
-from bus.protocol.subjects import Subjects
-from fleet.facts.migrations import MigrationAborted, MigrationCommitted
-from fleet.facts.placements import PlacementCommitted
 from fleet.placement import EMPTY, Placement
-from fleet.requests.plans import MigrateExpert, MigrationAccepted
+from fleet.requests.plans import MigrateExpert
 
 RANKS, SLOTS, SEQUENCES = 4, 9, 2
 MIB = 1 << 20
 ENGINE = "flip"
-START_SECONDS = 120.0
 WARM_SECONDS = 3.0
 SETTLE_SECONDS = 0.5
 """between two windows"""
 _NEIGHBOURS = 10
 """steps on each side that a step is compared with"""
-Seconds = NDArray[np.float64]
 
 
-@dataclass
-class Window:
-    migrating: bool
-    begin: float
-    end: float
-    handover_seconds: list[float] = field(default_factory=list)
-    """of each migration, from the request to the last rank's flip"""
+class Swapper:
+    """Swap experts of two ranks, one migration after the other."""
 
-
-class Ranks:
-    """Rank processes; ended with the context."""
-
-    def __init__(self, folder: Path, children: Sequence[asyncio.subprocess.Process]) -> None:
-        self._folder = folder
-        self._children = children
-
-    async def diaries(self) -> list[dict[str, NDArray[Any]]]:
-        """Stop the ranks and read their diaries."""
-        for child in self._children:
-            assert child.stdin is not None
-            child.stdin.close()
-        for child in self._children:
-            await asyncio.wait_for(child.wait(), START_SECONDS)
-        return [dict(np.load(self._folder / f"{rank}.npz")) for rank in range(RANKS)]
-
-
-@asynccontextmanager
-async def ranks_of(job: Job) -> AsyncIterator[Ranks]:
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flip-")))
-        (folder / "job.json").write_bytes(msgspec.json.encode(job))
-        children = []
-        for rank in range(RANKS):
-            command = [sys.executable, "-m", "benchmarks.rig.flip_rank", str(folder / "job.json"), str(rank)]
-            child = await asyncio.create_subprocess_exec(
-                *command, cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-            )
-            stack.push_async_callback(_end, child)
-            children.append(child)
-        for rank, child in enumerate(children):
-            assert child.stdout is not None
-            if b"ready" not in await asyncio.wait_for(child.stdout.readline(), START_SECONDS):
-                raise RuntimeError(f"rank {rank} did not start; see its standard error")
-        yield Ranks(folder, children)
-
-
-async def _end(child: asyncio.subprocess.Process) -> None:
-    if child.returncode is None:
-        child.kill()
-    await child.wait()
-
-
-class Operator:
-    """Request one migration after the other, and follow each to its end."""
-
-    def __init__(self, bus: Bus, subjects: Subjects, heard: Subscription, placement: Placement) -> None:
-        self.placement = placement
-        self._bus = bus
-        self._subjects = subjects
-        self._messages = aiter(heard)
+    def __init__(self, asking: Requester) -> None:
+        self._asking = asking
         self._dice = np.random.default_rng(4)
 
     async def swap(self) -> float:
         """Swap two experts of two ranks; return the seconds."""
-        began = time.monotonic()
-        layer, rank = int(self._dice.integers(self.placement.layers)), int(self._dice.integers(RANKS))
-        mine, others = self._held(layer, rank), self._held(layer, (rank + 1) % RANKS)
+        placement = self._asking.placement
+        layer, rank = int(self._dice.integers(placement.layers)), int(self._dice.integers(RANKS))
+        mine, others = held(placement, layer, rank), held(placement, layer, (rank + 1) % RANKS)
         wanted, given = (
             self._dice.choice(np.setdiff1d(others, mine)),
             self._dice.choice(np.setdiff1d(mine, others)),
         )
-        request = MigrateExpert(
-            engine=ENGINE,
-            layer=layer,
-            expert=int(wanted),
-            rank=rank,
-            source=(rank + 1) % RANKS,
-            move=True,
-            swap=int(given),
+        carried = await self._asking.carry_out(
+            MigrateExpert(
+                engine=ENGINE,
+                layer=layer,
+                expert=int(wanted),
+                rank=rank,
+                source=(rank + 1) % RANKS,
+                move=True,
+                swap=int(given),
+            )
         )
-        answer = await self._bus.request(self._subjects.migrate, request, 10.0)
-        if not isinstance(answer, MigrationAccepted):
-            raise TypeError(f"the planner answered with {answer!r}")
-        async with asyncio.timeout(60):
-            while True:
-                message = (await anext(self._messages)).message
-                if isinstance(message, PlacementCommitted):
-                    self.placement = Placement.from_record(message.placement)
-                aborted = isinstance(message, MigrationAborted)
-                if aborted:
-                    raise RuntimeError(f"a migration was given up: {message}")
-                if isinstance(message, MigrationCommitted) and message.last:
-                    return time.monotonic() - began
-
-    def _held(self, layer: int, rank: int) -> NDArray[np.int16]:
-        here = self.placement.on_rank(rank)[layer]
-        return np.asarray(here[here != EMPTY])
+        return carried.seconds
 
 
-@asynccontextmanager
-async def operator(url: str) -> AsyncIterator[Operator]:
-    subjects = Subjects()
-    bus = await NatsBus.connect(url, subjects, BusConfig(), name="operator")
-    try:
-        async with bus.subscribe(subjects.placements(ENGINE), subjects.migrations(ENGINE)) as heard:
-            first = [
-                one.message
-                async for one in bus.replay(subjects.placements(ENGINE), latest=True, follow=False)
-            ]
-            if not first or not isinstance(first[-1], PlacementCommitted):
-                raise RuntimeError("the planner did not record the engine's first placement")
-            yield Operator(bus, subjects, heard, Placement.from_record(first[-1].placement))
-    finally:
-        await bus.close()
+def held(placement: Placement, layer: int, rank: int) -> NDArray[np.int16]:
+    """Return the experts of a layer that a rank holds."""
+    here = placement.on_rank(rank)[layer]
+    return np.asarray(here[here != EMPTY])
 
 
 async def run(
     pairs: int, seconds: float, every: float, ballast_bytes: int, transfer: dict[str, Any]
-) -> tuple[list[dict[str, NDArray[Any]]], list[Window]]:
+) -> tuple[Diaries, list[Window]]:
     """Run alternating windows, with a migration `every` seconds and without; return the ranks' diaries."""
     windows: list[Window] = []
     async with nats() as url, process([*ROOST, "planner", "--nats", url], None):
         job = Job(url, ENGINE, secrets.randbits(63), RANKS, SLOTS, ballast_bytes, SEQUENCES, transfer)
         async with ranks_of(job) as ranks:
             await asyncio.sleep(WARM_SECONDS)
-            async with operator(url) as asking:
-                await asking.swap()  # warm-up: every rank connects to every other
+            async with requester(url, ENGINE) as asking:
+                swapper = Swapper(asking)
+                await swapper.swap()  # warm-up: every rank connects to every other
                 for number in range(2 * pairs):
                     await asyncio.sleep(SETTLE_SECONDS)
-                    windows.append(await _window(asking, number % 2 == number // 2 % 2, seconds, every))
+                    windows.append(await _window(swapper, number % 2 == number // 2 % 2, seconds, every))
             return await ranks.diaries(), windows
 
 
-async def _window(asking: Operator, migrating: bool, seconds: float, every: float) -> Window:
+async def _window(swapper: Swapper, migrating: bool, seconds: float, every: float) -> Window:
     began = time.monotonic()
-    window = Window(migrating, began, began + seconds)
+    window = Window(began, began + seconds, migrating)
     due = began
     while migrating and due < window.end - every / 2:
         await asyncio.sleep(due - time.monotonic())
-        window.handover_seconds.append(await asking.swap())
+        window.handover_seconds.append(await swapper.swap())
         due = max(due + every, time.monotonic())
     await asyncio.sleep(window.end - time.monotonic())
     window.end = time.monotonic()
     return window
-
-
-def within(times: Seconds, window: Window) -> NDArray[np.bool_]:
-    return (times >= window.begin) & (times < window.end)
-
-
-def gaps_of(diaries: list[dict[str, NDArray[Any]]], window: Window) -> Seconds:
-    """Return the seconds between tokens that came in a window, on all ranks."""
-    return np.concatenate([diary["gap"][within(diary["token"], window)] for diary in diaries])
 
 
 def flip_steps(diary: dict[str, NDArray[Any]]) -> tuple[Seconds, Seconds]:
@@ -218,7 +124,7 @@ def flip_steps(diary: dict[str, NDArray[Any]]) -> tuple[Seconds, Seconds]:
     return np.array(extra), np.array(usual)
 
 
-def collectives(diaries: list[dict[str, NDArray[Any]]], flipping: bool) -> set[int]:
+def collectives(diaries: Diaries, flipping: bool) -> set[int]:
     """Return the numbers of collectives per step, in steps with flips or in the others."""
     found: set[int] = set()
     for diary in diaries:
@@ -226,7 +132,7 @@ def collectives(diaries: list[dict[str, NDArray[Any]]], flipping: bool) -> set[i
     return found
 
 
-def judge(report: Report, name: str, diaries: list[dict[str, NDArray[Any]]], windows: list[Window]) -> None:
+def judge(report: Report, name: str, diaries: Diaries, windows: list[Window]) -> None:
     with_, without = (
         [gaps_of(diaries, one) for one in windows if one.migrating == migrating]
         for migrating in (True, False)

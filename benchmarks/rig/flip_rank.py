@@ -55,6 +55,9 @@ class Job(msgspec.Struct, frozen=True):
     sequences: int
     """concurrent sequences per rank"""
     transfer: dict[str, int | str | None]
+    checkpoint: str = ""
+    """folder; empty: the demo model"""
+    spare_layers: int = 1
 
 
 @dataclass(slots=True)
@@ -75,12 +78,31 @@ class Diary:
     """time at which the step thread flipped to an epoch"""
     flip_seconds: list[float] = field(default_factory=list)
     """duration of the flip"""
+    stage_name: list[str] = field(default_factory=list)
+    """pull, verify or prepare, in the order of their ends"""
+    stage_begin: list[float] = field(default_factory=list)
+    stage_end: list[float] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         with zipfile.ZipFile(path, "w") as archive:
             for name in self.__slots__:
                 with archive.open(f"{name}.npy", "w") as entry:
                     np.save(entry, np.asarray(getattr(self, name)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedStaging(Staging):
+    """Means to copy experts that write the stages of staging into the diary."""
+
+    diary: Diary
+
+    def trace(
+        self, traceparent: str, name: str, began: int, attributes: dict[str, str | int], failure: str = ""
+    ) -> None:
+        now = time.monotonic()
+        self.diary.stage_name.append(name)
+        self.diary.stage_begin.append(now - 1e-9 * (time.time_ns() - began))
+        self.diary.stage_end.append(now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +166,11 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
         return replace(machine, runner=watched, experts=watched)
 
     config = EmbeddedConfig(
-        checkpoint=checkpoint_path(),
+        checkpoint=job.checkpoint or checkpoint_path(),
         ranks=job.ranks,
         slots_per_rank=job.slots,
         ballast_bytes=job.ballast_bytes,
+        spare_layers=job.spare_layers,
         kv_blocks=512,
     )
     who = AgentIdentity(
@@ -169,7 +192,12 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
         for way in transfers:
             stack.push_async_callback(way.close)
         agent = Agent(
-            bus, subjects, engine, who, AgentConfig(), Staging(transfers=transfers, config=transfer)
+            bus,
+            subjects,
+            engine,
+            who,
+            AgentConfig(),
+            WatchedStaging(transfers=transfers, config=transfer, diary=diary),
         )
         running = await stack.enter_async_context(alongside(engine.run(), f"steps of rank {rank}"))
         speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of rank {rank}"))
