@@ -106,17 +106,22 @@ def _into_sharded(before: Placement, layer: int) -> IntArray:
     """Return [experts * ranks, 5], the columns of `PartCopies`, of a layer that becomes sharded."""
     ranks, experts = before.ranks, before.experts
     holds = before.replicas_on_rank[layer].astype(bool)  # [ranks, experts]
-    read = [0] * ranks
-    rows = []
+    source = np.where(holds, np.arange(ranks)[:, None], EMPTY)  # [destinations, experts]
+    read = np.zeros(ranks, np.int64)
     for expert in range(experts):
-        holders = np.flatnonzero(holds[:, expert]).tolist()
-        for destination in range(ranks):
-            source = destination
-            if not holds[destination, expert]:
-                source = min(holders, key=read.__getitem__)
-                read[source] += 1
-            rows.append((layer, expert, destination, source, destination))
-    return np.array(rows, np.int64)
+        holders = np.flatnonzero(holds[:, expert])
+        lacking = np.flatnonzero(~holds[:, expert])
+        if len(holders) == 1:  # no choice: the common case
+            source[lacking, expert] = holders[0]
+            read[holders[0]] += len(lacking)
+            continue
+        for reader in lacking.tolist():
+            chosen = holders[np.argmin(read[holders])]
+            source[reader, expert] = chosen
+            read[chosen] += 1
+    number, destination = np.divmod(np.arange(experts * ranks), ranks)
+    columns = np.broadcast_arrays(layer, number, destination, source.T.ravel(), destination)
+    return np.stack(columns, axis=1)
 
 
 def _into_whole(after: Placement, layer: int) -> IntArray:

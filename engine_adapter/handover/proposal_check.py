@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, Placement
@@ -205,18 +206,28 @@ def _coming(
 def _turning(proposed: Placement, served: Placement, rank: int) -> tuple[IncomingExperts, ...]:
     """Return the parts that this rank gets of the layers that turn over."""
     slots = served.slots_per_rank
+    # The slot of each (rank, expert), in the form in which the layer is whole.
+    slot_of = {
+        layer: _slots_by_expert(served if layer in proposed.sharded else proposed, layer)
+        for layer in turned(served, proposed)
+    }
     coming: list[IncomingExperts] = []
-    for layer, expert, part, source, _ in zip(*turn(served, proposed).to(rank), strict=True):
-        group, _ = group_of(int(expert), served.ranks)
-        if sharded := int(layer) in proposed.sharded:
-            there, here = _slot_of(served, layer, expert, source), group
+    columns = (column.tolist() for column in turn(served, proposed).to(rank))
+    for layer, expert, part, source, _ in zip(*columns, strict=True):
+        group, _ = group_of(expert, served.ranks)
+        if sharded := layer in proposed.sharded:
+            there, here = int(slot_of[layer][source, expert]), group
         else:
-            there, here = group, _slot_of(proposed, layer, expert, rank)
-        sources = (int(source) * slots + there,)
-        coming.append(IncomingExperts(int(layer), here, int(expert), sources, int(part), sharded))
+            there, here = group, int(slot_of[layer][rank, expert])
+        coming.append(IncomingExperts(layer, here, expert, (source * slots + there,), part, sharded))
     return tuple(coming)
 
 
-def _slot_of(placement: Placement, layer: int, expert: int, rank: int) -> int:
-    """Return the slot of a rank that holds an expert of a whole layer."""
-    return int(np.flatnonzero(placement.on_rank(rank)[layer] == expert)[0])
+def _slots_by_expert(placement: Placement, layer: int) -> NDArray[np.int64]:
+    """Return the slot of each rank that holds an expert of a whole layer: int64 [ranks, experts], -1 for
+    none."""
+    row = placement.expert_of_slot[layer].reshape(placement.ranks, -1)
+    rank, slot = np.nonzero(row != EMPTY)
+    found = np.full((placement.ranks, placement.experts), EMPTY, np.int64)
+    found[rank, row[rank, slot]] = slot
+    return found
