@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.rig.flip_rank import Job
 from benchmarks.rig.processes import ROOT
-from bus import Bus, Message, Subscription
+from bus import Bus, Declined, Message, Subscription
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
@@ -28,6 +28,7 @@ from fleet.requests.plans import MigrationAccepted
 
 START_SECONDS = 120.0
 PLAN_SECONDS = 120.0
+_TRIES, _PAUSE_SECONDS = 500, 0.002
 Seconds = NDArray[np.float64]
 Diaries = list[dict[str, NDArray[Any]]]
 """by rank: `flip_rank.Diary` by the names of its fields"""
@@ -117,7 +118,7 @@ class Requester:
     async def carry_out(self, request: Message) -> Carried:
         """Request a plan, and wait until its last handover is recorded. RuntimeError when it is given up."""
         began = time.monotonic()
-        answer = await self._bus.request(self._subjects.migrate, request, 10.0)
+        answer = await self._ask(request)
         if not isinstance(answer, MigrationAccepted):
             raise TypeError(f"the planner answered with {answer!r}")
         events: list[MigrationCommitted] = []
@@ -133,6 +134,17 @@ class Requester:
                     events.append(message)
                     times.append(time.monotonic())
         return Carried(began, tuple(times), tuple(events))
+
+    async def _ask(self, request: Message) -> Message:
+        """Send a request. The planner may hear a moment later than we that its last plan has ended."""
+        for _ in range(_TRIES):
+            try:
+                return await self._bus.request(self._subjects.migrate, request, 10.0)
+            except Declined as refusal:
+                if "try again when that has ended" not in str(refusal):
+                    raise
+            await asyncio.sleep(_PAUSE_SECONDS)
+        raise TimeoutError("the planner does not end its plan")
 
 
 @asynccontextmanager
