@@ -8,7 +8,7 @@ Contract of every implementation, whatever the transport:
 
 - `dispatch` returns the rows that this rank's slots must compute, and their offsets, in the form that a
   grouped matmul takes. Rows are sorted by physical slot, and within a slot by (source rank, token). Every
-  non-empty group is padded to at least `GROUP_ROWS` rows (padding repeats a real row). Results of padding
+  non-empty group is padded to at least `group_rows` rows (padding repeats a real row). Results of padding
   rows are ignored.
 - `combine` returns one row per (token, k) to the token's own rank, which adds them in k order in fp32. So a
   token's result depends neither on the location of its experts nor on the rest of the batch.
@@ -35,8 +35,11 @@ from fleet.dispatch import Chooser
 from fleet.placement import Placement
 
 GROUP_ROWS = 4
-"""Minimum rows of any matrix product. With one torch thread, a row's fp32 result then has the same bits in
-every batch."""
+"""Minimum rows of any matrix product. With one torch thread, a row's result then has the same bits in every
+batch, but for tiny matrices in bfloat16 (`least_rows`)."""
+_SMALL_PRODUCT = 16**3
+"""Multiplications of the largest bfloat16 product that torch computes by a kernel of its own, which adds in
+another order than oneDNN's for larger ones."""
 
 SMALL_GATHER_BYTES = 65536
 """Activation bytes per rank up to which each rank sends all its activations to all ranks. This saves a
@@ -73,8 +76,14 @@ class Groups:
     """int64 [slots]: pairs of each slot, without padding."""
 
 
+def least_rows(dtype: torch.dtype, values: int) -> int:
+    """Return the minimum rows of a product with a matrix of this many values or more, so that a row's result
+    has the same bits in every batch."""
+    return max(GROUP_ROWS, _SMALL_PRODUCT // values + 1) if dtype == torch.bfloat16 else GROUP_ROWS
+
+
 def group_by_slot(slots: NDArray[Any], slot_count: int, min_rows: int = GROUP_ROWS) -> Groups:
-    """Sort pairs by their physical slots [n], stably. Non-empty groups are padded to `least_rows`."""
+    """Sort pairs by their physical slots [n], stably. Non-empty groups are padded to `min_rows`."""
     # Stable, so that rows of a slot stay in the order of (source rank, token): part of the contract above.
     order = np.argsort(slots, kind="stable")
     counts = np.bincount(slots, minlength=slot_count)
@@ -288,10 +297,10 @@ def _check_step(tokens: int, rank: int, tokens_by_rank: Sequence[int], ranks: in
 
 
 def _gathered(
-    x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor, count: int, call: int
+    x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor, count: int, min_rows: int, call: int
 ) -> Gathered:
-    """Sort the rows of all ranks' tokens by expert. count: experts of a layer."""
-    groups = group_by_slot(experts.reshape(-1), count)
+    """Sort the rows of all ranks' tokens by expert. count: experts of a layer. min_rows: of a group."""
+    groups = group_by_slot(experts.reshape(-1), count, min_rows)
     rows = x.index_select(0, torch.from_numpy(groups.pair_of_row // experts.shape[1]))
     return Gathered(rows, torch.from_numpy(groups.ends), GatherHandle(call, groups.row_of_pair, weights))
 
@@ -299,7 +308,8 @@ def _gathered(
 class LocalDispatch:
     """Dispatch of an engine with one rank. All experts are local."""
 
-    def __init__(self, placement: Placement, max_tokens: int) -> None:
+    def __init__(self, placement: Placement, max_tokens: int, *, group_rows: int = GROUP_ROWS) -> None:
+        """group_rows: minimum rows of a non-empty group."""
         if placement.ranks != 1:
             raise ValueError(
                 f"dispatch: {placement!r} needs {placement.ranks} ranks; local dispatch is for one"
@@ -308,6 +318,7 @@ class LocalDispatch:
         self._table = self.sending(placement).first
         self._slots = placement.slots_per_rank
         self._max_tokens = max_tokens
+        self._group_rows = group_rows
         self._calls = _Calls()
         self.served_by: Sequence[IntArray] = ()
 
@@ -316,7 +327,7 @@ class LocalDispatch:
 
     def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
         _check_experts(experts, self._experts)
-        groups = group_by_slot(self._table[layer][experts.reshape(-1)], self._slots)
+        groups = group_by_slot(self._table[layer][experts.reshape(-1)], self._slots, self._group_rows)
         rows = x.index_select(0, torch.from_numpy(groups.pair_of_row // experts.shape[1]))
         return Dispatched(
             rows, torch.from_numpy(groups.ends), groups.counts, Handle(self._calls.next(), groups.row_of_pair)
@@ -328,7 +339,7 @@ class LocalDispatch:
 
     def gather(self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor) -> Gathered:
         _check_experts(experts, self._experts)
-        return _gathered(x, experts, weights, self._experts, self._calls.next())
+        return _gathered(x, experts, weights, self._experts, self._group_rows, self._calls.next())
 
     def reduce(self, results: torch.Tensor, handle: GatherHandle) -> torch.Tensor:
         self._calls.close(handle)
@@ -361,9 +372,10 @@ class GlooDispatch:
         *,
         cover: bool = False,
         small_gather_bytes: int = SMALL_GATHER_BYTES,
+        group_rows: int = GROUP_ROWS,
     ) -> None:
         """cover: choose replicas so that a token is sent to few ranks (`fleet.dispatch.COVER`). The same on
-        every rank."""
+        every rank. group_rows: minimum rows of a non-empty group."""
         if placement.ranks != group.ranks:
             raise ValueError(f"dispatch: {placement!r} does not fit a group of {group.ranks} ranks")
         self._group = group
@@ -373,6 +385,7 @@ class GlooDispatch:
         self._sending = self.sending(placement)
         self._max_tokens = max_tokens
         self._small_gather_bytes = small_gather_bytes
+        self._group_rows = group_rows
         self._calls = _Calls()
         self._step = _Step.of((0,) * group.ranks)
         self._link_seconds = 0.0
@@ -399,7 +412,8 @@ class GlooDispatch:
         tokens = pairs // ids.shape[1]
         if not small:
             everyones_x, tokens = self._fetch(x, ranks, tokens)
-        groups = group_by_slot(slots.reshape(-1)[pairs] - self._group.rank * self._slots, self._slots)
+        own_slots = slots.reshape(-1)[pairs] - self._group.rank * self._slots
+        groups = group_by_slot(own_slots, self._slots, self._group_rows)
         rows = everyones_x.index_select(0, torch.from_numpy(tokens[groups.pair_of_row]))
         return Dispatched(
             rows, torch.from_numpy(groups.ends), groups.counts, self._handle(ranks, pairs, groups)
@@ -416,7 +430,8 @@ class GlooDispatch:
         everyones_x, ids, everyones_weights = self._everyones(x, experts, weights)
         if self._link_seconds:
             self._wait(self._link_seconds * len(x) * (self._group.ranks - 1))
-        return _gathered(everyones_x, ids, everyones_weights, self._experts, self._calls.next())
+        call = self._calls.next()
+        return _gathered(everyones_x, ids, everyones_weights, self._experts, self._group_rows, call)
 
     def reduce(self, results: torch.Tensor, handle: GatherHandle) -> torch.Tensor:
         self._calls.close(handle)

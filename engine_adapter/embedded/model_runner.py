@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from engine_adapter.embedded.arena import Arena, load_arena, unshardable
 from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, SequenceSpan, plan_attention
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
-from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch, Sending
+from engine_adapter.embedded.dispatch import (
+    GROUP_ROWS,
+    Dispatch,
+    GlooDispatch,
+    LocalDispatch,
+    Sending,
+    least_rows,
+)
 from engine_adapter.embedded.malloc_tuning import keep_freed_memory
 from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
 from engine_adapter.embedded.sequence_parallel import ThreadTeam, share
@@ -95,8 +102,8 @@ class ModelRunner:
     An engine of one rank may split large steps among several threads, by sequence. With several ranks, the
     ranks already split them.
 
-    With one torch thread and every matrix product padded to `GROUP_ROWS` rows, a token's fp32 results have
-    the same bits whatever the rest of the batch and the location of its experts. Only the forms of the layers
+    With one torch thread and every matrix product padded to `least_rows`, a token's fp32 results have the
+    same bits whatever the rest of the batch and the location of its experts. Only the forms of the layers
     (whole or sharded) change its last bits.
 
     Where a prompt is cut into chunks changes them in the last bits, because attention computes single tokens
@@ -155,12 +162,18 @@ class ModelRunner:
             for cell in range(self.arena.cells)
         ]
         self._dtype = RUN_DTYPES[dtype]
+        about, part = self.config, self.shape.expert_intermediate // self.arena.parts
+        narrowest = min(part, about.experts, about.heads * about.head_dim, about.vocabulary)
+        self._group_rows = least_rows(self._dtype, about.hidden * narrowest)
         self._team = ThreadTeam(threads if group is None else 1)
         # One per thread, since a dispatch is open until its combine. The first one handles whole-step calls.
         self._dispatches: list[Dispatch] = (
-            [LocalDispatch(placement, max_tokens) for _ in range(self._team.threads)]
+            [
+                LocalDispatch(placement, max_tokens, group_rows=self._group_rows)
+                for _ in range(self._team.threads)
+            ]
             if group is None
-            else [GlooDispatch(group, placement, max_tokens, cover=cover)]
+            else [GlooDispatch(group, placement, max_tokens, cover=cover, group_rows=self._group_rows)]
         )
         self._routed_dtype = np.uint8 if self.config.experts <= 256 else np.uint16
         self._rotary = Rotary(self.config, self._dtype)
@@ -310,7 +323,7 @@ class ModelRunner:
     def _compute(self, work: Sequence[SequenceWork], dispatch: Dispatch) -> Forward:
         """Compute one thread's part of a step: all of it, or some of its sequences."""
         ids = list(chain.from_iterable(one.tokens for one in work))
-        rows = max(len(ids), GROUP_ROWS) if ids else 0
+        rows = max(len(ids), self._group_rows) if ids else 0
         spans = [SequenceSpan(len(one.tokens), one.start, one.pages) for one in work]
         plan = plan_attention(spans, rows, self.config.kv_heads, PAGE_TOKENS, self._rotary)
         hidden = self._embedding.index_select(
@@ -341,7 +354,7 @@ class ModelRunner:
         ends_needed = [int(end) - 1 for end, one in zip(ends, work, strict=True) if one.needs_logits]
         if not ends_needed:
             return torch.empty((0, self.config.vocabulary), dtype=torch.float32)
-        padded = ends_needed + ends_needed[:1] * (GROUP_ROWS - len(ends_needed))
+        padded = ends_needed + ends_needed[:1] * (self._group_rows - len(ends_needed))
         last = hidden.index_select(0, torch.tensor(padded))
         return F.linear(self._normed(last, self._norm), self._head)[: len(ends_needed)].to(torch.float32)
 
