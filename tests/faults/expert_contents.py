@@ -15,15 +15,19 @@ from engine_adapter.transfer.mapped_memory import laid_out
 from fleet.experts import ModelShape
 from fleet.placement import Placement
 
-SHAPE = ModelShape(layers=2, experts=6, top_k=2, hidden=256, expert_intermediate=128)
 RANKS = 3
+SHAPE = ModelShape(layers=2, experts=6, top_k=2, hidden=256, expert_intermediate=96, dtype="float8_e4m3fn")
+"""whose experts RANKS ranks can cut"""
 SLOTS = 4
 """per rank and layer: two more than it takes, for replicas; the hole is of as many cells"""
 CELLS = (SHAPE.layers + 1) * SLOTS
 TENSORS: tuple[CellTensor, ...] = laid_out(
-    (("gate_up", "uint8", (2, 128, 256)), ("down", "uint8", (128, 256)), ("scales", "float32", (3, 128)))
+    (("gate_up", "uint8", (2, 96, 256)), ("down", "uint8", (96, 256)), ("scales", "float32", (3, 93)))
 )
 EXPERT_BYTES = sum(tensor.bytes for tensor in TENSORS)
+PART_BYTES = EXPERT_BYTES // RANKS
+PART_ROOM = -(-PART_BYTES // 64) * 64
+"""bytes from one part of an expert to the next in a cell of a sharded layer"""
 POISON = 0xA5
 
 
@@ -41,6 +45,27 @@ def lies_there(cell: NDArray[np.uint8], layer: int, expert: int) -> bool:
         np.array_equal(cell[one.offset : one.offset + one.bytes], known[one.offset : one.offset + one.bytes])
         for one in TENSORS
     )
+
+
+@cache
+def part(layer: int, expert: int, rank: int) -> NDArray[np.uint8]:
+    """uint8 [PART_BYTES]: what a rank has of an expert of a sharded layer. The rank's share of each tensor, of
+    RANKS equal ones, and the shares one after another."""
+    known = content(layer, expert)
+    shares = [known[one.offset : one.offset + one.bytes].reshape(RANKS, -1)[rank] for one in TENSORS]
+    return np.concatenate(shares)
+
+
+def place_of_part(expert: int) -> tuple[int, int]:
+    """Which of its layer's slots maps to the cell of a rank's part of an expert, and the byte of that cell at
+    which it begins. Parts of RANKS experts share a cell."""
+    return expert // RANKS, expert % RANKS * PART_ROOM
+
+
+def part_lies_there(cell: NDArray[np.uint8], layer: int, expert: int, rank: int) -> bool:
+    """Whether the cell of an expert's group holds the rank's part of it to the last bit."""
+    _, at = place_of_part(expert)
+    return np.array_equal(cell[at : at + PART_BYTES], part(layer, expert, rank))
 
 
 @contextmanager

@@ -69,8 +69,11 @@ async def until(
     condition: Callable[[], Awaitable[Found | None] | Found | None],
     what: str | Callable[[], str],
     seconds: float,
+    *,
+    every: float = LOOK_SECONDS,
 ) -> Found:
-    """Look until something is true, and return it: other processes have no event to wait for."""
+    """Look until something is true, and return it: other processes have no event to wait for. every:
+    seconds."""
     deadline = asyncio.get_running_loop().time() + seconds
     while True:
         found = condition()
@@ -80,7 +83,7 @@ async def until(
             return found
         if asyncio.get_running_loop().time() > deadline:
             raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(every)
 
 
 class Process:

@@ -12,7 +12,16 @@ import numpy as np
 from fleet.handover import RankState
 from fleet.placement import EMPTY, Placement
 from fleet.requests.handovers import HandoverDescribed
-from tests.faults.expert_contents import CELLS, RANKS, SHAPE, SLOTS, lies_there, memory_of
+from tests.faults.expert_contents import (
+    CELLS,
+    RANKS,
+    SHAPE,
+    SLOTS,
+    lies_there,
+    memory_of,
+    part_lies_there,
+    place_of_part,
+)
 from tests.faults.fleet_fixture import Engine, Process, until
 
 SETTLE_SECONDS = 15.0
@@ -54,8 +63,8 @@ async def settle(
 
 
 async def judge(engine: Engine) -> Placement:
-    """All ranks serve the last placement on record, every expert from bytes that are its own. The
-    placement."""
+    """All ranks serve the last placement on record, its sharded layers included, every expert from bytes that
+    are its own. The placement."""
     engine.deployment.check()
     await settle(engine)
     latest = await until(lambda: _agreed(engine), f"{engine.name} serves what is on record", SETTLE_SECONDS)
@@ -68,7 +77,10 @@ async def judge(engine: Engine) -> Placement:
         assert np.array_equal(standing["slots"], latest.on_rank(rank)), (
             f"{process.name} serves {standing['slots']}, on record is {latest.on_rank(rank)}"
         )
-        held.update(judge_memory(process, standing))
+        assert (standing["sharded"], standing["digest"]) == (list(latest.sharded), latest.digest), (
+            f"{process.name} has layers {standing['sharded']} sharded, on record is {latest!r}"
+        )
+        held.update(judge_memory(process, rank, standing))
     assert len(held) == SHAPE.layers * SHAPE.experts, (
         f"{engine.name}: experts without a holder; there are {sorted(held)}"
     )
@@ -84,10 +96,12 @@ async def _agreed(engine: Engine) -> Placement | None:
     return latest if all(one is not None and one.served == latest.epoch for one in messages) else None
 
 
-def judge_memory(process: Process, standing: dict[str, Any]) -> list[tuple[int, int]]:
-    """The (layer, expert) that a rank serves, each of which lies in its cell to the last bit."""
+def judge_memory(process: Process, rank: int, standing: dict[str, Any]) -> list[tuple[int, int]]:
+    """The (layer, expert) that a rank serves, each of which lies in its cell to the last bit; of a sharded
+    layer, the rank's part of each."""
     cells, slots = np.array(standing["cells"]), np.array(standing["slots"])
     assert len(np.unique(cells)) == cells.size, f"{process.name}: two slots are in one cell: {cells}"
+    cut = [(layer, expert) for layer in standing["sharded"] for expert in range(SHAPE.experts)]
     held = [
         (layer, int(expert), int(cells[layer, slot]))
         for (layer, slot), expert in np.ndenumerate(slots)
@@ -97,8 +111,14 @@ def judge_memory(process: Process, standing: dict[str, Any]) -> list[tuple[int, 
         wrong = [
             (layer, expert) for layer, expert, cell in held if not lies_there(memory[cell], layer, expert)
         ]
+        wrong_parts = [
+            (layer, expert)
+            for layer, expert in cut
+            if not part_lies_there(memory[cells[layer, place_of_part(expert)[0]]], layer, expert, rank)
+        ]
     assert not wrong, f"{process.name} serves experts {wrong} from bytes that are not theirs"
-    return [(layer, expert) for layer, expert, _ in held]
+    assert not wrong_parts, f"{process.name} serves its parts of {wrong_parts} from bytes that are not theirs"
+    return [(layer, expert) for layer, expert, _ in held] + cut
 
 
 class Belongings:

@@ -1,13 +1,16 @@
 """Plans at random, and plans that cannot be carried out."""
 
 import uuid
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.placement import EMPTY, Placement
+from fleet.placement import EMPTY, Placement, linear, with_rows
 from migration.model.plan import Copy, Handover, Plan, PlanStep, applied, planned
-from tests.faults.expert_contents import EXPERT_BYTES
+from migration.planning.layout_switch import switch
+from migration.planning.staging_capacity import StagingRoom
+from tests.faults.expert_contents import EXPERT_BYTES, PART_BYTES
 
 
 class Impossible(Exception):
@@ -22,8 +25,8 @@ def series(
     source: int | None = None,
     target: int | None = None,
 ) -> Plan:
-    """So many handovers of one copy or two (a swap) each. source, target: ranks; None: any. Impossible when
-    the one has nothing for the other."""
+    """So many handovers of one copy or two (a swap) each, in layers that are whole. source, target: ranks;
+    None: any. Impossible when the one has nothing for the other."""
     found, now = [], placement
     for _ in range(handovers):
         step = _step(now, random, source, target)
@@ -31,6 +34,68 @@ def series(
         found.append(handover)
         now = applied(now, handover)
     return planned(placement, found, reason="a test", name=f"plan-{uuid.uuid4().hex[:12]}")
+
+
+def turns(placement: Placement, random: np.random.Generator, handovers: int) -> Plan:
+    """So many handovers, each of which turns one layer over, or several, and often moves an expert in another
+    that stays whole."""
+    found, now = [], placement
+    for _ in range(handovers):
+        handover = Handover(epoch=now.epoch + 1, steps=_turning(now, random))
+        found.append(handover)
+        now = applied(now, handover)
+    return planned(placement, found, reason="a test", name=f"plan-{uuid.uuid4().hex[:12]}")
+
+
+def landing(plan: Plan, rank: int) -> int:
+    """Bytes that a plan brings into a rank's free cells, those of its own included."""
+    return sum(_landing(step, rank, plan) for step in plan.steps)
+
+
+def _landing(step: PlanStep, rank: int, plan: Plan) -> int:
+    mine = range(rank * plan.slots_per_rank, (rank + 1) * plan.slots_per_rank)
+    if step.kind == "shard":
+        return plan.experts * PART_BYTES
+    if step.kind == "gather":
+        row = np.frombuffer(step.slots, "<i2")
+        return int(np.count_nonzero(row[mine] != EMPTY)) * EXPERT_BYTES
+    return sum(copy.bytes for copy in step.copies if copy.slot in mine)
+
+
+def _turning(placement: Placement, random: np.random.Generator) -> tuple[PlanStep, ...]:
+    """The steps of one handover. A layer that becomes whole by itself gets replicas, too: several at once
+    would not have the room."""
+    count = 1 if random.random() < 0.7 else placement.layers
+    layers = [int(layer) for layer in random.permutation(placement.layers)[:count]]
+    one_machine = StagingRoom(np.zeros(placement.ranks, np.intp), EXPERT_BYTES)
+    steps: list[PlanStep] = []
+    for layer in layers:
+        row = _row(placement, random) if count == 1 else _even(placement)
+        goal = with_rows(placement, {layer: row}, epoch=placement.epoch)
+        wanted = sorted(set(placement.sharded) ^ {layer})
+        steps += switch(placement, wanted, one_machine, goal=goal).plan.steps
+    rest = [int(layer) for layer in placement.whole if layer not in layers]
+    if rest and random.random() < 0.5:
+        steps.append(_step(placement, random, None, None, rest))
+    return tuple(steps)
+
+
+def _row(placement: Placement, random: np.random.Generator) -> NDArray[np.int16]:
+    """int16 [slots] of a layer that becomes whole: each expert somewhere, and of one a replica."""
+    row = np.full((placement.ranks, placement.slots_per_rank), EMPTY, np.int16)
+    for at, expert in enumerate(random.permutation(placement.experts)):
+        row[at % placement.ranks, at // placement.ranks] = expert
+    rank = int(random.integers(placement.ranks))
+    row[rank, -1] = random.choice([expert for expert in range(placement.experts) if expert not in row[rank]])
+    return row.reshape(-1)
+
+
+def _even(placement: Placement) -> NDArray[np.int16]:
+    """int16 [slots]: each expert once, in order."""
+    even = linear(
+        layers=1, experts=placement.experts, ranks=placement.ranks, slots_per_rank=placement.slots_per_rank
+    )
+    return even.expert_of_slot[0]
 
 
 def copies(placement: Placement, target: int, count: int) -> Plan | None:
@@ -96,10 +161,16 @@ def swaps(placement: Placement, random: np.random.Generator, count: int) -> Plan
 
 
 def _step(
-    placement: Placement, random: np.random.Generator, source: int | None, target: int | None
+    placement: Placement,
+    random: np.random.Generator,
+    source: int | None,
+    target: int | None,
+    layers: Sequence[int] | None = None,
 ) -> PlanStep:
-    for _ in range(100):
-        layer = int(random.integers(placement.layers))
+    """layers: in one of these; None: in any that is whole."""
+    among = placement.whole if layers is None else layers
+    for _ in range(100 if len(among) else 0):
+        layer = int(among[random.integers(len(among))])
         a, b = (int(rank) for rank in random.permutation(placement.ranks)[:2])
         found = _between(
             placement, random, layer, a if source is None else source, b if target is None else target

@@ -39,7 +39,7 @@ from fleet.facts.engines import Capabilities
 from fleet.layout import DP_ATTENTION
 from fleet.placement import EMPTY, Placement, PlacementRecord
 from fleet.timing import EngineSpeed
-from tests.faults.expert_contents import CELLS, POISON, SHAPE, TENSORS, content
+from tests.faults.expert_contents import CELLS, POISON, SHAPE, TENSORS, content, part, place_of_part
 from tests.faults.lockstep import Steps
 
 
@@ -70,22 +70,27 @@ class Experts:
 
     def __init__(self, life: Life, placement: Placement) -> None:
         self.placement = placement
-        self.memory = MappedCells(TENSORS, CELLS)
+        self.memory = MappedCells(TENSORS, CELLS, life.ranks)
         layers, slots = placement.layers, placement.slots_per_rank
         self.cells = np.arange(layers * slots, dtype=np.int32).reshape(layers, slots)
-        self.steps = Steps(Path(life.meet), life.rank, life.ranks, placement.epoch)
+        self.steps = Steps(Path(life.meet), life.rank, life.ranks, placement)
         for cell in range(CELLS):
             self.memory.cell(cell)[:] = POISON
         for (layer, slot), expert in np.ndenumerate(placement.on_rank(life.rank)):
             if expert != EMPTY:
                 known = content(layer, int(expert))
                 self.memory.cell(int(self.cells[layer, slot]))[: len(known)] = known
+        for layer in placement.sharded:
+            for expert in range(placement.experts):
+                group, at = place_of_part(expert)
+                known = part(layer, expert, life.rank)
+                self.memory.cell(int(self.cells[layer, group]))[at : at + len(known)] = known
 
     async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> _Adoption:
         return _Adoption(placement, cells.copy())
 
     async def adopt(self, adoption: _Adoption) -> None:
-        await self.steps.adopted(adoption.placement.epoch)
+        await self.steps.adopted(adoption.placement)
         self.placement, self.cells = adoption.placement, adoption.cells
 
 
@@ -107,6 +112,7 @@ class RankAlone:
             capabilities=Capabilities(kv_events=False, experts=False),
             shape=SHAPE,
             attention=DP_ATTENTION,
+            unshardable="",
             speed=EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=1e-5, dispatch=0.0),
         )
 
@@ -132,6 +138,8 @@ def standing(engine: RankAlone, handovers: HandoverAgent) -> dict[str, Any]:
     memory, experts = engine.experts.memory, engine.experts
     return {
         "epoch": experts.placement.epoch,
+        "digest": experts.placement.digest,
+        "sharded": experts.placement.sharded,
         "served": experts.steps.served,
         "flips": experts.steps.flips,
         "slots": experts.placement.on_rank(engine.description.rank).tolist(),

@@ -17,7 +17,7 @@ from fleet.facts.migrations import (
 )
 from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement
-from fleet.requests.plans import ApplyPlan, MigrationAccepted
+from fleet.requests.plans import ApplyPlan, MigrationAccepted, SetLayout
 from migration.model.plan import Plan
 
 Ended = MigrationCommitted | MigrationAborted
@@ -119,4 +119,20 @@ class Records:
                 assert isinstance(answer, MigrationAccepted), answer
                 assert answer.plan == plan.id, answer
                 return
+            await asyncio.sleep(0.05)
+
+    async def switch(self, engine: str, sharded: tuple[int, ...], seconds: float = 20.0) -> str:
+        """Have layers turned over until exactly these are sharded: the plan's id. Asked again while nobody
+        answers, and while it is declined. Declined, BusError: until the end."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        request = SetLayout(engine=engine, sharded=sharded, now=True)
+        while True:
+            try:
+                answer = await self.bus.request(self.subjects.migrate, request, 1.0)
+            except BusError:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+            else:
+                assert isinstance(answer, MigrationAccepted), answer
+                return answer.plan
             await asyncio.sleep(0.05)

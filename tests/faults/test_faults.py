@@ -20,95 +20,24 @@ import pytest_asyncio
 
 from bus import Declined
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted
-from fleet.handover import RankState
 from fleet.placement import Placement
 from fleet.requests.handovers import AbortHandover, CommitHandover, ProposeHandover
 from migration.model.plan import Plan
 from tests.faults.expert_contents import RANKS, SLOTS, TENSORS, memory_of
-from tests.faults.fleet_fixture import Engine, FleetFixture, until
-from tests.faults.invariants import FREE, Belongings, judge, judge_memory, settle
+from tests.faults.fleet_fixture import Engine
+from tests.faults.invariants import FREE, judge
 from tests.faults.plans import Impossible, copies, series
+from tests.faults.rounds import LANES, TIMES, Fleet, fleet_of, outcome, reborn, serves_on, survive
 
-TIMES = 20
-LANES = {
-    "nixl": {},
-    "nixl-over-tcp": {"ucx": "tcp,self"},
-    "shared": {"transfer": {"backend": "shared"}},
-    "nixl-again": {},
-}
-"""Engines that go through it side by side, each a part of the twenty times"""
 SPAN_SECONDS = 0.5
 """a fault comes so long after a plan was ordered, at most: a plan of two handovers takes about as long"""
-END_SECONDS = 30.0
-UNDISTURBED = 3
-"""plans that are given to an engine that nothing disturbs, until one is carried out"""
-Fault = Callable[[Engine, np.random.Generator], Awaitable[None]]
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
-
-
-class Fleet:
-    """The house, its engines, and what they hold open."""
-
-    def __init__(self, deployment: FleetFixture) -> None:
-        self.deployment = deployment
-        self.engines = [Engine(deployment, name, **about) for name, about in LANES.items()]
-        self.belongings = Belongings()
-
-    async def ready(self) -> None:
-        """One coordinator and all engines, as after a quiet night."""
-        if not any(one.alive for one in self.deployment.coordinators):
-            await self.deployment.add_coordinator()
-        async with asyncio.TaskGroup() as tasks:
-            for engine in self.engines:
-                tasks.create_task(self._ready(engine), name=f"{engine.name} is ready")
-
-    async def _ready(self, engine: Engine) -> None:
-        if not engine.ranks or not all(process.alive and process.caught_up for process in engine.ranks):
-            await reborn(engine)
-        await judge(engine)
-        await self.belongings.check(engine)
-
-    async def each(self, name: str, fault: Fault) -> None:
-        """Let it happen TIMES times, among the engines side by side; each is judged, and serves on, after
-        each."""
-        async with asyncio.TaskGroup() as tasks:
-            for number, engine in enumerate(self.engines):
-                tasks.create_task(self._some(engine, name, number, fault), name=f"{name} on {engine.name}")
-
-    async def _some(self, engine: Engine, name: str, lane: int, fault: Fault) -> None:
-        for time in range(TIMES // len(self.engines)):
-            await fault(engine, np.random.default_rng((zlib.crc32(name.encode()), lane, time)))
-            await judge(engine)
-            await serves_on(engine, np.random.default_rng((lane, time)))
-            await self.belongings.check(engine)
-
-    async def together(self, name: str, fault: Callable[[np.random.Generator], Awaitable[None]]) -> None:
-        """Let it happen half of TIMES times, each while all engines have a plan under way: each of them is
-        hit so often."""
-        for time in range(TIMES // 2):
-            random = np.random.default_rng((zlib.crc32(name.encode()), time))
-            engines = self.engines
-            plans = {engine.name: series(await judge(engine), random, 3) for engine in engines}
-            await asyncio.gather(*(engine.order(plans[engine.name]) for engine in engines))
-            await asyncio.sleep(float(random.uniform(0, SPAN_SECONDS)))
-            await fault(random)
-            for engine in engines:
-                await outcome(engine, plans[engine.name])
-                await judge(engine)
-                await self.belongings.check(engine)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def whole(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async with FleetFixture(tmp_path_factory.mktemp("faults")).open() as deployment:
-        fleet = Fleet(deployment)
+    async with fleet_of(tmp_path_factory.mktemp("faults"), LANES) as fleet:
         yield fleet
-        for engine in fleet.engines:
-            if engine.ranks and all(process.alive for process in engine.ranks):
-                await engine.leave()
-            else:
-                await engine.die()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -117,34 +46,19 @@ async def fleet(whole: Fleet) -> Fleet:
     return whole
 
 
-async def outcome(engine: Engine, plan: Plan) -> MigrationCommitted | MigrationAborted:
-    """How a plan ends."""
-    return await until(
-        lambda: engine.history.end_of(plan.id),
-        lambda: f"{engine.name}: an end of {plan.id}; so far {engine.history.of(plan.id)}",
-        END_SECONDS,
-    )
-
-
-async def serves_on(engine: Engine, random: np.random.Generator) -> None:
-    """A plan that nothing disturbs is carried out; what a busy machine makes overdue, the next time."""
-    for _ in range(UNDISTURBED):
-        plan = series(engine.history.latest, random, 1)
-        await engine.order(plan)
-        end = await outcome(engine, plan)
-        await judge(engine)
-        if isinstance(end, MigrationCommitted):
-            return
-        assert end.fault == "overdue", end
-    raise AssertionError(f"{UNDISTURBED} times overdue: {end}")
-
-
-async def reborn(engine: Engine) -> None:
-    """The engine's next life; it begins at the epoch that was decided upon last."""
-    if engine.ranks:
-        await engine.die()
-    await engine.live()
-    await settle(engine)
+async def together(fleet: Fleet, name: str, fault: Callable[[np.random.Generator], Awaitable[None]]) -> None:
+    """Let it happen half of TIMES times, each while all engines have a plan under way: each of them is hit so
+    often."""
+    for time in range(TIMES // 2):
+        random = np.random.default_rng((zlib.crc32(name.encode()), time))
+        plans = {engine.name: series(await judge(engine), random, 3) for engine in fleet.engines}
+        await asyncio.gather(*(engine.order(plans[engine.name]) for engine in fleet.engines))
+        await asyncio.sleep(float(random.uniform(0, SPAN_SECONDS)))
+        await fault(random)
+        for engine in fleet.engines:
+            await outcome(engine, plans[engine.name].id)
+            await judge(engine)
+            await fleet.belongings.check(engine)
 
 
 def between(engine: Engine, random: np.random.Generator, handovers: int) -> tuple[Plan, dict[str, int]]:
@@ -175,19 +89,9 @@ async def test_a_rank_is_killed(fleet: Fleet, role: str) -> None:
         await engine.ranks[ranks[role]].kill()
         await survive(engine, [rank for name, rank in ranks.items() if name != role])
         await reborn(engine)
-        await outcome(engine, plan)
+        await outcome(engine, plan.id)
 
     await fleet.each(f"kill {role}", fault)
-
-
-async def survive(engine: Engine, ranks: list[int]) -> None:
-    """Ranks whose peer is gone: they live, nothing of theirs is landing any more, and what they serve is as
-    it was. What was staged may stay so: without the peer nothing is decided, and the engine fails as a unit.
-    """
-    waiting = (RankState.SERVING, RankState.STAGED, RankState.READY, RankState.FAILED)
-    await settle(engine, ranks, states=waiting)
-    for rank in ranks:
-        judge_memory(engine.ranks[rank], await engine.ranks[rank].ask())
 
 
 async def test_a_source_is_stopped_for_longer_than_it_may_take(fleet: Fleet) -> None:
@@ -207,7 +111,7 @@ async def test_a_source_is_stopped_for_longer_than_it_may_take(fleet: Fleet) -> 
             await asyncio.sleep(0.5)
         finally:
             engine.ranks[source].send(signal.SIGCONT)
-        ends[type(await outcome(engine, plan)).__name__] += 1
+        ends[type(await outcome(engine, plan.id)).__name__] += 1
 
     await fleet.each("stop", fault)
     assert ends["quarantined"] > 0, ends
@@ -237,7 +141,7 @@ async def test_bytes_of_a_source_are_spoilt(fleet: Fleet, tensor: str) -> None:
             if not first:
                 await asyncio.sleep(float(random.uniform(0, SPAN_SECONDS / 3)))
                 memory[cell, at] ^= 0xFF
-            end = await outcome(engine, plan)
+            end = await outcome(engine, plan.id)
             faults[end.fault if isinstance(end, MigrationAborted) else "committed"] += 1
             memory[cell, at] ^= 0xFF
 
@@ -258,7 +162,7 @@ async def test_there_is_no_room_for_what_comes(fleet: Fleet) -> None:
         except Declined as refusal:
             ends["declined" if "free" in str(refusal) else str(refusal)] += 1
             return
-        end = await outcome(engine, plan)
+        end = await outcome(engine, plan.id)
         ends[end.fault if isinstance(end, MigrationAborted) else "committed"] += 1
 
     await fleet.each("room", fault)
@@ -269,46 +173,31 @@ async def test_there_is_no_room_for_what_comes(fleet: Fleet) -> None:
 
 
 async def test_the_coordinator_is_killed(fleet: Fleet) -> None:
-    """One that stood by takes the lead when the dead one's lease is over; meanwhile another begins, and
-    stands by."""
-    await fleet.deployment.add_coordinator()
+    await fleet.stand_by(2)
 
     async def fault(random: np.random.Generator) -> None:
-        await fleet.deployment.leader.kill()
-        await fleet.deployment.add_coordinator()
+        await fleet.replace_the_coordinator()
 
-    await fleet.together("coordinator", fault)
+    await together(fleet, "coordinator", fault)
 
 
 async def test_of_two_coordinators_the_leader_is_stopped_and_comes_back(fleet: Fleet) -> None:
-    """When it goes on, it believes that it leads still: its commands are refused by their token."""
-    if len([one for one in fleet.deployment.coordinators if one.alive]) < 2:
-        await fleet.deployment.add_coordinator()
+    await fleet.stand_by(2)
 
     async def fault(random: np.random.Generator) -> None:
-        leader = fleet.deployment.leader
-        leader.send(signal.SIGSTOP)
-        try:
-            await until(lambda: fleet.deployment.leader is not leader, "another leads", END_SECONDS)
-            await asyncio.sleep(float(random.uniform(0, SPAN_SECONDS)))
-        finally:
-            leader.send(signal.SIGCONT)
+        await fleet.stop_the_coordinator(float(random.uniform(0, SPAN_SECONDS)))
 
-    await fleet.together("two", fault)
+    await together(fleet, "two", fault)
 
 
 # the bus
 
 
 async def test_nats_is_killed(fleet: Fleet) -> None:
-    """It comes back on its store after up to a second."""
-
     async def fault(random: np.random.Generator) -> None:
-        await asyncio.to_thread(fleet.deployment.nats.stop, signal.SIGKILL)
-        await asyncio.sleep(float(random.uniform(0, 1)))
-        await asyncio.to_thread(fleet.deployment.nats.start)
+        await fleet.restart_nats(float(random.uniform(0, 1)))
 
-    await fleet.together("nats", fault)
+    await together(fleet, "nats", fault)
 
 
 # what is over
@@ -336,7 +225,7 @@ async def test_a_plan_for_a_past_epoch_comes_while_another_is_carried_out(fleet:
             await engine.order(late, patiently=False)
         for rank in random.permutation(RANKS):
             verdicts.update(await published_late(engine, int(rank), late, past))
-        assert isinstance(await outcome(engine, plan), MigrationCommitted)
+        assert isinstance(await outcome(engine, plan.id), MigrationCommitted)
 
     await fleet.each("past", fault)
     heeded = {verdict for verdict in verdicts if verdict.endswith("take")}
