@@ -107,16 +107,19 @@ REQUESTED: dict[str, tuple[dict[type, type], str]] = {
         "the leading planner",
     ),
     "handover": (
-        dict.fromkeys(
-            (
-                messages.ProposeHandover,
-                messages.CommitHandover,
-                messages.AbortHandover,
-                messages.DescribeHandover,
+        {
+            **dict.fromkeys(
+                (
+                    messages.ProposeHandover,
+                    messages.CommitHandover,
+                    messages.AbortHandover,
+                    messages.DescribeHandover,
+                ),
+                messages.HandoverDescribed,
             ),
-            messages.HandoverDescribed,
-        ),
-        "the rank; only the leading planner sends these requests",
+            messages.DescribeMemory: messages.MemoryDescribed,
+        },
+        "the rank; only the leading planner sends these requests, and `roost layout --memory` the last",
     ),
     "leases": (
         {messages.LeaseExperts: messages.ExpertsLeased, messages.EndLease: messages.LeaseEnded},

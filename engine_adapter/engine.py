@@ -18,6 +18,24 @@ from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
 
+class RankMemory(NamedTuple):
+    """Memory of a rank beside its expert cells, in bytes. Constant while its process runs."""
+
+    attention: int = 0
+    """Weights of attention, with its norms and its table of positions."""
+    other_weights: int = 0
+    """All other weights beside experts: embeddings, gates, last norm and output."""
+    kv_pool: int = 0
+    communicators: int = 0
+    """Growth of the process's private memory while connections to other ranks were opened."""
+    runtime: int = 0
+    """Private memory when the engine began to load: the interpreter and data of libraries."""
+    note: str = ""
+    """`MemoryDescribed.note`."""
+    ranks_in_process: int = 1
+    """`MemoryDescribed.ranks_in_process`."""
+
+
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a rank that stay constant while its process runs. `shape`, `placement` and `attention`
     are None for engines that report no experts."""
@@ -52,6 +70,8 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     """`EngineJoined.rearranges`."""
     gathers_all: bool = False
     """`EngineJoined.gathers_all`."""
+    memory: RankMemory | None = None
+    """None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,13 @@ from fleet.requests.demand import (
     DescribeTables,
     PopularityDescribed,
 )
-from fleet.requests.engines import DescribeEngine, KvSnapshot, KvSnapshotRequested
+from fleet.requests.engines import (
+    DescribeEngine,
+    DescribeMemory,
+    KvSnapshot,
+    KvSnapshotRequested,
+    MemoryDescribed,
+)
 from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
@@ -124,6 +130,8 @@ AnyEvent = (
     | DecisionDescribed
     | KvSnapshotRequested
     | KvSnapshot
+    | DescribeMemory
+    | MemoryDescribed
     | RequestRefused
 )
 """Closed union of all messages. The codec counts and drops unknown tags."""

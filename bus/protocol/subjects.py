@@ -190,7 +190,7 @@ class Subjects:
         return "migration.loop"
 
     def handover(self, engine: str, worker_id: int | Literal["*"], rank: int | Literal["*"]) -> str:
-        """Request: commands of the coordinator to one rank."""
+        """Request: commands of the coordinator to one rank, and the memory that it uses."""
         return f"{self._of(engine, 'handover')}.{worker_id}.{rank}"
 
     def handovers(self, engine: str = "*") -> str:

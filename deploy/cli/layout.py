@@ -29,6 +29,12 @@ NowOption = Annotated[
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Show bytes by link, seconds and cells. Nothing is moved.")
 ]
+MemoryOption = Annotated[
+    bool,
+    typer.Option(
+        "--memory", help="Show the memory that each rank uses now, itemised, beside its resident size."
+    ),
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -41,6 +47,7 @@ def layout(
     wanted: SetOption = None,
     now: NowOption = False,
     dry_run: DryRunOption = False,
+    memory: MemoryOption = False,
     no_wait: NoWaitOption = False,
     nats: NatsOption = None,
     as_json: JsonOption = False,
@@ -54,12 +61,26 @@ def layout(
     byte budget is replaced, or ended by --set with the layout that is served. Ctrl-C ends this command; the
     switch continues.
 
+    With --memory: expert cells in service (by the form of their layer), spare and in staging, other weights,
+    the KV pool, and communicators: connections to other ranks and agents of transfers, measured as what the
+    process grew by while they were opened.
+
     Streams do not stop. Their texts may differ between layouts, unlike under migrations: a sharded layer adds
     the same products in another order.
 
-    Exit status 1: the switch was refused or aborted; the layers turned over before stay as they are.
+    Exit status 1: the switch was refused or aborted; the layers turned over before stay as they are. With
+    --memory: a rank does not state its memory.
     """
     bus = bus_from(config, nats)
+    if memory:
+        refuse(
+            {"--set": wanted, "--now": now, "--dry-run": dry_run, "--no-wait": no_wait},
+            "does not go with --memory, which changes nothing",
+        )
+        from deploy.views.memory import show_memory
+
+        show_memory(bus, engine, as_json=as_json)
+        return
     if wanted is None:
         refuse({"--now": now, "--dry-run": dry_run, "--no-wait": no_wait}, "belongs to --set LAYOUT")
         from deploy.views.layout import show_layouts

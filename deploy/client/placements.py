@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from bus import Bus
 from bus.protocol.subjects import Subjects
 from deploy.client.fleet_status import members
+from deploy.client.migrations import NoSuchEngine, engine_named
 from fleet.dispatch import numbered
 from fleet.facts.engines import EngineJoined
 from fleet.facts.placements import PlacementCommitted
@@ -47,3 +48,15 @@ async def placements(bus: Bus, subjects: Subjects) -> dict[str, Placements]:
         ):
             last[message.engine] = Placement.from_record(message.placement)
     return {name: Placements(joins[name], first.get(name), now) for name, now in last.items()}
+
+
+async def placements_of(bus: Bus, subjects: Subjects, engine: str | None) -> dict[str, Placements]:
+    """Return the placements of one engine, by its full or short name, or (None) of all. Raises
+    NoSuchEngine."""
+    found = await placements(bus, subjects)
+    if engine is None:
+        return found
+    name = (await engine_named(bus, subjects, engine)).engine
+    if name not in found:
+        raise NoSuchEngine(f"engine {name!r} has stated no placement")
+    return {name: found[name]}

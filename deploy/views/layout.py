@@ -5,8 +5,8 @@ from typing import Any
 from bus import Bus
 from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
-from deploy.client.migrations import NoSuchEngine, engine_named
-from deploy.client.placements import Placements, placements
+from deploy.client.migrations import NoSuchEngine
+from deploy.client.placements import Placements, placements_of
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.output import console, fail, in_json, show, table
 from fleet.layout import Layout
@@ -19,13 +19,7 @@ def show_layouts(bus_config: BusConfig, engine: str | None, *, as_json: bool) ->
     status 1 if there is no such engine."""
 
     async def ask(bus: Bus, subjects: Subjects) -> dict[str, Placements]:
-        found = await placements(bus, subjects)
-        if engine is None:
-            return found
-        name = (await engine_named(bus, subjects, engine)).engine
-        if name not in found:
-            raise NoSuchEngine(f"engine {name!r} has stated no placement")
-        return {name: found[name]}
+        return await placements_of(bus, subjects, engine)
 
     try:
         found = on_bus(bus_config, ask)

@@ -25,6 +25,7 @@ from engine_adapter.reporting.load_reports import LoadReports
 from engine_adapter.reporting.rank_context import RankContext
 from engine_adapter.reporting.request_profiles import RequestProfiler
 from fleet.placement import Placement
+from fleet.requests.engines import DescribeMemory
 
 _NO_TRANSFERS = Staging()
 """No transfer backends: other ranks cannot be read. Sufficient for engines of one rank."""
@@ -121,9 +122,12 @@ class Agent:
             await asyncio.sleep(self._config.facts_seconds)
 
     async def _refuse_handover(self, request: Message) -> Message:
-        raise ValueError(
-            f"{self._context.engine} cannot move its experts: engines of its kind take no part in handovers"
+        refusal = (
+            "does not state the memory that it uses"
+            if isinstance(request, DescribeMemory)
+            else "cannot move its experts: engines of its kind take no part in handovers"
         )
+        raise ValueError(f"{self._context.engine} {refusal}")
 
 
 def _epoch(placement: Placement | None) -> int:

@@ -23,6 +23,7 @@ import msgspec
 from bus import Message
 from engine_adapter.agent.copy_runner import CopyRunner, Staging
 from engine_adapter.agent.memory_audit import MemoryAudit, resident_checksums
+from engine_adapter.agent.memory_report import memory_described
 from engine_adapter.engine import Adoption, Engine, EngineFailed, Experts
 from engine_adapter.handover.cell_table import CellTable, Requested
 from engine_adapter.handover.inbound_copies import Report
@@ -32,6 +33,7 @@ from engine_adapter.transfer.address_validation import own_address
 from engine_adapter.transfer.parts import CellFormat
 from fleet.handover import CommandVerdict
 from fleet.placement import Placement
+from fleet.requests.engines import DescribeMemory, MemoryDescribed
 from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
@@ -169,9 +171,21 @@ class HandoverAgent:
                 self._addressed(request.worker_id, request.rank)
                 self.protocol.status_requested(request.token)
                 return self.protocol.describe(self._now())
+            case DescribeMemory():
+                self._addressed(request.worker_id, request.rank)
+                return self._memory_described()
             case _:
                 raise TypeError(f"expected a command about handovers, got {type(request).__name__}")
         return self.protocol.describe(self._now(), verdict)
+
+    def _memory_described(self) -> MemoryDescribed:
+        return memory_described(
+            self._context,
+            self._memory,
+            self.protocol.cell_table,
+            self.protocol.placement,
+            self._staging.transfers,
+        )
 
     def _addressed(self, worker_id: int, rank: int) -> None:
         if (worker_id, rank) != (self._worker_id, self._rank):

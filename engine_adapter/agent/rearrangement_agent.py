@@ -20,6 +20,7 @@ from engine_adapter.engine import Rearranger
 from engine_adapter.handover.vote_protocol import Drop, NotConnected, Nudge, Permit, Stage, VoteProtocol
 from fleet.handover import CommandVerdict
 from fleet.placement import Placement
+from fleet.requests.engines import DescribeMemory
 from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
@@ -128,6 +129,10 @@ class RearrangementAgent:
                             f" of worker {request.worker_id}"
                         )
                     return await self._obey(request)
+                case DescribeMemory():
+                    raise ValueError(
+                        f"{self._engine} moves its experts itself, and does not state the memory that it uses"
+                    )
             raise TypeError(f"expected a command about handovers, got {type(request).__name__}")
 
         return answer

@@ -91,6 +91,11 @@ class Rotary:
             0, positions
         ).unsqueeze(1)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tables in bytes."""
+        return self.cos.nbytes + self.sin.nbytes
+
 
 def plan_attention(
     spans: Sequence[SequenceSpan], rows: int, kv_heads: int, page_tokens: int, rotary: Rotary
@@ -196,6 +201,12 @@ class Attention:
     out: torch.Tensor
     """[H, Hq * D]."""
     out_bias: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights in bytes."""
+        weights = (self.qkv, self.qkv_bias, self.qk_norm, self.out, self.out_bias)
+        return sum(weight.nbytes for weight in weights if weight is not None)
 
     def forward(self, hidden: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
         """Compute attention for hidden [rows, H] and return [rows, H]. Writes the tokens' keys and values

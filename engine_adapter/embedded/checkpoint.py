@@ -117,7 +117,17 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: cannot read all weights: {error}") from error
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Read one tensor, converted to `dtype`. CheckpointError when the file can no longer be read."""
+        """Read one tensor, converted to `dtype`, into memory of its own: a view would keep the whole file
+        mapped, and would change with it. CheckpointError when the file can no longer be read."""
+        return self._read(name).to(dtype, copy=True)
+
+    def expert(self, layer: int, expert: int, dtype: torch.dtype) -> ExpertWeights:
+        """Read the three projections of one expert. They may be views of the file. CheckpointError as for
+        `tensor`."""
+        return ExpertWeights(*(self._read(name).to(dtype) for name in expert_tensor_names(layer, expert)))
+
+    def _read(self, name: str) -> torch.Tensor:
+        """Return a view of a tensor in its file."""
         stored = self._stored[name]
         try:
             if stored.file not in self._files:
@@ -125,11 +135,7 @@ class Checkpoint:
             found: torch.Tensor = self._files[stored.file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{stored.file}: cannot read tensor {name}: {error}") from error
-        return found.to(dtype)
-
-    def expert(self, layer: int, expert: int, dtype: torch.dtype) -> ExpertWeights:
-        """Read the three projections of one expert. CheckpointError as for `tensor`."""
-        return ExpertWeights(*(self.tensor(name, dtype) for name in expert_tensor_names(layer, expert)))
+        return found
 
 
 def expert_tensor_names(layer: int, expert: int) -> tuple[str, str, str]:

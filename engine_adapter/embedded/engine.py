@@ -89,6 +89,7 @@ def _load(
         speed=setup.speed,
         tokenizer=tokenizer.archive,
         weights_digest=setup.weights_digest,
+        memory=setup.memory,
     )
     steps = StepLoop(setup, config, facts, report, rank)
     return _Loaded(

@@ -28,6 +28,7 @@ from engine_adapter.embedded.malloc_tuning import keep_freed_memory
 from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
 from engine_adapter.embedded.sequence_parallel import ThreadTeam, share
 from engine_adapter.embedded.step_sync import RankGroup
+from engine_adapter.engine import RankMemory
 from fleet.placement import Placement, linear
 from fleet.sharding import group_of
 from fleet.timing import EngineSpeed, gathered_bytes
@@ -263,6 +264,21 @@ class ModelRunner:
     def cells(self) -> NDArray[np.int32]:
         """int32 [layers, slots_per_rank]: the cell of each slot in the served epoch. Read-only."""
         return self._served.cells
+
+    @property
+    def memory(self) -> RankMemory:
+        """Memory of this rank beside its expert cells, without that of connections to other ranks."""
+        layers = self._served.layers
+        head = 0 if self.config.tied else self._head.nbytes
+        return RankMemory(
+            attention=self._rotary.nbytes
+            + sum(layer.attention.nbytes + layer.attention_norm.nbytes for layer in layers),
+            other_weights=self._embedding.nbytes
+            + self._norm.nbytes
+            + head
+            + sum(layer.block.gate.nbytes + layer.block_norm.nbytes for layer in layers),
+            kv_pool=self.kv.nbytes,
+        )
 
     def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> PreparedEpoch:
         """Prepare to serve a placement with this rank's slots in these cells. Thread-safe, parallel to steps;

@@ -18,8 +18,9 @@ from engine_adapter.embedded.arena import unshardable
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.model_runner import Forward, ModelRunner, PreparedEpoch, SequenceWork
 from engine_adapter.embedded.step_sync import RankGroup, StepSync
-from engine_adapter.engine import ExpertMemory
+from engine_adapter.engine import ExpertMemory, RankMemory
 from engine_adapter.initial_placement import initial, resumed
+from engine_adapter.resident_memory import resident_memory
 from fleet.dispatch import COVER
 from fleet.experts import ModelShape
 from fleet.facts.engines import UNSHARDABLE
@@ -70,6 +71,8 @@ class RankSetup:
     step_sync: StepSync
     kv_block_bytes: int = 0
     """Memory of one KV block over all layers, in bytes. 0: unknown."""
+    memory: RankMemory | None = None
+    """None: unknown."""
     weights_digest: str | None = None
     """`weights.weights_digest`. None on all ranks but the first, which represents the engine."""
     close: Callable[[], None]
@@ -92,9 +95,11 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
             if run_directory is None
             else run_directory
         )
+        before = resident_memory()
         group = _join(config, rank, directory, opened)
         step_sync = StepSync(directory, rank, group)
         opened.callback(step_sync.close)
+        communicators = 0 if group is None else max(resident_memory().private - before.private, 0)
         with Checkpoint(Path(config.folder)) as checkpoint:
             about = checkpoint.config
             weights = checkpoint.digest(config.dtype) if rank == 0 else None
@@ -133,6 +138,7 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
             placement=placement,
             speed=speed,
             kv_block_bytes=runner.kv.nbytes // config.kv_blocks,
+            memory=runner.memory._replace(communicators=communicators, runtime=before.private),
             weights_digest=weights,
             runner=runner,
             experts=runner,

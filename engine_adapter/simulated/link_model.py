@@ -55,6 +55,7 @@ class SimulatedTransfer:
     """Transfer backend of one rank (`engine_adapter.transfer.port.Transfer`)."""
 
     name = "simulated"
+    opened_bytes = 0
 
     def __init__(self, links: SimulatedLinks, rank: int, memory: SimulatedCells) -> None:
         self._links = links

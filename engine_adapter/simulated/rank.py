@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from engine_adapter.batching.kv_cache import Change, KvCache
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.scheduler import BatchScheduler, SequenceState
-from engine_adapter.engine import DispatchCounts, EngineDescription, EngineFailed, RankFacts, RankLoad
+from engine_adapter.engine import (
+    DispatchCounts,
+    EngineDescription,
+    EngineFailed,
+    RankFacts,
+    RankLoad,
+    RankMemory,
+)
 from engine_adapter.serving.fact_log import FACT_BLOCKS_PER_PAGE, FactLog
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome
 from engine_adapter.serving.sequences import built, sequence_parts
@@ -320,4 +327,9 @@ def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescr
         speed=config.real_speed,
         tokenizer=archive,
         weights_digest=config.weights,
+        memory=RankMemory(
+            note="a simulated engine computes nothing: it holds no weights and no KV, its cells are small"
+            " stand-ins, and all its ranks are one process",
+            ranks_in_process=config.ranks,
+        ),
     )

@@ -75,6 +75,7 @@ class MemoryTransfer:
     """Transfer backend of one rank in a `MemoryFabric`."""
 
     name = "memory"
+    opened_bytes = 0
 
     def __init__(self, fabric: MemoryFabric, agent: str, memory: ExpertMemory) -> None:
         self.agent = agent

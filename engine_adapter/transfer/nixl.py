@@ -22,6 +22,7 @@ import numpy as np
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
+from engine_adapter.resident_memory import resident_memory
 from engine_adapter.transfer.address_validation import check_read, own_address
 from engine_adapter.transfer.nixl_loader import Nixl, NixlMissing, load_nixl
 from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
@@ -51,6 +52,10 @@ class NixlTransfer:
         """Make this rank reachable. Before that, `address` adds nothing. TransferError when NIXL is missing
         or finds no usable network transport."""
         await self._worker.open()
+
+    @property
+    def opened_bytes(self) -> int:
+        return self._backend.opened_bytes
 
     def address(self, address: MemoryAddress) -> MemoryAddress:
         if not self._worker.opened:
@@ -97,6 +102,8 @@ class _NixlBackend:
         self.agent_name = agent
         self.metadata = b""
         """Metadata that peers need to reach the agent. Readable from any thread once the agent is open."""
+        self.opened_bytes = 0
+        """`Transfer.opened_bytes`. Readable from any thread."""
         self._memory = memory
         self._greeting = np.zeros(_GREETING_BYTES, np.uint8)
         self._nixl: Nixl
@@ -106,6 +113,7 @@ class _NixlBackend:
         self._trouble = ""
 
     def open(self) -> None:
+        before = resident_memory().private
         try:
             nixl = load_nixl()
         except NixlMissing as error:
@@ -123,6 +131,7 @@ class _NixlBackend:
                 " or rc beside self"
             ) from error
         self._nixl, self._agent = nixl, agent
+        self.opened_bytes = max(resident_memory().private - before, 0)
         _KEPT_ALIVE.append((agent, memory, self._greeting))
         _log.info("nixl: agent %s of %s, %d MiB registered", self.agent_name, nixl.variant, size >> 20)
 

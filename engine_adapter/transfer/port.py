@@ -65,6 +65,12 @@ class Transfer(Protocol):
     name: str
     """Name of the backend: shared or nixl."""
 
+    @property
+    def opened_bytes(self) -> int:
+        """Growth of the process's private memory while the backend was opened, in bytes. 0: it has none, or
+        is not open yet."""
+        ...
+
     def address(self, address: MemoryAddress) -> MemoryAddress:
         """Return our own address, extended with what readers need to reach us by this backend."""
         ...

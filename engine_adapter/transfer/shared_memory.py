@@ -40,6 +40,7 @@ class SharedTransfer:
     """`Transfer` between ranks of one machine."""
 
     name = "shared"
+    opened_bytes = 0
 
     def __init__(self, memory: ExpertMemory, config: TransferConfig) -> None:
         self._own = own_address(memory)

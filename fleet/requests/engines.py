@@ -1,4 +1,4 @@
-"""Requests to an engine for its description and its KV cache."""
+"""Requests to an engine for its description, its KV cache and its memory."""
 
 from fleet.event import Event
 from fleet.facts.dynamo_kv import KvEvent
@@ -34,3 +34,47 @@ class KvSnapshot(Event, frozen=True, kw_only=True):
     sequence: int
     """last kv-events message included; -1: none was sent yet"""
     events: tuple[KvEvent, ...]
+
+
+class DescribeMemory(Event, frozen=True, kw_only=True):
+    """Request to one rank for the memory that it uses now."""
+
+    worker_id: int
+    rank: int
+
+
+class MemoryDescribed(Event, frozen=True, kw_only=True):
+    """Answer to `DescribeMemory`. Sizes are in bytes."""
+
+    worker_id: int
+    rank: int
+    cell_bytes: int
+    """size of a cell of expert memory"""
+    cells: dict[str, int]
+    """number of cells by use: in service `whole` and `sharded` (by the form of their layer) and `empty` (of
+    slots without an expert), and `free`, `pulling`, `verifying`, `staged`, `draining` and `quarantined`
+    (`fleet.handover.Cell`)
+    """
+    attention: int | None = None
+    """weights of attention, with its norms and its table of positions; None: unknown, like the next four"""
+    other_weights: int | None = None
+    """all other weights beside experts: embeddings, gates, last norm and output"""
+    kv_pool: int | None = None
+    communicators: int | None = None
+    """growth of the private memory while connections to other ranks and agents of transfers were opened"""
+    runtime: int | None = None
+    """private memory when the engine began to load: the interpreter and data of libraries"""
+    note: str = ""
+    """what the figures do not show, as text; empty: nothing"""
+    ranks_in_process: int = 1
+    """ranks of the engine in this process, which have the next four figures in common"""
+    resident: int
+    """resident size of the process; 0: the system does not state it"""
+    resident_shared: int
+    """part of it in shared memory: the rank's own cells, and what it shares with other ranks"""
+    resident_foreign: int
+    """part of `resident_shared` beside the rank's own cells: cells of other ranks, mapped to be read, and
+    buffers of communicators
+    """
+    resident_files: int
+    """part of `resident` mapped from files: the code of libraries, which processes of a machine share"""

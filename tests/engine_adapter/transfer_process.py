@@ -129,6 +129,9 @@ class RankUnderOrders:
     async def hash(self, cell: int) -> dict[str, Any]:
         return {"hash": digest(self.memory.cell(cell))}
 
+    async def opened(self) -> dict[str, Any]:
+        return {"bytes": self.transfer.opened_bytes}
+
     async def zeros(self, cell: int) -> dict[str, Any]:
         return {"zeros": float(np.mean(self.memory.cell(cell) == 0))}
 

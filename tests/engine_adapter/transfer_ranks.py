@@ -244,6 +244,9 @@ class TwinRank:
     async def _hash(self, number: int, cell: int) -> Answer:
         return {"hash": digest(self.memory.cell(cell))}
 
+    async def _opened(self, number: int) -> Answer:
+        return {"bytes": self.transfer.opened_bytes}
+
     async def _zeros(self, number: int, cell: int) -> Answer:
         return {"zeros": float(np.mean(self.memory.cell(cell) == 0))}
 

@@ -129,6 +129,23 @@ def test_placement_shows_which_expert_is_where(fleet: Fleet) -> None:
     assert "layers 0 to 3, not 99" in fleet.home.run("placement", "--layer", "99").stderr
 
 
+def test_the_memory_of_each_rank_is_itemised_beside_its_resident_size(fleet: Fleet) -> None:
+    shown = fleet.home.output("layout", "e0", "--memory")
+    assert "KV pool" in shown
+    ranks = json.loads(fleet.home.output("layout", "--memory", "--json"))["engine-0"]
+    processes = fleet.processes()
+    for rank, found in enumerate(ranks):
+        items, process = found["items"], processes[f"engine-0/{rank}"].memory_info()
+        assert found["resident"] == pytest.approx(process.rss, rel=0.1)
+        assert sum(items.values()) == found["resident"]
+        assert items["whole_experts"] == 64 * found["cell_bytes"], "4 layers of 32 experts on 2 ranks"
+        own_cells = sum(found["cells"].values()) * found["cell_bytes"]
+        assert found["resident_shared"] == pytest.approx(own_cells + items["shared_with_ranks"], abs=1 << 20)
+        assert process.shared == pytest.approx(found["resident_shared"] + items["libraries"], rel=0.1)
+        assert items["communicators"] >= 0
+        assert 0 < items["other"] < found["resident"] / 2
+
+
 def test_stored_events_are_replayed_and_telemetry_is_followed(fleet: Fleet) -> None:
     replayed = [
         json.loads(line)

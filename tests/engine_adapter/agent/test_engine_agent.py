@@ -34,7 +34,7 @@ from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined, Eng
 from fleet.layout import DP_ATTENTION, EP
 from fleet.placement import Placement, linear
 from fleet.requests.demand import DescribeClusters
-from fleet.requests.engines import DescribeEngine, KvSnapshot, KvSnapshotRequested
+from fleet.requests.engines import DescribeEngine, DescribeMemory, KvSnapshot, KvSnapshotRequested
 from fleet.requests.handovers import DescribeHandover, HandoverDescribed
 from fleet.signatures import ClusterModel
 from tests.engine_adapter.rank_fixture import Group, StandingExperts
@@ -567,6 +567,8 @@ async def test_an_engine_whose_experts_stay_where_they_are_refuses_handovers_in_
     async with running(broker, PuppetEngine()):
         with pytest.raises(Declined, match="a cannot move its experts"):
             await bus.request(SUBJECTS.handover("a", WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
+        with pytest.raises(Declined, match="a does not state the memory that it uses"):
+            await bus.request(SUBJECTS.handover("a", WORKER, 0), DescribeMemory(worker_id=WORKER, rank=0))
 
 
 async def test_the_agent_of_the_first_target_takes_part_for_all_expert_ranks_of_an_engine_that_rearranges(

@@ -15,6 +15,7 @@ from bus.protocol.subjects import Subjects
 from engine_adapter.agent.rearrangement_agent import RearrangementAgent
 from fleet.handover import RankState
 from fleet.placement import Placement
+from fleet.requests.engines import DescribeMemory
 from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
@@ -117,6 +118,13 @@ async def test_a_map_comes_into_force_on_all_ranks_and_every_change_is_published
         for rank in range(2):
             states = [said.state for said in there.heard if said.rank == rank]
             assert states[-3:] == ["staged", "ready", "serving"]
+
+
+@pytest.mark.looptime
+async def test_the_memory_of_its_workers_is_not_stated() -> None:
+    async with deployment() as there:
+        with pytest.raises(Declined, match="a moves its experts itself, and does not state the memory"):
+            await there.tell(1, DescribeMemory(worker_id=WORKER, rank=1))
 
 
 @pytest.mark.looptime

@@ -273,3 +273,17 @@ def test_another_dtype_and_another_number_of_the_config_are_other_digests_but_a_
     assert digest_of(folder) == before
     change_config(folder, rms_norm_eps=2e-6)
     assert digest_of(folder) != before
+
+
+def test_a_file_that_changes_while_its_weights_are_served_changes_nothing(folder):
+    """The weights are served in the type in which they are stored, so that they could stay where they are."""
+    file = folder / "model.safetensors"
+    with Checkpoint(folder) as checkpoint:
+        placement = linear(layers=checkpoint.config.layers, experts=checkpoint.config.experts, ranks=1)
+        runner = ModelRunner(checkpoint, placement, kv_pages=4)
+    work = [SequenceWork([5, 7, 11], 0, [0], needs_logits=True)]
+    before = runner.forward(work).logits
+    assert str(file) not in Path("/proc/self/maps").read_text(), "the whole file stays in memory"
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    assert torch.equal(runner.forward(work).logits, before)

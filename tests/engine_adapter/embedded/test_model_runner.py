@@ -1,10 +1,12 @@
 """The runner: what it refuses, what it taps, and that a sequence's bits do not depend on its batch."""
 
+import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engine_adapter.embedded.attention import Rotary, SequenceSpan, plan_attention
@@ -13,6 +15,7 @@ from engine_adapter.embedded.dispatch import CapacityError
 from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork, WorkError
 from fleet.placement import linear
 
+write_tiny = runpy.run_path(str(Path(__file__).parents[1] / "tiny_models.py"))["write_tiny"]
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model" / "checkpoint"
 TEXT = list(Path(__file__).read_bytes())
 LENGTHS = [1, 15, 16, 17, 31, 33, 64, 127, 128, 129, 150, 190, 195, 200, 256, 300, 383, 390, 520, 700]
@@ -179,3 +182,26 @@ def test_sequences_of_like_length_are_computed_as_one_batch_and_outliers_apart(r
     assert batches(*[20] * 15, 2000) == [15, 1]
     assert batches(5, 2000) == [1, 1]
     assert batches(*range(10, 250, 16)) == [15]
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "attention_bias": True}])
+def test_the_stated_memory_is_that_of_every_tensor_beside_experts_and_of_the_kv_pages(tmp_path, changes):
+    write_tiny(tmp_path, **changes)
+    stored = load_file(tmp_path / "model.safetensors")
+    if not changes:
+        stored.pop("lm_head.weight", None)
+    dense = {name: tensor.nbytes for name, tensor in stored.items() if ".experts." not in name}
+    of_attention = sum(
+        size for name, size in dense.items() if "self_attn" in name or "input_layernorm" in name
+    )
+    with Checkpoint(tmp_path) as checkpoint:
+        config = checkpoint.config
+        placement = linear(layers=config.layers, experts=config.experts, ranks=1)
+        memory = ModelRunner(checkpoint, placement, kv_pages=24).memory
+    # One norm per head in place of one for all queries and one for all keys, and sines and cosines.
+    copies = config.layers * (config.heads + config.kv_heads - 2) * config.head_dim * 4
+    table = 2 * config.max_positions * config.head_dim * 4
+    assert memory.attention == of_attention + copies + table
+    assert memory.other_weights == sum(dense.values()) - of_attention
+    assert memory.kv_pool == 2 * config.layers * config.kv_heads * 24 * 16 * config.head_dim * 4
+    assert (memory.communicators, memory.note) == (0, "")

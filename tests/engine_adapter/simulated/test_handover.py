@@ -289,3 +289,13 @@ async def test_reads_are_slow_broken_or_damaged_where_that_was_ordered_and_nowhe
         engine.order(FaultOrder(fault="slow_reads", factor=1e9))
         with pytest.raises(Overdue):
             await reader.transfer.pull(addresses[0], [whole(0, free)], 1.0)
+
+
+async def test_a_rank_says_that_it_holds_no_weights_and_shares_its_process() -> None:
+    async with running(ranks=2) as engine:
+        for rank in engine.ranks:
+            memory = rank.description.memory
+            assert memory is not None
+            assert (memory.attention, memory.other_weights, memory.kv_pool, memory.runtime) == (0, 0, 0, 0)
+            assert memory.ranks_in_process == 2
+            assert "computes nothing" in memory.note

@@ -51,6 +51,15 @@ def test_cells_arrive_whole_and_no_others_change(pair: tuple[Rank, Rank]) -> Non
     assert [reader.ask("zeros", cell=cell)["zeros"] for cell in (1, 3)] == [1, 1]
 
 
+def test_what_opening_a_library_takes_is_stated(way: Ranks, pair: tuple[Rank, Rank]) -> None:
+    """The cells and the code of libraries do not count."""
+    stated = pair[0].ask("opened")["bytes"]
+    if way.way in (NIXL, TCP):
+        assert 0 < stated < 256 * MIB
+    else:
+        assert stated == 0
+
+
 def test_ranges_arrive_at_their_offsets_and_no_other_byte_changes(pair: tuple[Rank, Rank]) -> None:
     """The two halves of a cell change places, into one cell from two."""
     source, reader = pair
