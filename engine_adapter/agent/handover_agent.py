@@ -46,6 +46,7 @@ from fleet.requests.handovers import (
     MemoryAddress,
     ProposeHandover,
 )
+from fleet.sharding import turned
 
 TICK_SECONDS = 0.001
 """A timer may fire slightly early. Without this margin, the loop would wake up repeatedly with nothing to
@@ -200,6 +201,10 @@ class HandoverAgent:
             self.protocol.verdict_on_proposal(command) is CommandVerdict.TAKE
         ):  # Validating a large table takes milliseconds.
             placement = await self._off_loop(_read_placement, command)
+        if isinstance(placement, Placement) and turned(self.protocol.placement, placement):
+            # Parts that the rank copies from its own cells are compared with its own checksums, which it may
+            # still compute if it has just started. Its leases wait for them, too.
+            await self._sealed.wait()
         verdict = self.protocol.propose(command, placement, self._now())
         if verdict is CommandVerdict.TAKE:
             self._copies.traceparent = command.traceparent

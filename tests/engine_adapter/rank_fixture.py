@@ -71,6 +71,24 @@ class NoChecksums(Inline):
         return Future() if work is resident_checksums else super().submit(work, *arguments, **named)
 
 
+class LateChecksums(Inline):
+    """Computes checksums once it is released, as a rank of large experts that has just started."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Future[Any], Any, Any]] | None = []
+
+    def submit(self, work: Any, /, *arguments: Any, **named: Any) -> "Future[Any]":
+        if work is not resident_checksums or self._held is None:
+            return super().submit(work, *arguments, **named)
+        self._held.append((Future(), work, arguments))
+        return self._held[-1][0]
+
+    def release(self) -> None:
+        held, self._held = self._held or [], None
+        for future, work, arguments in held:
+            future.set_result(work(*arguments))
+
+
 def weights(layer: int, expert: int) -> NDArray[np.uint8]:
     """What a whole cell holds of an expert: uint8 [bytes of its tensors], unlike any other's."""
     size = max(one.offset + one.bytes for one in TENSORS)

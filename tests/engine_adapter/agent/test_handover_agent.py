@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from bus import BusError, Declined
+from bus import BusError, BusTimeout, Declined
 from bus.memory import MemoryBus
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineFailed
@@ -32,6 +32,7 @@ from tests.engine_adapter.rank_fixture import (
     SUBJECTS,
     WORKER,
     Group,
+    LateChecksums,
     NoChecksums,
     after,
     standing,
@@ -180,6 +181,34 @@ async def test_a_layer_turns_over_and_back_and_every_rank_holds_what_it_shall() 
         assert group.placement.sharded == ()
         await all_free(group)
         assert sum(pull.bytes for one in described for pull in one.pulls) == 6 * EXPERT_BYTES
+
+
+async def test_a_turn_that_is_proposed_to_a_rank_without_checksums_waits_for_them() -> None:
+    late = LateChecksums()
+    async with standing(FIRST, executors={1: late}) as group:
+        proposing = asyncio.create_task(group.propose(SHARDED))
+        await asyncio.sleep(1.0)
+        described = await group.describe(1)
+        assert (described.state, described.fault) == (RankState.SERVING, "")
+        late.release()
+        await proposing
+        for rank in range(3):
+            await group.reaches(rank, RankState.STAGED)
+            await group.abort(rank)
+        await all_free(group)
+
+
+async def test_a_turn_that_is_aborted_before_its_rank_has_checksums_is_never_staged() -> None:
+    late = LateChecksums()
+    async with standing(FIRST, executors={0: late}) as group:
+        with pytest.raises(BusTimeout):
+            await group.propose(SHARDED)
+        await group.abort(0)
+        late.release()
+        await asyncio.sleep(1.0)
+        assert (await group.describe(0)).state == RankState.SERVING
+        await group.hand_over(SHARDED)
+        await all_free(group)
 
 
 async def test_a_layer_turns_over_while_experts_of_another_move() -> None:
