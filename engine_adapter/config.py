@@ -158,7 +158,8 @@ class TransferConfig:
     """Transfer backend. auto: shared memory between ranks of one machine, NIXL between machines. shared or
     nixl: only that one."""
     bytes_per_second: PositiveInt | None = None
-    """Rate limit of a rank's reads, so that they leave memory bandwidth to its steps. None: unlimited."""
+    """Rate limit of a rank's reads, so that they leave memory bandwidth to its steps. Copies within its own
+    memory have the same limit. None: unlimited."""
     piece_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 16 * 1024 * 1024
     """Largest single read. A larger one would block other work of the transfer thread."""
     min_seconds: Positive = 1.0

@@ -4,14 +4,21 @@ checksums, and report the results.
 No transfer has a timeout, so each read gets a deadline (`engine_adapter.handover.read_deadlines`). After the
 deadline the read continues. Its cells stay quarantined until it has settled, however long that takes. A lease
 is renewed while a read may still use it.
+
+A rank whose reads are limited (`transfer.bytes_per_second`) copies within its own memory at the same rate,
+and computes checksums as the bytes land. So all work of a handover is spread evenly over its time, and no
+step of the engine competes with a burst of it. Without a limit, bytes land first and are compared then.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 from bus import BusError, Message
@@ -40,7 +47,9 @@ from engine_adapter.handover.read_deadlines import Deadlines
 from engine_adapter.reporting.rank_context import RankContext
 from engine_adapter.transfer.checksums import checksums, compare, piece_checksums
 from engine_adapter.transfer.parts import CellFormat
-from engine_adapter.transfer.port import Overdue, PeerGone, Pull, Transfer, TransferError
+from engine_adapter.transfer.port import Landed, Overdue, PeerGone, Pull, Transfer, TransferError
+from engine_adapter.transfer.rate_limit import RateLimit
+from engine_adapter.transfer.reader_thread import requests
 from fleet.requests.handovers import EndLease as EndLeaseRequest
 from fleet.requests.handovers import ExpertsLeased, LeaseExperts
 from fleet.sharding import ALL_PARTS
@@ -51,6 +60,8 @@ RENEWALS = 3.0
 """Renewals of a lease within its duration."""
 
 Attributes = dict[str, str | int]
+Sums = dict[tuple[int, int], tuple[int, ...]]
+"""Checksums found, by (cell, piece)."""
 Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None] | None"]
 """Start a task with this name, which the owner ends. None: the agent is shutting down."""
 log = logging.getLogger(__name__)
@@ -122,7 +133,17 @@ class CopyRunner:
         self._report = report
         self._spawn = spawn
         self._deadlines = Deadlines(staging.config.min_seconds, staging.config.bytes_per_second)
+        self._limit = (
+            None
+            if staging.config.bytes_per_second is None
+            else RateLimit(staging.config.bytes_per_second, staging.config.piece_bytes)
+        )
+        """Rate limit of copies within the memory. None: unlimited."""
+        self._stops: set[asyncio.Event] = set()
+        """Of copies within the memory that are spread over time."""
         self._batches: dict[int, _BatchTasks] = {}
+        self._sums: dict[int, Sums] = {}
+        """By batch that is read or copied: checksums of what has landed."""
         self._copying: set[asyncio.Task[None]] = set()
         """Tasks that copy within the memory."""
         self._ended = False
@@ -144,7 +165,8 @@ class CopyRunner:
                 if tasks is not None and tasks.reading is not None:
                     tasks.reading.cancel()
             case VerifyCells():
-                self._spawn(self._verify(effect), f"rank {self._rank} compares checksums")
+                found = self._sums.get(effect.batch, {})
+                self._spawn(self._verify(effect, found), f"rank {self._rank} compares checksums")
             case ReleaseLease():
                 self._end_lease(effect)
 
@@ -156,6 +178,11 @@ class CopyRunner:
             for tasks in self._batches.values()
             if tasks.reading is not None and not tasks.reading.done()
         ] + list(self._copying)
+
+    def give_up(self) -> None:
+        """Stop copies within the memory that are spread over time: their handover is given up."""
+        for stop in self._stops:
+            stop.set()
 
     def end(self) -> None:
         """Stop all reads without waiting for them. The process ends soon."""
@@ -269,8 +296,9 @@ class CopyRunner:
             "roost.experts": len(effect.reads),
             "roost.bytes": size,
         }
+        landed = None if self._limit is None else self._comparing(effect)
         try:
-            pulled = await transfer.pull(effect.address, pulls, max(seconds, 1e-3))
+            pulled = await transfer.pull(effect.address, pulls, max(seconds, 1e-3), landed)
         except TransferError as error:
             if isinstance(error, PeerGone):
                 transfer.forget(effect.address)
@@ -301,6 +329,23 @@ class CopyRunner:
             self._deadlines.learn(effect.source, transfer.name, pulled.bytes, pulled.seconds)
             self._staging.trace(traceparent, "pull", began, attributes)
             self._report(ReadLanded(effect.batch, transfer.name, pulled.bytes, pulled.seconds))
+        finally:
+            self._sums.pop(effect.batch, None)
+
+    def _comparing(self, effect: ReadCells) -> Landed:
+        """Return a listener that has the checksums computed of every part that has landed."""
+        found = self._sums[effect.batch] = {}
+        ends = accumulate(self._size((read,)) for read in effect.reads)
+        waiting = deque(zip(ends, effect.reads, strict=True))
+
+        def landed(size: int) -> None:
+            ready = []
+            while waiting and waiting[0][0] <= size:
+                ready.append(waiting.popleft()[1])
+            if ready and self._sums.get(effect.batch) is found and self.executor is not None:
+                self.executor.submit(self._add_sums, ready, found)
+
+        return landed
 
     async def _await_settled(self, effect: ReadCells, overdue: Overdue) -> None:
         """Keep the cells of a late read in quarantine until nothing can land in them."""
@@ -331,17 +376,48 @@ class CopyRunner:
 
     async def _copy(self, effect: CopyLocal) -> None:
         began, traceparent = time.time_ns(), self.traceparent
-        loop, pulls = asyncio.get_running_loop(), self._pulls(effect.reads)
-        size = round(self._staging.real_bytes * sum(pull.bytes for pull in pulls))
+        loop, found = asyncio.get_running_loop(), Sums()
+        size = round(self._staging.real_bytes * self._size(effect.reads))
         attributes: Attributes = {
             "roost.source": self._rank,
             "roost.transfer": "local",
             "roost.experts": len(effect.reads),
             "roost.bytes": size,
         }
-        seconds = await loop.run_in_executor(self.executor, self._copy_ranges, pulls)
+        if self._limit is None:
+            pulls = self._pulls(effect.reads)
+            seconds = await loop.run_in_executor(self.executor, self._copy_ranges, pulls)
+        else:
+            seconds = await self._copy_slowly(effect.reads, found, self._limit)
         self._staging.trace(traceparent, "pull", began, attributes)
+        self._sums[effect.batch] = found
         self._report(ReadLanded(effect.batch, "local", size, seconds))
+        self._sums.pop(effect.batch, None)
+
+    async def _copy_slowly(self, reads: Sequence[CellRead], found: Sums, limit: RateLimit) -> float:
+        """Copy at a limited rate, unless the handover is given up, and return the seconds of copying. found:
+        gets the checksums."""
+        loop, stop, seconds = asyncio.get_running_loop(), asyncio.Event(), 0.0
+        self._stops.add(stop)
+        try:
+            for read in reads:
+                for pieces in requests(self._pulls((read,)), limit.piece_bytes):
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(limit.wait(_now())):
+                            await stop.wait()
+                    if stop.is_set():
+                        return seconds  # Nothing of it will be used, and its cells are free the sooner.
+                    size = sum(piece.bytes for piece in pieces)
+                    limit.begin(round(self._staging.real_bytes * size), _now())
+                    seconds += await loop.run_in_executor(self.executor, self._copy_ranges, pieces)
+                await loop.run_in_executor(self.executor, self._add_sums, (read,), found)
+        finally:
+            self._stops.discard(stop)
+        return seconds
+
+    def _size(self, reads: Sequence[CellRead]) -> int:
+        """Return the bytes to read, of the cells' own size."""
+        return sum(pull.bytes for pull in self._pulls(reads))
 
     def _copy_ranges(self, pulls: Sequence[Pull]) -> float:
         """Copy ranges between our own cells, and return the seconds that it took. Runs on a thread."""
@@ -352,9 +428,10 @@ class CopyRunner:
             ]
         return time.perf_counter() - began
 
-    async def _verify(self, effect: VerifyCells) -> None:
+    async def _verify(self, effect: VerifyCells, sums: Sums) -> None:
+        """Compare a batch. sums: checksums that are computed already."""
         began = time.time_ns()
-        wrong = await asyncio.get_running_loop().run_in_executor(self.executor, self._compare, effect)
+        wrong = await asyncio.get_running_loop().run_in_executor(self.executor, self._compare, effect, sums)
         found = next(filter(None, wrong), "")
         self._staging.trace(
             self.traceparent,
@@ -367,18 +444,34 @@ class CopyRunner:
             log.warning("rank %d: data read from rank %d is damaged: %s", self._rank, effect.source, found)
         self._report(CellsVerified(effect.batch, wrong))
 
-    def _compare(self, effect: VerifyCells) -> tuple[str, ...]:
+    def _compare(self, effect: VerifyCells, sums: Sums) -> tuple[str, ...]:
         """Return the mismatching tensors of each read. Runs on a thread."""
+        self._add_sums([read for read in effect.reads if _key(read) not in sums], sums)
         return tuple(
-            ", ".join(self._differences(read, expected))
+            ", ".join(
+                compare(
+                    self._form.tensors,
+                    expected,
+                    sums[_key(read)],
+                    self._form.parts if read.piece == ALL_PARTS else 1,
+                )
+            )
             for read, expected in zip(effect.reads, effect.checksums, strict=True)
         )
 
-    def _differences(self, read: CellRead, expected: tuple[int, ...]) -> tuple[str, ...]:
-        form, cell = self._form, self._memory.cell(read.cell)
-        if read.piece == ALL_PARTS:
-            return compare(form.tensors, expected, checksums(cell, form), form.parts)
-        return compare(form.tensors, expected, piece_checksums(cell, form, read.piece, sharded=read.sharded))
+    def _add_sums(self, reads: Sequence[CellRead], sums: Sums) -> None:
+        """Compute the checksums of what was read. Runs on a thread."""
+        for read in reads:
+            form, cell = self._form, self._memory.cell(read.cell)
+            sums[_key(read)] = (
+                checksums(cell, form)
+                if read.piece == ALL_PARTS
+                else piece_checksums(cell, form, read.piece, sharded=read.sharded)
+            )
+
+
+def _key(read: CellRead) -> tuple[int, int]:
+    return read.cell, read.piece
 
 
 def _now() -> float:

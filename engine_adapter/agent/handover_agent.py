@@ -308,6 +308,7 @@ class HandoverAgent:
                 self._spawn(self._adopt(effect), f"rank {self._rank} adopts handover {effect.handover}")
             case Forget():
                 self._adoption = None
+                self._copies.give_up()
                 if self._preparing is not None:
                     self._preparing.cancel()
             case _:

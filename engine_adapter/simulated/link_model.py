@@ -11,7 +11,7 @@ from engine_adapter.simulated.model.faults import Faults
 from engine_adapter.simulated.model.memory import SimulatedCells
 from engine_adapter.transfer.address_validation import OpenRead, check_read, own_address
 from engine_adapter.transfer.parts import CellFormat
-from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled
+from engine_adapter.transfer.port import AddressRefused, Landed, PeerGone, Pull, Pulled
 from fleet.requests.handovers import MemoryAddress
 
 
@@ -74,7 +74,9 @@ class SimulatedTransfer:
     def reaches(self, address: MemoryAddress) -> bool:
         return self._links.memory(address.agent) is not None
 
-    async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
+    async def pull(
+        self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float, landed: Landed | None = None
+    ) -> Pulled:
         check_read(address, pulls, self._own)
         found = self._links.memory(address.agent)
         if found is None:

@@ -16,7 +16,7 @@ import msgspec
 
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.address_validation import OpenRead, check_read, own_address
-from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
+from engine_adapter.transfer.port import AddressRefused, Landed, PeerGone, Pull, Pulled, TransferError
 from fleet.requests.handovers import MemoryAddress
 
 
@@ -98,7 +98,9 @@ class MemoryTransfer:
     def reaches(self, address: MemoryAddress) -> bool:
         return self._fabric.rank(address.agent) is not None
 
-    async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
+    async def pull(
+        self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float, landed: Landed | None = None
+    ) -> Pulled:
         check_read(address, pulls, self._own)
         peer = self._fabric.rank(address.agent)
         if peer is None:
@@ -107,7 +109,7 @@ class MemoryTransfer:
         fault = self.faults.popleft() if self.faults else PullFault()
         reading = OpenRead()
         task = asyncio.create_task(
-            self._carry_out(reading, peer, tuple(pulls), fault),
+            self._carry_out(reading, peer, tuple(pulls), fault, landed),
             name=f"{self.agent} reads from {address.agent}",
         )
         self._tasks.add(task)
@@ -127,12 +129,17 @@ class MemoryTransfer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _carry_out(
-        self, reading: OpenRead, peer: _Rank, pulls: tuple[Pull, ...], fault: PullFault
+        self,
+        reading: OpenRead,
+        peer: _Rank,
+        pulls: tuple[Pull, ...],
+        fault: PullFault,
+        landed: Landed | None,
     ) -> None:
         began = asyncio.get_running_loop().time()
         try:
             await self._await_running(peer, fault.delay_seconds)
-            self._land(peer, pulls, fault)
+            self._land(peer, pulls, fault, landed)
         except TransferError as error:
             reading.end(error)
         else:
@@ -151,14 +158,18 @@ class MemoryTransfer:
         if peer.killed.is_set():
             raise PeerGone("the rank that was read from is dead: read another replica")
 
-    def _land(self, peer: _Rank, pulls: tuple[Pull, ...], fault: PullFault) -> None:
+    def _land(self, peer: _Rank, pulls: tuple[Pull, ...], fault: PullFault, landed: Landed | None) -> None:
         if fault.broken and pulls:
             self._copy(peer, pulls[0]._replace(bytes=pulls[0].bytes // 2))
             raise PeerGone("the connection broke after half a range: read another replica")
+        size = 0
         for pull in pulls:
             self._copy(peer, pull)
             if fault.corrupt is not None:
                 self._memory.cell(pull.cell)[pull.offset + fault.corrupt % pull.bytes] ^= 0xFF
+            size += pull.bytes
+            if landed is not None:
+                landed(size)
 
     def _copy(self, peer: _Rank, pull: Pull) -> None:
         theirs = peer.memory.cell(pull.source)[pull.source_offset : pull.source_offset + pull.bytes]

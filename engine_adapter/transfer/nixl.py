@@ -25,7 +25,7 @@ from engine_adapter.engine import ExpertMemory
 from engine_adapter.resident_memory import resident_memory
 from engine_adapter.transfer.address_validation import check_read, own_address
 from engine_adapter.transfer.nixl_loader import Nixl, NixlMissing, load_nixl
-from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
+from engine_adapter.transfer.port import AddressRefused, Landed, PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.reader_thread import ReaderThread
 from fleet.requests.handovers import MemoryAddress
 
@@ -67,7 +67,9 @@ class NixlTransfer:
     def reaches(self, address: MemoryAddress) -> bool:
         return bool(address.agent and address.metadata) and address.kind == _KIND
 
-    async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
+    async def pull(
+        self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float, landed: Landed | None = None
+    ) -> Pulled:
         """Read ranges of cells. An empty list only establishes the connection."""
         check_read(address, pulls, self._own)
         if not self.reaches(address):
@@ -80,7 +82,7 @@ class NixlTransfer:
                 f"agent {address.agent[:64]!r}: {len(address.metadata)} bytes of metadata, device"
                 f" {address.device}: not one of ours"
             )
-        return await self._worker.read(address, pulls, seconds)
+        return await self._worker.read(address, pulls, seconds, landed)
 
     def forget(self, address: MemoryAddress) -> None:
         self._worker.forget(address)

@@ -7,11 +7,15 @@ knows when its cell is safe to reuse. No transfer can be cancelled: an abandoned
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fleet.requests.handovers import MemoryAddress
+
+Landed = Callable[[int], None]
+"""Called on the event loop with the bytes of a read that have landed so far, counted in the order of its
+ranges."""
 
 
 class Pull(NamedTuple):
@@ -79,10 +83,14 @@ class Transfer(Protocol):
         """True if this backend can read that memory, as far as the address shows."""
         ...
 
-    async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
+    async def pull(
+        self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float, landed: Landed | None = None
+    ) -> Pulled:
         """Read ranges of cells, in order. TransferError: nothing is in flight. Overdue: `seconds` passed
         while bytes were in flight. A cancelled call also raises Overdue, in place of CancelledError, if bytes
-        are still in flight. Data read before an error is unverified and must not be used."""
+        are still in flight. Data read before an error is unverified and must not be used. landed: told of
+        progress, every few MiB at most, and possibly after the call has ended. A backend may leave it out.
+        """
         ...
 
     def forget(self, address: MemoryAddress) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.transfer.address_validation import OpenRead
-from engine_adapter.transfer.port import PeerGone, Pull, Pulled, TransferError
+from engine_adapter.transfer.port import Landed, PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.rate_limit import RateLimit, lower_priority
 from fleet.requests.handovers import MemoryAddress
 
@@ -31,6 +31,9 @@ _QUARANTINE_PAUSE = 5e-3
 """Pause between polls of an abandoned request."""
 _HELPING_PAUSE = 0.5e-3
 """Pause between progress calls while peers read from us."""
+_PROGRESS_BYTES = 8 * 1024 * 1024
+"""Bytes between two reports of progress. Few enough to be compared while they are in the processor's caches,
+and enough that waking the event loop costs next to nothing."""
 _GRACE_SECONDS = 0.05
 """Delay after a failed request. NIXL gives no guarantee that nothing lands after an error, although none was
 observed."""
@@ -128,6 +131,12 @@ class _Job:
     reading: OpenRead
     requests: Iterator[tuple[Pull, ...]]
     bytes: int
+    landed: Landed | None = None
+    """Told of progress."""
+    posted: int = 0
+    """Bytes of all requests so far."""
+    told: int = 0
+    """Bytes in the last report of progress."""
     peer: _Peer | None = None
     request: object | None = None
     pause: float = _SHORTEST_PAUSE
@@ -188,7 +197,9 @@ class ReaderThread:
         """True once the backend is open and can be read from."""
         return self._opened is not None and self._opened.done() and self._opened.exception() is None
 
-    async def read(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
+    async def read(
+        self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float, landed: Landed | None = None
+    ) -> Pulled:
         """Execute `Transfer.pull` with validated numbers."""
         began = time.monotonic()
         try:
@@ -200,7 +211,7 @@ class ReaderThread:
             ) from None
         reading, pulls = OpenRead(), tuple(pulls)
         parts = requests(pulls, self._limit.piece_bytes)
-        job = _Job(address, reading, parts, sum(pull.bytes for pull in pulls))
+        job = _Job(address, reading, parts, sum(pull.bytes for pull in pulls), landed)
         self._order(lambda: self._jobs.append(job))
         left = max(0.0, seconds - (time.monotonic() - began))
         return await reading.wait(left, f"reading {len(pulls)} ranges by {self._backend.name}")
@@ -344,13 +355,22 @@ class ReaderThread:
         if parts is None:
             self._end(job, Pulled(job.bytes, now - job.began))
             return None
-        self._limit.begin(sum(part.bytes for part in parts), now)
+        self._tell_progress(job)
+        size = sum(part.bytes for part in parts)
+        job.posted += size
+        self._limit.begin(size, now)
         job.pause = _SHORTEST_PAUSE
         self._jobs.remove(job)
         # Rotate, so that the next round starts with the others and they share a limited rate.
         self._jobs.append(job)
         job.request = job.peer.connection.post(job.address, parts)
         return 0.0
+
+    def _tell_progress(self, job: _Job) -> None:
+        """Report the bytes that have landed. None is in flight: a job has one request at a time."""
+        if job.landed is not None and job.posted - job.told >= _PROGRESS_BYTES:
+            job.told = job.posted
+            self._notify_loop(partial(job.landed, job.posted))
 
     def _begin(self, job: _Job, now: float) -> float:
         """Find or create the connection."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.address_validation import check_read, own_address
-from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
+from engine_adapter.transfer.port import AddressRefused, Landed, PeerGone, Pull, Pulled, TransferError
 from engine_adapter.transfer.reader_thread import ReaderThread
 from fleet.requests.handovers import MemoryAddress
 
@@ -58,14 +58,16 @@ class SharedTransfer:
     def reaches(self, address: MemoryAddress) -> bool:
         return bool(this_host()) and address.host == this_host() and address.descriptor >= 0
 
-    async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
+    async def pull(
+        self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float, landed: Landed | None = None
+    ) -> Pulled:
         check_read(address, pulls, self._own)
         if not self.reaches(address) or address.pid < 1:
             raise AddressRefused(
                 f"memory of process {address.pid} of machine {address.host[:64]!r} cannot be mapped on"
                 f" {this_host()!r}: read it by NIXL"
             )
-        return await self._worker.read(address, pulls, seconds)
+        return await self._worker.read(address, pulls, seconds, landed)
 
     def forget(self, address: MemoryAddress) -> None:
         self._worker.forget(address)

@@ -2,6 +2,7 @@
 that can go wrong. Time is virtual."""
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from fleet.requests.handovers import (
 )
 from fleet.sharding import ALL_PARTS
 from tests.engine_adapter.rank_fixture import (
+    CONFIG,
     LEASE,
     SCALE,
     SUBJECTS,
@@ -47,6 +49,7 @@ COPIED = after(FIRST, (1, 8, 0))
 SHARED = after(FIRST, (1, 5, 0))
 """expert 1/0 is on ranks 0 and 1"""
 ONCE = TransferConfig(lease_seconds=LEASE, retries=0, quarantine_cells=0)
+SLOW = TransferConfig(lease_seconds=LEASE, retries=2, quarantine_cells=1, bytes_per_second=100)
 AUDITED = TransferConfig(lease_seconds=LEASE, audit_seconds=60.0)
 EXPERT_BYTES = 12 * 8 * 4 + 12 * 4
 
@@ -222,8 +225,47 @@ async def test_a_layer_turns_over_while_experts_of_another_move() -> None:
         await all_free(group)
 
 
-async def test_a_damaged_part_fails_the_turn_and_every_rank_serves_on() -> None:
-    async with standing(FIRST) as group:
+async def test_parts_that_a_rank_has_itself_are_copied_at_the_limited_rate() -> None:
+    clock = asyncio.get_running_loop().time
+    async with standing(FIRST, SLOW) as group:
+        began = clock()
+        await group.hand_over(SHARDED)
+        # Of two parts, the second waits until the rate permits it; a part has 144 bytes.
+        assert 1.44 <= clock() - began < 2.88
+        await all_free(group)
+        await group.hand_over(back(SHARDED))
+        await all_free(group)
+
+
+async def test_an_abort_ends_copies_that_wait_for_their_rate() -> None:
+    clock = asyncio.get_running_loop().time
+    async with standing(FIRST, dataclasses.replace(SLOW, bytes_per_second=1)) as group:
+        await group.propose(SHARDED)
+        await asyncio.sleep(1.0)
+        began = clock()
+        for rank in range(3):
+            await group.abort(rank)
+        await all_free(group)
+        assert clock() - began < 1.0, "144 s more would have passed"
+        await group.hand_over(COPIED)
+        await all_free(group)
+
+
+async def test_a_part_that_is_overdue_under_a_limit_never_counts_as_compared() -> None:
+    async with standing(FIRST, SLOW) as group:
+        group.transfers[2].faults.append(PullFault(delay_seconds=15.0, corrupt=3))
+        await group.propose(SHARDED)
+        assert (await group.reaches(2, RankState.FAILED)).fault == "overdue"
+        for rank in range(3):
+            await group.abort(rank)
+        await all_free(group)
+        await group.hand_over(SHARDED)
+        await all_free(group)
+
+
+@pytest.mark.parametrize("config", [CONFIG, SLOW], ids=["compared at the end", "compared as it lands"])
+async def test_a_damaged_part_fails_the_turn_and_every_rank_serves_on(config: TransferConfig) -> None:
+    async with standing(FIRST, config) as group:
         group.transfers[2].faults.append(PullFault(corrupt=5))
         await group.propose(SHARDED)
         described = await group.reaches(2, RankState.FAILED)

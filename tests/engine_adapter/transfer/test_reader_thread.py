@@ -15,6 +15,7 @@ from engine_adapter.transfer.rate_limit import RateLimit
 from engine_adapter.transfer.reader_thread import ReaderThread, requests
 from fleet.requests.handovers import MemoryAddress
 
+MIB = 1 << 20
 CELL = 64 * 1024
 CONFIG = TransferConfig(piece_bytes=CELL)
 
@@ -209,6 +210,33 @@ async def test_what_was_forgotten_is_disconnected_when_its_reads_have_settled(
     script.done.set()
     await overdue.settled
     await until(lambda: script.record[-1] == "disconnect e0-0.1 0")
+
+
+async def test_progress_counts_what_has_landed_and_nothing_that_is_still_on_its_way(script: Script) -> None:
+    worker = ReaderThread(script, TransferConfig(piece_bytes=4 * MIB))
+    told: list[tuple[int, int]] = []
+
+    def landed(size: int) -> None:
+        told.append((size, sum(pull.bytes for _, pull in script.posted)))
+
+    await worker.read(address(), [Pull(0, 0, 0, 0, 18 * MIB), Pull(1, 0, 1, 0, 6 * MIB)], 10, landed)
+    await until(lambda: len(told) == 2)
+    # Pieces of 4, 4, 4, 4, 2, 4 and 2 MiB, and a report once 8 MiB have landed since the last one.
+    assert [size for size, _ in told] == [8 * MIB, 16 * MIB]
+    assert all(size <= posted for size, posted in told)
+    script.done.clear()
+    told.clear()
+    before = len(script.posted)
+    reading = asyncio.create_task(
+        worker.read(address(), [Pull(0, 0, 0, 0, 12 * MIB)], 10, landed), name="hangs"
+    )
+    await until(lambda: script.checked > 3)
+    assert (len(script.posted), told) == (before + 1, [])
+    script.done.set()
+    await reading
+    await until(lambda: len(told) == 1)
+    assert told[0][0] == 8 * MIB
+    await worker.close()
 
 
 async def test_reads_take_turns_under_a_cap(script: Script) -> None:
