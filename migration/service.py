@@ -105,16 +105,20 @@ class MigrationService:
         self._tracing = MigrationTracing.create()
 
     async def run(self) -> None:
-        """Wait for the lead, read the log, then follow it. Raises BusError if the bus cannot be reached at
-        the start."""
+        """Wait for the lead, read the log, then follow it. Raises BusError if the bus cannot be reached
+        before this service leads or stands by for the first time. Later it waits for the bus."""
         try:
             while True:
-                await self._lead.take(self.ready.set)
+                await self._lead.take(self.ready.set, patient=self.ready.is_set())
                 self.metrics.leader.set(1)
                 try:
                     await self._leading()
                 except* LeaseTaken as taken:
                     logger.warning("lost the lead: %s", taken.exceptions[0])
+                except* BusError as failed:
+                    if not self.ready.is_set():
+                        raise
+                    logger.warning("cannot lead at present: %s", failed.exceptions[0])
                 finally:
                     self.controller = None
                     self.metrics.leader.set(0)

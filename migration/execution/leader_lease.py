@@ -43,11 +43,11 @@ class LeaderLease:
         """True if no other service can be the leader at this moment."""
         return self._lease.held and self._clock() < self._until
 
-    async def take(self, standing_by: Callable[[], None]) -> None:
+    async def take(self, standing_by: Callable[[], None], *, patient: bool) -> None:
         """Wait for the lead and take it.
 
-        standing_by: called while another service is the leader. Raises BusError if the bus fails at the first
-        attempt.
+        standing_by: called while another service is the leader. patient: wait for a bus that fails. Otherwise
+        raises BusError if it fails at the first attempt.
         """
         first = True
         while True:
@@ -58,9 +58,11 @@ class LeaderLease:
                 if first:
                     logger.info("standing by: %s", taken)
                 standing_by()
-            except BusError:
-                if first:
+            except BusError as error:
+                if first and not patient:
                     raise
+                if first:
+                    logger.warning("the lead cannot be taken at present: %s", error)
             else:
                 self._renewed(began)
                 logger.info("leading, with token %d", self.token)

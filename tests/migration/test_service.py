@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from bus import Bus, BusError, Message
+from bus.claims import Holder
 from bus.config import BusConfig
 from bus.memory import MemoryBroker, MemoryBus
 from bus.nats import NatsBus
@@ -317,6 +318,32 @@ async def test_a_write_whose_answer_is_lost_is_not_repeated_when_it_arrived_and_
     await join(MemoryBus(broker))
     async with serving(bus):
         assert await recorded(bus) == [("a", 1, 0)]
+
+
+@pytest.mark.looptime
+async def test_a_service_that_loses_the_lead_amid_an_outage_leads_again_after_it() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with serving(MemoryBus(broker)) as service:
+        await join(bus)
+        claim = await bus.read_claim(SUBJECTS.coordinator)
+        assert claim is not None
+        # Another service takes the lead, and is never heard of again.
+        other = msgspec.json.encode(Holder(worker_id=99, node="elsewhere", beat=1))
+        await bus.claim(SUBJECTS.coordinator, other, claim.revision)
+        async with asyncio.timeout(30):
+            while service.controller is not None:  # noqa: ASYNC110 there is no event for it
+                await asyncio.sleep(0.05)
+        broker.reachable = False
+        await asyncio.sleep(120)
+        assert service.controller is None
+        broker.reachable = True
+        async with asyncio.timeout(60):
+            while service.controller is None:  # noqa: ASYNC110 as above
+                await asyncio.sleep(0.05)
+        await join(bus, worker_id=2, engine="b")
+        await asyncio.sleep(10)
+        assert ("b", 2, 0) in await recorded(bus)
 
 
 @pytest.mark.looptime
