@@ -33,11 +33,13 @@ from engine_adapter.transfer.selection import open_transfers
 from fleet.handover import Cell
 from fleet.placement import Placement
 from tests.engine_adapter.expert_bytes import ExpertBytes
+from tests.faults.fleet_fixture import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBJECTS = Subjects()
 WORKER = 11
-READING = TransferConfig(backend="shared", lease_seconds=2.0, audit_seconds=1.0)
+READING = TransferConfig(backend="shared", lease_seconds=2.0, audit_seconds=1.0, min_seconds=30.0)
+"""Every cell is audited once a second, and a busy machine makes no read overdue."""
 REPORTING = AgentConfig(heartbeat_seconds=0.2, facts_seconds=0.02, lease_seconds=0.6, load_seconds=0.2)
 
 
@@ -103,6 +105,12 @@ class EmbeddedRanks:
         return found[0]
 
     @property
+    def readable(self) -> bool:
+        """Every rank knows the checksums of what it serves, so that the others may read it."""
+        tables = [rank.handovers.protocol.cell_table for rank in self.ranks]
+        return all(table.sealed(one) for table in tables for one in table.residents())
+
+    @property
     def at_rest(self) -> bool:
         """Nothing is under way on any rank, every cell without a slot is free, and nothing is leased."""
         for rank in self.ranks:
@@ -127,7 +135,8 @@ class EmbeddedRanks:
 async def embedded_ranks(
     broker: MemoryBroker, checkpoint: Path, folder: Path, ranks: int, name: str = "a", **settings: Any
 ) -> AsyncIterator[EmbeddedRanks]:
-    """An engine that serves until the block ends. settings: of `EmbeddedConfig`."""
+    """An engine that serves until the block ends, and whose experts can be read. settings: of
+    `EmbeddedConfig`."""
     seen: dict[int, Witness] = {}
 
     def build(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
@@ -156,20 +165,20 @@ async def embedded_ranks(
             for rank, engine in enumerate(engines)
         ]
         found = []
-        for rank, engine in enumerate(engines):
-            assert engine.experts is not None
-            transfers = await open_transfers(
-                READING, engine.experts.memory, f"{name}-{rank}", one_machine=True
-            )
+        for rank, one in enumerate(engines):
+            assert one.experts is not None
+            transfers = await open_transfers(READING, one.experts.memory, f"{name}-{rank}", one_machine=True)
             for way in transfers:
                 stack.push_async_callback(way.close)
             staging = Staging(transfers=transfers, config=READING)
-            agent = Agent(MemoryBus(broker), SUBJECTS, engine, who, REPORTING, staging)
-            found.append(EmbeddedRank(engine, agent, seen[rank]))
+            agent = Agent(MemoryBus(broker), SUBJECTS, one, who, REPORTING, staging)
+            found.append(EmbeddedRank(one, agent, seen[rank]))
         for number, rank in enumerate(found):
             running.append(
                 await stack.enter_async_context(alongside(rank.agent.run(), f"agent of rank {number}"))
             )
         async with asyncio.timeout(20):
             await asyncio.gather(*(rank.agent.joined.wait() for rank in found))
-        yield EmbeddedRanks(found, running, ExpertBytes(checkpoint))
+        engine = EmbeddedRanks(found, running, ExpertBytes(checkpoint))
+        await until(lambda: engine.readable, "all experts can be read", 20)
+        yield engine

@@ -1,7 +1,7 @@
 """Sharded layers compute what transformers computes, whichever layers of the demo model are sharded, on one
 rank, two and four; and a text's bits depend on neither its batch nor its rank."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -20,7 +20,7 @@ LAYERS, EXPERTS = 4, 32
 SETS = list(chain.from_iterable(combinations(range(LAYERS), count) for count in range(LAYERS + 1)))
 """all 16 sets of layers"""
 TOLERANCE = 1e-4
-"""of fp32 logits, which reach 20: two sums of the same products in another order"""
+"""of fp32 logits, which reach 20 and differ by up to 2.1e-5: the same products, added in another order"""
 SAFE_MARGIN = 1e-3
 """texts may part where the best logit leads by less than this"""
 BYTES = (Path(__file__).parents[3] / "LICENSE").read_bytes()
@@ -123,19 +123,14 @@ def test_every_form_computes_what_transformers_computes(
     threads: dict[int, RankThreads],
     ranks: int,
     sharded: tuple[int, ...],
-    record_property: Callable[[str, object], None],
 ) -> None:
     runners = loaded(threads[ranks], sharded)
     forced = forced_texts()
     prefixes = [Text(PREFIXES[: end + 1], 1) for end in range(len(PREFIXES))]
     free = [Text(prompt, FREE) for prompt in PROMPTS]
     threads[ranks].compute(runners, dealt([*forced, *prefixes, *free], ranks))
-    difference = max(
-        furthest(forced, oracle),
-        float(np.abs(np.concatenate([text.logits for text in prefixes]) - oracle.prefixes).max()),
-    )
-    record_property("largest difference of logits", difference)
-    assert difference < TOLERANCE
+    assert furthest(forced, oracle) < TOLERANCE
+    assert np.abs(np.concatenate([text.logits for text in prefixes]) - oracle.prefixes).max() < TOLERANCE
     for text, (tokens, margins) in zip(free, oracle.free, strict=True):
         close = np.flatnonzero(margins < SAFE_MARGIN)
         end = int(close[0]) if len(close) else FREE

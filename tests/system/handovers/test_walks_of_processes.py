@@ -50,9 +50,13 @@ def walking(backend: str) -> Iterator[Fleet]:
         ROOST_ENGINE_KV_BLOCKS="256",
         ROOST_ENGINE_SLOTS_PER_RANK=str(SLOTS),
         ROOST_TRANSFER_BACKEND=backend,
+        # A busy machine makes no read overdue, ends no handover, and is not dead.
+        ROOST_TRANSFER_MIN_SECONDS="30.0",
+        ROOST_PLANNER_STAGE_SECONDS="60.0",
+        ROOST_PLANNER_SILENT_SECONDS="20.0",
         ROOST_PLANNER_AUTOMATIC="false",
         ROOST_PLANNER_REPEAT_SECONDS="0.2",
-        ROOST_ROUTER_DEAD_AFTER_SECONDS="6.0",  # a busy machine is not dead
+        ROOST_ROUTER_DEAD_AFTER_SECONDS="20.0",
     )
     fleet = Fleet(home, "--ranks", str(RANKS), "--engines", str(len(ENGINES)))
     yield fleet
