@@ -151,7 +151,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(batch: Batch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(_batches())
 def test_a_row_has_the_same_bits_alone_and_in_any_batch_of_many(batch: Batch) -> None:
     check(batch)
