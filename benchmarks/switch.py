@@ -225,7 +225,7 @@ async def engine(
             slots=slots,
             ballast_bytes=0,
             sequences=sequences,
-            transfer={"piece_bytes": PIECE, "audit_seconds": 0, **transfer},
+            transfer={"audit_seconds": 0, **transfer},
             checkpoint=str(checkpoint),
             spare_layers=spare_layers,
         )
@@ -245,7 +245,7 @@ async def idle_switches(
 ) -> dict[bool, list[Handed]]:
     """Switch an idle engine to and fro; return each switch by direction. The first pair is not counted."""
     carried: list[tuple[bool, Carried]] = []
-    async with engine(shape, checkpoint, spare_layers, 0, {}) as rig:
+    async with engine(shape, checkpoint, spare_layers, 0, {"piece_bytes": PIECE}) as rig:
         for _ in range(rounds + 1):
             for to_sharded in _DIRECTIONS:
                 carried.append((to_sharded, await switch(rig.asking, shape, to_sharded=to_sharded)))
