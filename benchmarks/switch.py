@@ -328,9 +328,9 @@ async def stream(
         return Streamed(windows, carried, await rig.ranks.diaries())
 
 
-def judge_streaming(report: Report, run: Streamed, full: float) -> None:
+def judge_streaming(report: Report, run: Streamed, full: float, limit: int) -> None:
     """Add rows and targets of a run. full: seconds in which all layers' bytes are copied and compared at
-    full speed."""
+    full speed. limit: bytes per second of a rank's reads."""
     gaps = Gaps.of(run.diaries, run.windows)
     for kind, found in gaps.by_kind.items():
         pooled = gaps.pooled(kind)
@@ -345,14 +345,14 @@ def judge_streaming(report: Report, run: Streamed, full: float) -> None:
     statics = {"whole": ("whole", "whole again"), "sharded": ("sharded",)}
     slower = max(statics, key=lambda form: gaps.p99(*statics[form]))
     spread = abs(gaps.p99("whole again") / gaps.p99("whole") - 1)
-    limit = 2 * float(median(gaps.pooled(*statics[slower]).tolist()))
-    with_, without = gaps.shares_above(limit, "turning"), gaps.shares_above(limit, *statics[slower])
+    long = 2 * float(median(gaps.pooled(*statics[slower]).tolist()))
+    with_, without = gaps.shares_above(long, "turning"), gaps.shares_above(long, *statics[slower])
     more: Excess = excess(with_, without)
     seconds = sum(one.end - one.begin for one in run.windows["turning"])
     speed = len(run.carried) * full / seconds
     report.notes.append(
-        f"turning: {len(run.carried)} switches in {seconds:.0f} s, with bytes at {100 * SHARE:.0f} % of the full"
-        f" speed while they move, and at {100 * speed:.1f} % on average; p99"
+        f"turning: {len(run.carried)} switches in {seconds:.0f} s, reads limited to {limit / 1e6:.0f} MB/s a"
+        f" rank, {100 * speed:.1f} % of the full speed on average; p99"
         f" {1e3 * gaps.p99('turning'):.2f} ms; whole {1e3 * gaps.p99('whole'):.2f} and"
         f" {1e3 * gaps.p99('whole again'):.2f} ms (A/A: {100 * spread:.1f} %), sharded"
         f" {1e3 * gaps.p99('sharded'):.2f} ms"
@@ -420,8 +420,9 @@ def main(
         full = max(median(ways["verified"]) for ways in times.values())
         length = (seconds or (4.0 if quick else 60.0)) / windows
         with random_model(shape) as checkpoint:
-            run = asyncio.run(stream(shape, checkpoint, windows, length, rate or paced(shape, full)))
-        judge_streaming(report, run, full)
+            limit = rate or paced(shape, full)
+            run = asyncio.run(stream(shape, checkpoint, windows, length, limit))
+        judge_streaming(report, run, full, limit)
     report.notes.append(f"load average {os.getloadavg()[0]:.1f}")
     report.finish(as_json=as_json, check=check)
 
@@ -436,8 +437,8 @@ def random_model(shape: ModelShape) -> Iterator[Path]:
 
 
 def paced(shape: ModelShape, full: float) -> int:
-    """Return the limit of a rank's reads, in bytes per second, at which they and the copies within the rank move
-    SHARE of what they move at full speed. full: seconds of a switch's bytes at full speed."""
+    """Return the limit of a rank's reads, in bytes per second, at which they and the copies within the rank
+    move SHARE of what they move at full speed. full: seconds of a switch's bytes at full speed."""
     return int(SHARE * rank_bytes(shape) * (1 - 1 / RANKS) / full)
 
 
