@@ -200,7 +200,7 @@ async def test_bytes_of_a_source_are_spoilt(fleet: Fleet, tensor: str) -> None:
 
     await fleet.each(f"spoil {tensor} of a switch", fault)
     assert faults["checksum"] > 0, faults
-    assert set(faults) <= {"checksum", "committed"}, faults
+    assert set(faults) <= {"checksum", "committed", "overdue"}, faults  # overdue: on a busy machine
 
 
 def _read_by_others(placement: Placement, layer: int, random: np.random.Generator) -> tuple[int, int]:
