@@ -11,7 +11,7 @@ once. Time beside the bytes is time in which no rank copies or compares.
 
 **Streaming.** The same engine answers requests without a pause. Windows in which all layers are whole
 (twice), all are sharded, and layers turn over to and fro alternate in one run. A tenth of the measured speed,
-with verification, is the limit of the reads.
+with verification, is the limit of the reads, and the threads that copy have the lowest priority (`niceness`).
 
     python -m benchmarks.switch --quick
 """
@@ -56,6 +56,8 @@ LANDED, VERIFIED, GLOO = 1.25, 1.6, 3.0
 BESIDE_SECONDS = 0.06
 SHARE = 0.1
 """of the measured speed, at which layers turn under load"""
+NICENESS = 19
+"""of copying under load: a limited switch is in no hurry"""
 P99 = 1.05
 PATIENCE = 120.0
 SETTLE_SECONDS = 0.5
@@ -308,7 +310,9 @@ async def stream(
     kinds = ("whole", "whole again", "turning", "sharded")
     windows: dict[str, list[Window]] = {kind: [] for kind in kinds}
     carried: list[Carried] = []
-    async with engine(shape, checkpoint, 1, SEQUENCES, {"bytes_per_second": bytes_per_second}) as rig:
+    async with engine(
+        shape, checkpoint, 1, SEQUENCES, {"bytes_per_second": bytes_per_second, "niceness": NICENESS}
+    ) as rig:
         await switch(rig.asking, shape, to_sharded=True)
         await switch(rig.asking, shape, to_sharded=False)
         for number in range(rounds):
