@@ -61,7 +61,7 @@ NICENESS = 19
 P99 = 1.05
 PATIENCE = 120.0
 SETTLE_SECONDS = 0.5
-WARM_SECONDS = 3.0
+WARM_SECONDS = 2.0
 _DIRECTIONS = {True: "to sharded", False: "to whole"}
 Times = dict[bool, dict[str, list[float]]]
 """seconds of the slower rank, by direction (True: to sharded) and way, one per round"""
@@ -422,7 +422,7 @@ def main(
         shape, windows = (SMALL, 2) if quick else (LARGE, 6)
         times = copy_times(shape, "shared", ("verified",), 3)
         full = max(median(ways["verified"]) for ways in times.values())
-        length = (seconds or (4.0 if quick else 60.0)) / windows
+        length = (seconds or (3.0 if quick else 60.0)) / windows
         with random_model(shape) as checkpoint:
             limit = rate or paced(shape, full)
             run = asyncio.run(stream(shape, checkpoint, windows, length, limit))
