@@ -124,12 +124,16 @@ class Records:
     async def switch(self, engine: str, sharded: tuple[int, ...], seconds: float = 20.0) -> str:
         """Have layers turned over until exactly these are sharded: the plan's id. Asked again while nobody
         answers, and while it is declined. Declined, BusError: until the end."""
-        deadline = asyncio.get_running_loop().time() + seconds
+        history, deadline = self.history(engine), asyncio.get_running_loop().time() + seconds
+        known = {one.plan for one in history.migrations}
         request = SetLayout(engine=engine, sharded=sharded, now=True)
         while True:
             try:
-                answer = await self.bus.request(self.subjects.migrate, request, 1.0)
+                answer = await self.bus.request(self.subjects.migrate, request, 5.0)
             except BusError:
+                begun = [one.plan for one in history.migrations if isinstance(one, MigrationPlanned)]
+                if begun and begun[-1] not in known:
+                    return begun[-1]  # it was accepted, and the answer lost
                 if asyncio.get_running_loop().time() > deadline:
                     raise
             else:

@@ -50,10 +50,11 @@ def slow() -> Iterator[Fleet]:
         ROOST_ENGINE_SLOTS_PER_RANK="18",
         ROOST_TRANSFER_BYTES_PER_SECOND=str(BYTES_PER_SECOND),
         ROOST_TRANSFER_PIECE_BYTES="32768",
+        ROOST_TRANSFER_MIN_SECONDS="20.0",  # a busy machine ends no read
         ROOST_PLANNER_AUTOMATIC="false",  # layers turn over when they are asked to, and otherwise stay
         ROOST_PLANNER_LEASE_SECONDS="1.0",
         ROOST_PLANNER_REPEAT_SECONDS="0.2",
-        ROOST_PLANNER_STAGE_SECONDS="15.0",
+        ROOST_PLANNER_STAGE_SECONDS="60.0",
         ROOST_ROUTER_DEAD_AFTER_SECONDS="15.0",  # a busy machine is not dead
         ROOST_ROUTER_NO_ENGINE_WAIT_SECONDS="60.0",
     )
