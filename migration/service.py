@@ -119,6 +119,7 @@ class MigrationService:
                     if not self.ready.is_set():
                         raise
                     logger.warning("cannot lead at present: %s", failed.exceptions[0])
+                    await asyncio.sleep(self._config.retry_seconds)
                 finally:
                     self.controller = None
                     self.metrics.leader.set(0)
