@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: up docs plugin test test-slow test-vllm test-vllm-slow record-vllm soak lint bench evidence venv clean
+.PHONY: up docs plugin test test-slow test-long test-vllm test-vllm-slow record-vllm soak lint bench evidence venv clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -30,7 +30,10 @@ test: venv ## the fast tests, two at a time, under six minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: venv ## soaks and long fault loops
-	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not long" --timeout 900 $(ARGS)
+
+test-long: venv ## more rounds of slow tests than CI has time for; by hand
+	@$(BIN)/python -m pytest -m long --timeout 900 $(ARGS)
 
 test-vllm: venv ## the door and the plugin with a real vLLM, in an environment of its own (.venv-vllm); by hand, not in CI
 	@$(BIN)/python -m tests.compat.live
