@@ -21,6 +21,7 @@ from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, MigrationStaged, PlanEvaluated
 from fleet.popularity import ExpertTable
 from fleet.requests.control_loop import DescribeLoop, EngineLoop, LoopDescribed, SetLoopState
+from migration.handover.rank_progress import REPLACED
 from tests.faults.expert_contents import RANKS, SHAPE
 from tests.faults.fleet_fixture import Engine, FleetFixture, Process, until
 from tests.faults.invariants import judge
@@ -266,14 +267,24 @@ async def test_a_planner_that_dies_as_its_own_plan_begins_is_followed_by_one_tha
 async def test_a_planner_that_dies_when_its_own_plan_is_staged_is_followed_by_one_that_carries_it_out_and_judges_it_once(
     loop: Loop,
 ) -> None:
-    planned = await loop.next_plan()
-    await until(
-        lambda: any(isinstance(one, MigrationStaged) for one in loop.engine.history.of(planned.plan)),
-        "it is staged",
-        END_SECONDS,
-    )
-    await loop.change_of_lead()
-    end = await until(lambda: loop.engine.history.end_of(planned.plan), "the plan ends", END_SECONDS)
+    for _ in range(2 * TIMES):
+        planned = await loop.next_plan()
+        await until(
+            lambda plan=planned.plan: any(
+                isinstance(one, MigrationStaged) for one in loop.engine.history.of(plan)
+            ),
+            "it is staged",
+            END_SECONDS,
+        )
+        await loop.change_of_lead()
+        end = await until(
+            lambda plan=planned.plan: loop.engine.history.end_of(plan), "the plan ends", END_SECONDS
+        )
+        if isinstance(end, MigrationCommitted):
+            break
+        # The decision follows the record at once; the planner died in between.
+        assert end.fault == REPLACED, end
+        await loop.balanced()
     assert isinstance(end, MigrationCommitted), end
     await loop.evaluated(planned.plan)
     await loop.balanced()
