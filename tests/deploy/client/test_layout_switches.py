@@ -2,8 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,7 @@ from deploy.parts.simulated import SimulatedHost
 from deploy.process import alongside
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.simulated.engine import SimulatedEngine
-from fleet.experts import ExpertId
 from fleet.facts.migrations import MigrationCommitted, MigrationPlanned
-from fleet.placement import Placement
 from fleet.requests.plans import MigrateExpert, RollBack, SetLayout
 from migration.config import MigrationConfig
 from migration.service import MigrationService
@@ -96,46 +92,3 @@ async def _stream(host: SimulatedHost, rank: int, completed: list[int]) -> None:
     while True:
         assert (await (await host.engine.ranks[rank].submit(request)).rest()).token_ids == expected
         completed.append(rank)
-
-
-@pytest.mark.slow
-async def test_a_large_engine_changes_its_layout_under_load_whenever_coordinators_end() -> None:
-    """8 ranks of DeepSeek-V3: all 58 layers become sharded, some whole, experts move, all become whole."""
-    broker, chance = MemoryBroker(), random.Random(5)
-    bus, deaths, completed = MemoryBus(broker), list[int](), list[int]()
-
-    async def until(order: Any, done: Callable[[Placement], bool]) -> None:
-        """Ask for a change again and again, as operators do whose plan was given up or got no answer."""
-        while not done(host.engine.placement):
-            with suppress(NotAccepted):
-                await carried_out(bus, SUBJECTS, order, wait=True, began=lambda _: None, say=lambda _: None)
-
-    def turned(*sharded: int) -> tuple[SetLayout, Callable[[Placement], bool]]:
-        order = SetLayout(engine="sim-0", sharded=sharded, now=True)
-        return order, lambda served: served.sharded == sharded
-
-    async with (
-        simulated_engine(bus, SUBJECTS, "sim-0", ranks=8, shape="deepseek-v3", slots_per_rank=34) as host,
-        alongside(_coordinators(broker, chance, deaths), "planners that end at random"),
-        alongside(_stream(host, 0, completed), "requests to rank 0"),
-        alongside(_stream(host, 5, completed), "requests to rank 5"),
-        asyncio.timeout(500),
-    ):
-        await until(*turned(*range(58)))
-        await until(*turned(*range(0, 58, 2)))
-        move = MigrateExpert(engine="sim-0", layer=7, expert=3, rank=4)
-        await until(move, lambda served: 4 in served.holders(ExpertId(7, 3)))
-        held = host.engine.placement.replicas_on_rank[7]
-        await until(*turned())
-        entries = [one.message async for one in bus.replay(SUBJECTS.migrations("sim-0"), follow=False)]
-        recorded = (await placements(bus, SUBJECTS))["sim-0"].now
-    assert recorded == host.engine.placement
-    assert np.array_equal(recorded.replicas_on_rank[7], held), "a layer that stays whole keeps its experts"
-    assert deaths
-    assert set(completed) == {0, 5}
-    committed = [entry for entry in entries if isinstance(entry, MigrationCommitted)]
-    assert len({entry.epoch for entry in committed}) == len(committed) == recorded.epoch
-    whole = {entry.plan for entry in committed if entry.last}
-    for plan in [entry for entry in entries if isinstance(entry, MigrationPlanned) and entry.plan in whole]:
-        assert sum(entry.bytes for entry in committed if entry.plan == plan.plan) == plan.bytes
-    await bus.close()
