@@ -11,7 +11,9 @@ does not agree with what Roost pins. LiteLLM is installed there, too, for the sa
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import subprocess
 import sys
 import urllib.error
@@ -23,9 +25,9 @@ from time import monotonic, sleep
 import httpx
 
 from tests.compat import record
-from tests.compat.exchange import ask, neutral
+from tests.compat.exchange import Answer, ask, neutral
 from tests.compat.replay import RECORDED
-from tests.compat.requests import ALL, MODEL
+from tests.compat.requests import ALL, MODEL, ClientRequest
 from tests.conftest import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -133,17 +135,37 @@ async def differences(server: str, router: str) -> list[str]:
         for sent in ALL:
             for _ in range(TRIES):
                 direct, routed = await ask(client, server, sent), await ask(client, router, sent)
-                if direct.comparable == routed.comparable:
+                if in_any_order(direct, sent) == in_any_order(routed, sent):
                     break
             else:
                 found.append(f"{sent.name}\n    direct {direct.comparable}\n    routed {routed.comparable}")
     for name in ("openai", "litellm"):
-        direct, routed = returned(name, server), returned(name, router)
-        found += [
-            f"{name}: {one}\n    routed {two}" for one, two in zip(direct, routed, strict=True) if one != two
-        ]
-        print(f"{name}: {len(direct)} calls compared")
+        different = calls_that_differ(name, server, router)
+        for _ in range(TRIES - 1):
+            if different:
+                different &= calls_that_differ(name, server, router)
+        found += [f"{name}: {call} differs" for call in sorted(different)]
     return found
+
+
+def in_any_order(answer: Answer, sent: ClientRequest) -> tuple[object, ...]:
+    """What is compared. In which order several choices of a stream take turns is chance: those are sorted."""
+    status, headers, body = answer.comparable
+    several = re.search(rb'"n": ?[2-9]|"prompt": ?\[', sent.body) is not None
+    return status, headers, sorted(body.split(b"\n\n")) if several else body
+
+
+def calls_that_differ(client: str, server: str, router: str) -> set[str]:
+    """Names of the calls of a client that returned or raised something else through the router.
+
+    vLLM may put two tokens into one chunk when it is late, so only what differs every time counts.
+    """
+    direct, routed = returned(client, server), returned(client, router)
+    print(f"{client}: {len(direct)} calls compared")
+    different = [(one, two) for one, two in zip(direct, routed, strict=True) if one != two]
+    for one, two in different:
+        print(f"    direct {one}\n    routed {two}")
+    return {json.loads(one)["name"] for one, _ in different}
 
 
 def returned(client: str, base: str) -> list[str]:
