@@ -14,7 +14,6 @@ import msgspec
 from fleet.facts.engines import UNSHARDABLE
 from fleet.facts.migrations import MigrationStaged
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import DP_ATTENTION
 from fleet.placement import Placement, PlacementRecord, linear, with_slots
 
 MAX_BYTES = 64 << 20
@@ -80,7 +79,7 @@ def last_decided(
     Epochs with other attention than data-parallel, of an engine of the same name that was not Roost's own,
     are refused with a warning.
     """
-    if committed is not None and committed.attention != DP_ATTENTION:
+    if committed is not None and not committed.layout.targets_are_ranks:
         log.warning(
             "epoch %d of a previous engine of this name is not resumed: it had %s, and Roost's own engines"
             " serve data-parallel attention only",
@@ -162,7 +161,10 @@ def _once(placement: Placement) -> Placement:
 
 
 def _refusal(placement: Placement, unshardable: str) -> str:
-    """Return why the engine cannot serve the forms of a placement's layers; empty: it can."""
+    """Return why the engine cannot serve a placement's attention or the forms of its layers; empty: it
+    can."""
+    if placement.attention == "tp":
+        return "it has tensor-parallel attention, which this engine cannot serve"
     if not placement.sharded or not unshardable:
         return ""
     return f"it has sharded layers, which this engine cannot serve: {unshardable}"

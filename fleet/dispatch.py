@@ -117,6 +117,7 @@ def as_dispatched(placement: Placement, rule: str, rows: NDArray[Any] | int = MA
         split=Split(nothing, spill, nothing),
         duplicates=True,
         sharded=placement.sharded,
+        attention=placement.attention,
     )
 
 

@@ -28,8 +28,8 @@ AttentionKind = Literal["dp", "tp"]
 
 
 class AttentionLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Distribution of attention over an engine's ranks, as engines state it. It does not change while an
-    engine runs; which layers are sharded belongs to the placement (`PlacementRecord.sharded`).
+    """Distribution of attention over an engine's ranks, as events state it beside a placement, which states
+    it too (`PlacementRecord.attention`). In events of earlier releases the placement does not.
     """
 
     kind: AttentionKind = msgspec.field(name="attention")
@@ -63,6 +63,14 @@ class Layout:
         """Return the layout of an engine; None for an engine that states no attention, so no experts."""
         return None if attention is None else cls(attention.kind, sharded)
 
+    def check_layers(self, layers: int) -> None:
+        """Raise ValueError for tensor-parallel attention with some of the model's MoE layers sharded."""
+        if self.attention == "tp" and 0 < len(self.sharded) < layers:
+            raise ValueError(
+                "layout: tensor-parallel attention needs the experts of every layer sharded, or of none; not"
+                f" of {len(self.sharded)} of {layers}"
+            )
+
     def check(self, shape: ModelShape, ranks: int) -> None:
         """Raise ValueError when a model of this shape cannot be served in this layout by the ranks."""
         if self.sharded and self.sharded[-1] >= shape.layers:
@@ -70,11 +78,7 @@ class Layout:
                 f"layout: sharded layer {self.sharded[-1]} is not one of the model's {shape.layers} MoE"
                 " layers, which are numbered from 0"
             )
-        if self.attention == "tp" and 0 < len(self.sharded) < shape.layers:
-            raise ValueError(
-                "layout: tensor-parallel attention needs the experts of every layer sharded, or of none; not"
-                f" of {len(self.sharded)} of {shape.layers}"
-            )
+        self.check_layers(shape.layers)
         reason = (sharding_refusal(shape, ranks) if self.sharded else "") or (
             tp_refusal(shape, ranks) if self.attention == "tp" else ""
         )

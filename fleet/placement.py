@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from fleet.experts import ExpertId
-from fleet.layout import check_ascending
+from fleet.layout import AttentionKind, AttentionLayout, Layout, check_ascending
 
 EMPTY = -1
 """Value of an empty slot."""
@@ -62,6 +62,14 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """a rank may hold an expert twice in a layer: only in placements as an engine reports them"""
     sharded: tuple[int, ...] = ()
     """layers whose experts are sharded, ascending: their slots are -1 and their splits 0"""
+    attention: AttentionKind = "dp"
+    """Tensor-parallel attention goes with all layers sharded, or with none"""
+
+
+def as_stated(record: PlacementRecord, attention: AttentionLayout) -> PlacementRecord:
+    """Return the placement of an event that states the attention beside it. Events of earlier releases state
+    it there alone, and their placements none: then the event counts."""
+    return msgspec.structs.replace(record, attention="tp") if attention.kind == "tp" else record
 
 
 class Placement:
@@ -75,12 +83,15 @@ class Placement:
 
     `split` defines how replicas share an expert's tokens; None: evenly.
 
+    `attention` is data-parallel (dp: each rank has its own requests) or tensor-parallel (tp: every rank
+    computes its heads of all requests).
+
     `duplicates` admits ranks that hold an expert twice in a layer, as vLLM's initial map may. It is for
     placements as an engine reports them. The attribute says if there are any.
 
     Invariants (ValueError names the offender): every expert of every whole layer has at least one replica, no
-    rank holds two replicas of one expert in a layer (but see `duplicates`), ids are in range, and the spills
-    of an expert sum to FULL.
+    rank holds two replicas of one expert in a layer (but see `duplicates`), ids are in range, the spills of
+    an expert sum to FULL, and tensor-parallel attention goes with all layers sharded or with none.
     """
 
     def __init__(
@@ -93,6 +104,7 @@ class Placement:
         split: Split | None = None,
         duplicates: bool = False,
         sharded: tuple[int, ...] = (),
+        attention: AttentionKind = "dp",
     ) -> None:
         table = np.ascontiguousarray(expert_of_slot, dtype=np.int16)
         if (
@@ -116,6 +128,7 @@ class Placement:
         check_ascending(sharded, "placement")
         self.sharded = tuple(sharded)
         """layers whose experts are sharded, ascending"""
+        self.attention: AttentionKind = attention
         again = repeated(table, ranks)
         self._check(again, duplicates=duplicates)
         self.duplicates = bool(again.any())
@@ -155,6 +168,7 @@ class Placement:
             raise ValueError(
                 f"placement: sharded layer {self.sharded[-1]}; its {self.layers} layers are numbered from 0"
             )
+        self.layout.check_layers(self.layers)
         named = np.argwhere(table[list(self.sharded)] != EMPTY)
         if len(named):
             layer, slot = self.sharded[named[0, 0]], named[0, 1]
@@ -187,14 +201,20 @@ class Placement:
         """Layers that hold whole experts, ascending: int [n]."""
         return np.setdiff1d(np.arange(self.layers), self.sharded)
 
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.attention, self.sharded)
+
     @cached_property
     def digest(self) -> int:
-        """Digest of all that ranks must agree on, without the epoch: experts by slot, splits and forms. A
-        positive int64."""
+        """Digest of all that ranks must agree on, without the epoch: experts by slot, splits, forms and
+        attention. A positive int64."""
         state = xxh3_64(self.expert_of_slot.tobytes())
         for part in self.split:
             state.update(part.tobytes())
         state.update(np.array((self.experts, self.ranks, *self.sharded), "<i8").tobytes())
+        if self.attention == "tp":
+            state.update(b"tp")
         return state.intdigest() >> 1
 
     @cached_property
@@ -231,6 +251,7 @@ class Placement:
             slots=self.expert_of_slot.astype("<i2").tobytes(),
             duplicates=self.duplicates,
             sharded=self.sharded,
+            attention=self.attention,
             **(
                 {}
                 if self.even
@@ -257,6 +278,7 @@ class Placement:
             split=_split_of(record, table.shape),
             duplicates=record.duplicates,
             sharded=record.sharded,
+            attention=record.attention,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -266,7 +288,7 @@ class Placement:
 
     def serves_as(self, other: "Placement") -> bool:
         """Return True if both dispatch every token the same way: equal in all but the epoch."""
-        same_head = (self.experts, self.ranks, self.sharded) == (other.experts, other.ranks, other.sharded)
+        same_head = (self.experts, self.ranks, self.layout) == (other.experts, other.ranks, other.layout)
         return (
             same_head
             and np.array_equal(self.expert_of_slot, other.expert_of_slot)
@@ -274,13 +296,14 @@ class Placement:
         )
 
     def __hash__(self) -> int:
-        return hash((self.experts, self.ranks, self.epoch, self.sharded, self.expert_of_slot.tobytes()))
+        return hash((self.experts, self.ranks, self.epoch, self.layout, self.expert_of_slot.tobytes()))
 
     def __repr__(self) -> str:
         sharded = f", {len(self.sharded)} layers sharded" if self.sharded else ""
+        attention = ", tensor-parallel attention" if self.attention == "tp" else ""
         return (
             f"<Placement epoch {self.epoch}: {self.layers} layers x {self.experts} experts on {self.ranks}"
-            f" ranks, {self.slots_per_rank} slots each{sharded}>"
+            f" ranks, {self.slots_per_rank} slots each{sharded}{attention}>"
         )
 
 
@@ -410,6 +433,22 @@ def with_slots(placement: Placement, slots_per_rank: int) -> Placement:
         epoch=placement.epoch,
         split=split,
         sharded=placement.sharded,
+        attention=placement.attention,
+    )
+
+
+def with_attention(placement: Placement, attention: AttentionKind, *, epoch: int) -> Placement:
+    """Return the placement of an epoch with this attention. ValueError for tensor-parallel attention where
+    only some layers are sharded."""
+    return Placement(
+        placement.expert_of_slot,
+        experts=placement.experts,
+        ranks=placement.ranks,
+        epoch=epoch,
+        split=None if placement.even else placement.split,
+        duplicates=placement.duplicates,
+        sharded=placement.sharded,
+        attention=attention,
     )
 
 
@@ -441,6 +480,7 @@ def with_rows(
             split=split,
             duplicates=placement.duplicates,
             sharded=tuple(sorted(sharded)),
+            attention=placement.attention,
         )
 
     if split is None and not placement.even:

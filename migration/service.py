@@ -357,7 +357,7 @@ class MigrationService:
             committed = received.message
             if isinstance(committed, PlacementCommitted) and committed.worker_id in incarnations:
                 try:
-                    placement = Placement.from_record(committed.placement)
+                    placement = Placement.from_record(committed.served)
                 except ValueError as error:  # already rejected and counted when the log was read
                     logger.debug(
                         "epoch %d of engine %s is ignored in the move history: %s",

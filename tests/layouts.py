@@ -1,6 +1,8 @@
-"""How an engine states its layout: attention beside, and sharded layers in, its placement."""
+"""How an engine states its layout: attention beside and in its placement, and sharded layers in it."""
 
 from typing import Any
+
+import msgspec
 
 from fleet.layout import AttentionLayout, Layout
 from fleet.placement import Placement, PlacementRecord, with_rows
@@ -16,4 +18,6 @@ def stated(fields: dict[str, Any]) -> dict[str, Any]:
     if record is not None and layout.sharded:
         whole = Placement.from_record(record)
         rest["placement"] = with_rows(whole, dict.fromkeys(layout.sharded), epoch=whole.epoch).record()
+    if rest.get("placement") is not None and layout.attention == "tp":
+        rest["placement"] = msgspec.structs.replace(rest["placement"], attention="tp")
     return {**rest, "attention": AttentionLayout(kind=layout.attention)}

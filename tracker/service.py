@@ -221,9 +221,9 @@ class TrackerService:
         if not self._names_own_worker(received):
             return
         match received.message:
-            case PlacementCommitted(worker_id=worker_id, placement=placement, layout=layout):
+            case PlacementCommitted(worker_id=worker_id, served=placement, layout=layout):
                 await self._place(worker_id, placement, layout)
-            case EngineJoined(worker_id=worker_id, placement=PlacementRecord() as placement, layout=layout):
+            case EngineJoined(worker_id=worker_id, served=PlacementRecord() as placement, layout=layout):
                 self._receive(received)
                 await self._place(worker_id, placement, layout)
             case _:

@@ -33,14 +33,13 @@ class EngineNow:
 
     migrating: str = ""
     """id of the running plan; empty: none"""
-    sharded: tuple[int, ...] | None = None
-    """layers that are sharded since the last recorded epoch; None: as in the join"""
+    committed: Layout | None = None
+    """layout of the last recorded epoch; None: that of the join"""
 
     @property
     def layout(self) -> Layout | None:
         """Layout of the served epoch; None: the engine reports no experts."""
-        joined = self.joined
-        return joined.layout if self.sharded is None else Layout.of(joined.attention, self.sharded)
+        return self.joined.layout if self.committed is None else self.committed
 
     def drained(self, rank: int) -> str | None:
         """Return the reason why a rank is drained; None: it is not."""
@@ -58,7 +57,7 @@ class EngineNow:
             case RankDrained():
                 self.drains.pop(message.rank, None)
             case PlacementCommitted():
-                self.sharded = message.placement.sharded
+                self.committed = message.layout
             case MigrationPlanned() | MigrationStaged() | MigrationCommitted(last=False):
                 self.migrating = message.plan
             case MigrationCommitted() | MigrationAborted():

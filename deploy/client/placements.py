@@ -34,9 +34,9 @@ async def placements(bus: Bus, subjects: Subjects) -> dict[str, Placements]:
     newer."""
     joins = {engine.joined.engine: engine.joined for engine in await members(bus, subjects)}
     first = {
-        name: Placement.from_record(joined.placement)
+        name: Placement.from_record(joined.served)
         for name, joined in joins.items()
-        if joined.placement is not None
+        if joined.served is not None
     }
     last = dict(first)
     async for received in bus.replay(subjects.placements(), latest=True, follow=False):
@@ -46,7 +46,7 @@ async def placements(bus: Bus, subjects: Subjects) -> dict[str, Placements]:
             and message.engine in joins
             and joins[message.engine].worker_id == message.worker_id
         ):
-            last[message.engine] = Placement.from_record(message.placement)
+            last[message.engine] = Placement.from_record(message.served)
     return {name: Placements(joins[name], first.get(name), now) for name, now in last.items()}
 
 

@@ -41,7 +41,7 @@ def show_layouts(bus_config: BusConfig, engine: str | None, *, as_json: bool) ->
 
 def layout_of(one: Placements) -> Layout | None:
     """Return the layout of the served epoch; None: the engine does not state its attention."""
-    return Layout.of(one.joined.attention, one.now.sharded)
+    return None if one.joined.attention is None else one.now.layout
 
 
 def offered(one: Placements) -> tuple[LayoutChoice, ...]:
@@ -49,7 +49,7 @@ def offered(one: Placements) -> tuple[LayoutChoice, ...]:
     joined = one.joined
     if joined.shape is None or joined.attention is None:
         return ()
-    return choices(joined.shape, joined.attention, one.now.ranks, joined.unshardable, one.now.sharded)
+    return choices(joined.shape, one.now.layout, one.now.ranks, joined.unshardable)
 
 
 def as_record(one: Placements) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from engine_adapter.config import AgentConfig
 from engine_adapter.engine import Engine
 from engine_adapter.reporting.rank_context import RankContext
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
+from fleet.layout import AttentionLayout
 
 log = logging.getLogger(__name__)
 _LOOK_UP_SECONDS = 300.0
@@ -105,7 +106,7 @@ class EngineMembership:
             kv_block_bytes=about.kv_block_bytes,
             max_context=about.max_context,
             max_batch_tokens=about.max_batch_tokens,
-            attention=about.attention,
+            attention=None if placement is None else AttentionLayout(kind=placement.attention),
             unshardable=about.unshardable,
             dispatch=about.dispatch,
             rearranges=about.rearranges,

@@ -112,6 +112,12 @@ def check_terms(deadline_seconds: float, proposed: Placement, served: Placement,
             f"layers {list(changed)} change between whole and sharded, but the memory of this engine does not"
             f" cut experts into {served.ranks} parts; plan anew",
         )
+    if proposed.attention != served.attention:
+        raise CannotStage(
+            StagingFault.PLACEMENT,
+            f"a placement with {proposed.attention} attention, and this engine serves {served.attention};"
+            " plan anew",
+        )
     if not 0 < deadline_seconds <= LONGEST_SECONDS:
         raise CannotStage(
             StagingFault.DEADLINE,
@@ -134,6 +140,7 @@ def check_whole_map(proposed: Placement) -> None:
         experts=proposed.experts,
         ranks=proposed.ranks,
         duplicates=proposed.duplicates,
+        attention=proposed.attention,
     )
     if not proposed.serves_as(even):
         raise CannotStage(

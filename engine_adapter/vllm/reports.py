@@ -17,7 +17,7 @@ from engine_adapter.vllm.server import NUDGE
 from engine_adapter.vllm.wire import MapMoved, RoutedRequest, WorkerDemand, WorkerHello
 from fleet.experts import BYTES_PER_VALUE, ModelShape
 from fleet.facts.activity import RearrangementTime
-from fleet.layout import DP_ATTENTION, TP_ATTENTION, AttentionLayout
+from fleet.layout import AttentionLayout
 
 GATHERS = ("allgather_reducescatter", "naive")
 """vLLM's all2all backends that send every token to every rank."""
@@ -51,7 +51,7 @@ def engine_shape(hello: WorkerHello) -> EngineShape:
             expert_intermediate=max(values, 1),
             dtype=dtype,
         ),
-        TP_ATTENTION if hello.targets == 1 < hello.ranks else DP_ATTENTION,
+        AttentionLayout(kind=hello.attention),
         hello.targets == 1 or hello.all2all in GATHERS,
     )
 

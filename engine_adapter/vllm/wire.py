@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.layout import AttentionKind
+
 PROTOCOL = 1
 """Version of these messages. Agent and plugin must agree."""
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -98,6 +100,11 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
     """number of the handover that brought the map in force; 0: it is the initial one"""
     epoch: int = 0
     """epoch of the map in force; 0: the agent never named one"""
+
+    @property
+    def attention(self) -> AttentionKind:
+        """Attention of the engine, which vLLM does not change while it runs."""
+        return "tp" if self.targets == 1 < self.ranks else "dp"
 
 
 class MapStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):

@@ -285,7 +285,14 @@ class WorkerMaps:
             gone = next(iter(self._epochs))
             del self._epochs[gone]
             self._tables.pop(gone, None)
-        return Placement(table, experts=self.hello.experts, ranks=self.ranks, epoch=epoch, duplicates=True)
+        return Placement(
+            table,
+            experts=self.hello.experts,
+            ranks=self.ranks,
+            epoch=epoch,
+            duplicates=True,
+            attention=self.hello.attention,
+        )
 
     def _read(self, content: bytes, epoch: int) -> Placement:
         table = self._table(content)

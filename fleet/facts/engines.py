@@ -5,7 +5,7 @@ import msgspec
 from fleet.event import Event
 from fleet.experts import ModelShape
 from fleet.layout import AttentionLayout, Layout
-from fleet.placement import PlacementRecord
+from fleet.placement import PlacementRecord, as_stated
 from fleet.timing import EngineSpeed, RearrangeSpeed
 
 UNSHARDABLE = "its agent does not turn layers over"
@@ -77,7 +77,7 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     max_requests: int | None = None
     """concurrent requests per rank at most; None: the router's own limit"""
     attention: AttentionLayout | None = msgspec.field(default=None, name="layout")
-    """None: the engine reports no experts"""
+    """that of `placement`; None: the engine reports no experts"""
     shape: ModelShape | None = None
     """shape of the MoE layers; None: the engine reports no experts"""
     placement: PlacementRecord | None = None
@@ -104,6 +104,13 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     anything
     """
     capabilities: Capabilities = Capabilities()
+
+    @property
+    def served(self) -> PlacementRecord | None:
+        """`placement` with the attention of the event (`fleet.placement.as_stated`)."""
+        if self.placement is None or self.attention is None:
+            return self.placement
+        return as_stated(self.placement, self.attention)
 
     @property
     def layout(self) -> Layout | None:

@@ -4,7 +4,7 @@ import msgspec
 
 from fleet.event import Event
 from fleet.layout import AttentionLayout, Layout
-from fleet.placement import PlacementRecord
+from fleet.placement import PlacementRecord, as_stated
 
 
 class PlacementCommitted(Event, frozen=True, kw_only=True):
@@ -13,8 +13,14 @@ class PlacementCommitted(Event, frozen=True, kw_only=True):
     engine: str
     worker_id: int
     attention: AttentionLayout = msgspec.field(name="layout")
+    """that of `placement`"""
     placement: PlacementRecord
     plan: str | None = None
+
+    @property
+    def served(self) -> PlacementRecord:
+        """`placement` with the attention of the event (`fleet.placement.as_stated`)."""
+        return as_stated(self.placement, self.attention)
 
     @property
     def layout(self) -> Layout:

@@ -53,7 +53,6 @@ class EngineEntry:
 
     engine: str
     worker_id: int
-    attention: AttentionLayout
     placement: Placement
     joined: EngineJoined | None = None
     """None: not read yet; the log may be ahead"""
@@ -65,7 +64,7 @@ class EngineEntry:
     @property
     def layout(self) -> Layout:
         """Layout of the epoch."""
-        return Layout(self.attention.kind, self.placement.sharded)
+        return self.placement.layout
 
     @property
     def targets(self) -> int:
@@ -131,9 +130,9 @@ class PlacementRegistry:
         self._present[joined.engine] = joined.worker_id
         while len(self._present) > self._max_incarnations:
             del self._present[next(iter(self._present))]
-        if joined.placement is None:
+        if joined.served is None:
             return None
-        attention, placement = _checked_join(joined, joined.placement)
+        placement = _checked_join(joined, joined.served)
         self._joined = {one: self._joined[one] for one in self._present.values() if one in self._joined}
         self._joined[joined.worker_id] = joined
         known = self._entries.get(joined.worker_id)
@@ -142,7 +141,10 @@ class PlacementRegistry:
             self._entries[joined.worker_id] = replace(known, joined=joined)
             return None
         return PlacementCommitted(
-            engine=joined.engine, worker_id=joined.worker_id, attention=attention, placement=joined.placement
+            engine=joined.engine,
+            worker_id=joined.worker_id,
+            attention=AttentionLayout(kind=placement.attention),
+            placement=joined.served,
         )
 
     def left(self, worker_id: int) -> None:
@@ -157,7 +159,7 @@ class PlacementRegistry:
         Raises InvalidPlacementEvent if it contradicts a known placement.
         """
         try:
-            placement = Placement.from_record(committed.placement)
+            placement = Placement.from_record(committed.served)
         except ValueError as error:
             raise InvalidPlacementEvent(
                 PlacementFault.PLACEMENT, f"engine {committed.engine!r}: {error}"
@@ -171,7 +173,6 @@ class PlacementRegistry:
         self._entries[committed.worker_id] = EngineEntry(
             committed.engine,
             committed.worker_id,
-            committed.attention,
             placement,
             self._joined.get(committed.worker_id),
         )
@@ -187,8 +188,8 @@ class PlacementRegistry:
             del self._entries[worker_id]
 
 
-def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[AttentionLayout, Placement]:
-    """Return the validated attention and placement of a join.
+def _checked_join(joined: EngineJoined, record: PlacementRecord) -> Placement:
+    """Return the validated placement of a join.
 
     Raises InvalidPlacementEvent if they contradict each other, the model or the number of ranks.
     """
@@ -203,8 +204,14 @@ def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[Attent
         placement = Placement.from_record(record)
     except ValueError as error:
         raise InvalidPlacementEvent(PlacementFault.PLACEMENT, f"{name}: {error}") from error
+    if placement.attention != joined.attention.kind:
+        raise InvalidPlacementEvent(
+            PlacementFault.LAYOUT,
+            f"{name} states {joined.attention.kind} attention, and {placement.attention} in its placement;"
+            " its agent must state the same in both",
+        )
+    layout = placement.layout
     try:
-        layout = Layout(joined.attention.kind, placement.sharded)
         layout.check(joined.shape, placement.ranks)
     except ValueError as error:
         raise InvalidPlacementEvent(PlacementFault.LAYOUT, f"{name}: {error}") from error
@@ -218,7 +225,7 @@ def _checked_join(joined: EngineJoined, record: PlacementRecord) -> tuple[Attent
             PlacementFault.SHAPE,
             f"{name}: placement of (layers, experts, ranks) {stated}; its model and URLs have {expected}",
         )
-    return joined.attention, placement
+    return placement
 
 
 def _check_turn(known: EngineEntry, placement: Placement) -> None:

@@ -60,7 +60,6 @@ class HandoverSpec:
     """epoch that the handover creates"""
     placement: PlacementRecord | None
     """None: unknown to a successor; only an abort works without it"""
-    attention: AttentionLayout | None
     copies: tuple[ExpertCopy, ...] = ()
     copied: int = 0
     bytes: int = 0
@@ -443,12 +442,12 @@ class HandoverState:
     def _committed(self, now: float) -> tuple[Record, ...]:
         what = self.what
         placed: tuple[Record, ...] = ()
-        if what.placement is not None and what.attention is not None:
+        if what.placement is not None:
             placed = (
                 PlacementCommitted(
                     engine=what.engine,
                     worker_id=what.worker_id,
-                    attention=what.attention,
+                    attention=AttentionLayout(kind=what.placement.attention),
                     placement=what.placement,
                     plan=what.plan,
                 ),

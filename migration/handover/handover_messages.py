@@ -7,7 +7,8 @@ import numpy as np
 from fleet.arrays import SlotTable
 from fleet.facts.migrations import LoopFigures, MigrationAborted, MigrationPlanned, MigrationStaged, Origin
 from fleet.handover import CoordinatorState
-from fleet.placement import EMPTY, Placement
+from fleet.layout import AttentionLayout
+from fleet.placement import EMPTY, Placement, PlacementRecord, as_stated
 from fleet.requests.handovers import ExpertCopy
 from fleet.requests.plans import MigrationAccepted, SwitchEstimate
 from fleet.sharding import groups
@@ -54,7 +55,6 @@ def next_of(
         last=number + 1 == len(plan.handovers),
         epoch=what.epoch,
         placement=placement.record(),
-        attention=entry.attention,
         copies=copies_of(what),
         copied=what.transfers,
         bytes=what.bytes,
@@ -83,14 +83,21 @@ def left_open(
         number=left.number,
         last=left.last,
         epoch=left.epoch,
-        placement=None if staged is None else staged.placement,
-        attention=None if entry is None else entry.attention,
+        placement=None if staged is None else _staged_placement(staged, entry),
         copied=left.copied,
         bytes=left.bytes,
         stage_seconds=config.stage_seconds,
         highest_assigned=left.highest_assigned,
         rearranges=entry is not None and entry.rearranges,
     )
+
+
+def _staged_placement(staged: MigrationStaged, entry: EngineEntry | None) -> PlacementRecord:
+    """Return a staged placement. Earlier releases recorded it without its attention, which does not change in
+    an engine that moves its experts itself."""
+    if entry is None or not entry.rearranges:
+        return staged.placement
+    return as_stated(staged.placement, AttentionLayout(kind=entry.placement.attention))
 
 
 def found_on_ranks(

@@ -317,6 +317,7 @@ def applied(placement: Placement, handover: Handover) -> Placement:
             split=split,
             duplicates=placement.duplicates,
             sharded=tuple(sorted(sharded)),
+            attention=placement.attention,
         )
     except ValueError as error:
         raise Inapplicable(PlanCause.PLACEMENT, handover, None, str(error)) from error

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import SlotTable
 from fleet.experts import ModelShape
-from fleet.layout import AttentionLayout, layer_ranges, sharding_refusal, tp_refusal
+from fleet.layout import AttentionKind, Layout, layer_ranges, sharding_refusal, tp_refusal
 from fleet.placement import EMPTY, Placement, Split, linear, with_rows
 from fleet.sharding import PartCopies, groups, turn
 from migration.model.cost_model import LinkSpeeds, Transfers, transfer_seconds
@@ -53,14 +53,14 @@ class LayoutChoice(NamedTuple):
 # Legality
 
 
-def turning_refusal(shape: ModelShape, attention: AttentionLayout, ranks: int, unshardable: str) -> str:
+def turning_refusal(shape: ModelShape, attention: AttentionKind, ranks: int, unshardable: str) -> str:
     """Return why an engine cannot turn any layer over; empty: it can turn all of them.
 
     unshardable: `EngineJoined.unshardable`.
     """
     if ranks == 1:
         return "it has one rank, so that whole and sharded layers are the same"
-    if attention.kind == "tp":
+    if attention == "tp":
         return (
             "its attention is tensor-parallel, which needs the experts of every layer sharded, or of none,"
             " and layers turn over one after another; restart it in the other layout"
@@ -68,13 +68,12 @@ def turning_refusal(shape: ModelShape, attention: AttentionLayout, ranks: int, u
     return unshardable or sharding_refusal(shape, ranks)
 
 
-def choices(
-    shape: ModelShape, attention: AttentionLayout, ranks: int, unshardable: str, sharded: tuple[int, ...]
-) -> tuple[LayoutChoice, ...]:
-    """Return the layouts of an engine, and why those that it cannot change to are refused. The present one is
-    not refused. sharded: the layers that are sharded now."""
-    turning = turning_refusal(shape, attention, ranks, unshardable)
-    every, dp = len(sharded) == shape.layers, attention.kind == "dp"
+def choices(shape: ModelShape, layout: Layout, ranks: int, unshardable: str) -> tuple[LayoutChoice, ...]:
+    """Return the layouts of an engine, and why those that it cannot change to are refused. The present one,
+    `layout`, is not refused."""
+    turning = turning_refusal(shape, layout.attention, ranks, unshardable)
+    sharded, dp = layout.sharded, layout.attention == "dp"
+    every = len(sharded) == shape.layers
     fixed = "attention does not change while an engine runs; restart it with {} attention"
     to_dp = "" if dp else fixed.format("data-parallel")
     to_tp = sharding_refusal(shape, ranks) or tp_refusal(shape, ranks)

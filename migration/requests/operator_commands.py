@@ -167,7 +167,7 @@ class OperatorCommands:
         if entry.joined is None or entry.joined.shape is None:
             raise ValueError(f"the join of engine {entry.engine!r} is not known yet; try again")
         refusal = turning_refusal(
-            entry.joined.shape, entry.attention, entry.placement.ranks, entry.joined.unshardable
+            entry.joined.shape, entry.placement.attention, entry.placement.ranks, entry.joined.unshardable
         )
         if refusal:
             raise ValueError(f"engine {entry.engine!r} cannot turn layers over: {refusal}")
@@ -275,7 +275,7 @@ class OperatorCommands:
                 planned.worker_id,
                 planned.base_epoch,
             ):
-                return Placement.from_record(event.placement)
+                return Placement.from_record(event.served)
         raise ValueError(
             f"epoch {planned.base_epoch} of engine {planned.engine!r}, before plan {planned.plan}, is not"
             " stored any more"

@@ -71,7 +71,7 @@ class FleetView:
                 f"engine {joined.engine!r} names {len(joined.nodes)} nodes for {joined.expert_ranks} ranks;"
                 " one per rank, or none, is allowed"
             )
-        placement = None if joined.placement is None else Placement.from_record(joined.placement)
+        placement = None if joined.served is None else Placement.from_record(joined.served)
         old = self._engines.get(joined.worker_id)
         state = EngineState(joined, placement, joined.layout, probed=probed)
         if old is None:

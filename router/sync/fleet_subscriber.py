@@ -240,9 +240,7 @@ class FleetSubscriber:
                     self._unpriced.ask(state.joined.worker_id)
 
     def _placed(self, committed: PlacementCommitted) -> None:
-        if self._view.place(
-            committed.worker_id, Placement.from_record(committed.placement), committed.layout
-        ):
+        if self._view.place(committed.worker_id, Placement.from_record(committed.served), committed.layout):
             self._unpriced.ask(committed.worker_id)
 
     def _homes(self, published: HomesPublished) -> None:

@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from fleet.experts import ExpertId, ModelShape
 from fleet.layout import DP_ATTENTION, EP, TP_ATTENTION, TP_EP, AttentionLayout, Layout, tp
-from fleet.placement import EMPTY, FULL, Placement, PlacementRecord, linear, with_rows
+from fleet.placement import (
+    EMPTY,
+    FULL,
+    Placement,
+    PlacementRecord,
+    as_stated,
+    linear,
+    with_attention,
+    with_rows,
+    with_slots,
+)
 from tests.fleet.splits import random_split, random_table
 
 
@@ -290,6 +300,46 @@ def test_a_sharded_layer_names_no_expert_and_is_part_of_equality_hash_digest_and
     assert not sharded.serves_as(whole)
     assert len({hash(sharded), hash(whole)}) == len({sharded.digest, whole.digest}) == 2
     assert with_rows(sharded, {0: whole.expert_of_slot[0]}, epoch=0) == whole
+
+
+@given(placements())
+@settings(max_examples=30)
+def test_attention_is_part_of_equality_hash_digest_and_record(dp: Placement) -> None:
+    tp_ = with_attention(dp, "tp", epoch=dp.epoch)
+    assert tp_ != dp
+    assert not tp_.serves_as(dp)
+    assert len({tp_, dp}) == len({tp_.digest, dp.digest}) == 2
+    wire = msgspec.msgpack.encode(tp_.record())
+    assert Placement.from_record(msgspec.msgpack.decode(wire, type=PlacementRecord)) == tp_
+    assert with_attention(tp_, "dp", epoch=dp.epoch) == dp
+
+
+def test_attention_stays_as_slots_are_added_and_rows_change() -> None:
+    tp_ = with_attention(linear(layers=2, experts=4, ranks=2), "tp", epoch=1)
+    row = tp_.expert_of_slot[0][::-1]
+    assert with_slots(tp_, 3).attention == with_rows(tp_, {0: row}, epoch=2).attention == "tp"
+    assert "tensor-parallel" in repr(tp_)
+
+
+def test_tensor_parallel_attention_goes_with_no_placement_that_shards_some_layers() -> None:
+    whole = linear(layers=2, experts=4, ranks=2)
+    every = with_rows(whole, {0: None, 1: None}, epoch=0)
+    assert with_attention(every, "tp", epoch=1).layout == tp(2)
+    with pytest.raises(ValueError, match="or of none; not of 1 of 2"):
+        with_attention(with_rows(whole, {0: None}, epoch=0), "tp", epoch=1)
+
+
+def test_with_data_parallel_attention_record_and_digest_are_those_of_earlier_releases() -> None:
+    placement = with_rows(linear(layers=2, experts=4, ranks=2), {0: None}, epoch=3)
+    assert b"attention" not in msgspec.msgpack.encode(placement.record())
+    assert placement.digest == 4_235_220_523_558_746_297
+
+
+def test_an_event_that_states_attention_beside_its_placement_counts() -> None:
+    dp = linear(layers=2, experts=4, ranks=2).record()
+    tp_ = as_stated(dp, TP_ATTENTION)
+    assert (as_stated(dp, DP_ATTENTION), tp_.attention) == (dp, "tp")
+    assert as_stated(tp_, TP_ATTENTION) == tp_
 
 
 @pytest.mark.parametrize(

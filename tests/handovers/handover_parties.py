@@ -8,7 +8,7 @@ expert. A read copies it when it lands or settles, however late, and bytes overw
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,6 @@ from engine_adapter.initial_placement import last_decided
 from fleet.facts.migrations import MigrationStaged
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import Cell, CoordinatorState, flips
-from fleet.layout import DP_ATTENTION
 from fleet.placement import EMPTY, Placement, with_rows
 from fleet.requests.handovers import (
     AbortHandover,
@@ -121,7 +120,7 @@ class World(Store):
     @property
     def entry(self) -> EngineEntry:
         """Return the engine as registered in the migration service."""
-        return EngineEntry("a", self.life, DP_ATTENTION, self.seats[0].protocol.placement)
+        return EngineEntry("a", self.life, self.seats[0].protocol.placement)
 
     # Incarnations
 
@@ -216,7 +215,7 @@ class World(Store):
                 ),
                 None,
             )
-            what = replace(left_open("a", left, staged, None, MigrationConfig()), attention=DP_ATTENTION)
+            what = left_open("a", left, staged, None, MigrationConfig())
             leader.proceeding = taken_over(what, left, leader.token, PACE, self.now)
             self.tell(f"coordinator {leader.token} goes on with handover {left.handover}, {left.state}")
         elif self.whole and stray(told := self.survey(leader)):
@@ -263,7 +262,6 @@ class World(Store):
             last=True,
             epoch=placement.epoch,
             placement=placement.record(),
-            attention=DP_ATTENTION,
             copies=copies,
             copied=len(copies),
             stage_seconds=STAGE_SECONDS,

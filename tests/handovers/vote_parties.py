@@ -17,7 +17,6 @@ from engine_adapter.handover.vote_protocol import Drop, NotConnected, Nudge, Per
 from engine_adapter.initial_placement import epoch_above
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState, passes
-from fleet.layout import TP_ATTENTION
 from fleet.placement import Placement
 from fleet.requests.handovers import (
     AbortHandover,
@@ -98,7 +97,7 @@ class VoteWorld(World):
 
     @property
     def entry(self) -> EngineEntry:
-        return EngineEntry("a", self.life, TP_ATTENTION, self.agent.placement)
+        return EngineEntry("a", self.life, self.agent.placement)
 
     @property
     def whole(self) -> bool:

@@ -8,8 +8,8 @@ import pytest
 from fleet.facts.activity import DispatchMeasured, ExpertsActivated, RearrangementTime
 from fleet.facts.demand import DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
-from fleet.layout import DP_ATTENTION, TP_ATTENTION, TP_EP
-from fleet.placement import with_rows
+from fleet.layout import TP_EP
+from fleet.placement import with_attention, with_rows
 from fleet.popularity import ExpertCounts, ExpertTable
 from fleet.signatures import ClusterModel
 from fleet.timing import RearrangeSpeed
@@ -20,7 +20,7 @@ from migration.engine_state.placement_registry import EngineEntry, InvalidPlacem
 from migration.model.engine_view import EngineView
 from tests.migration.builders import FIRST, SHAPE, joined
 
-ENTRY = EngineEntry("a", 1, DP_ATTENTION, FIRST)
+ENTRY = EngineEntry("a", 1, FIRST)
 CONFIG = MigrationConfig(window_seconds=60.0, stale_seconds=15.0)
 
 
@@ -159,7 +159,7 @@ def test_a_demand_of_another_shape_is_refused() -> None:
 def test_a_new_incarnation_begins_with_nothing_and_the_old_one_is_forgotten() -> None:
     watch = watching()
     steady(watch, (1.0, 1.0), 0, 2)
-    again = EngineEntry("a", 2, DP_ATTENTION, ENTRY.placement)
+    again = EngineEntry("a", 2, ENTRY.placement)
     watch.joined(joined(2), again, 3.0)
     assert refused(watch, 3.0).fault is PlacementFault.UNKNOWN
     with pytest.raises(InvalidPlacementEvent, match="was never reported"):
@@ -171,7 +171,7 @@ def test_a_new_incarnation_begins_with_nothing_and_the_old_one_is_forgotten() ->
 def test_what_is_kept_is_bounded() -> None:
     watch = watching(MigrationConfig(max_cells=40))
     with pytest.raises(InvalidPlacementEvent, match="max_cells"):
-        watch.joined(joined(2, engine="b"), EngineEntry("b", 2, DP_ATTENTION, ENTRY.placement), 0.0)
+        watch.joined(joined(2, engine="b"), EngineEntry("b", 2, ENTRY.placement), 0.0)
     steady(watch, (1.0, 1.0), 0, 600)
     assert watch.stored_bytes == 4 * 11 * 2 * 2 * 8
     model = ClusterModel(1, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0)
@@ -201,13 +201,14 @@ def test_load_and_clusters_are_part_of_the_view() -> None:
 
 
 def test_an_engine_that_is_one_target_is_seen_without_a_demand_for_each_rank() -> None:
-    sharded = EngineEntry("a", 1, TP_ATTENTION, with_rows(ENTRY.placement, {0: None, 1: None}, epoch=0))
+    every = with_rows(ENTRY.placement, {0: None, 1: None}, epoch=0)
+    sharded = EngineEntry("a", 1, with_attention(every, "tp", epoch=0))
     view: EngineView = watching().view(sharded, 1.0)
     assert not len(view.placement.whole)
 
 
 def test_the_demand_of_a_target_belongs_to_all_of_its_ranks_alike() -> None:
-    whole = EngineEntry("a", 1, TP_ATTENTION, FIRST)
+    whole = EngineEntry("a", 1, with_attention(FIRST, "tp", epoch=0))
     watch = DemandWindows(CONFIG)
     watch.joined(joined(layout=TP_EP, urls=("http://x",), gathers_all=True), whole, 0.0)
     watch.demand(wanted(0, 3.0, 1), 0.0)
@@ -374,11 +375,11 @@ def test_windows_begin_anew_where_layers_change_their_form_and_only_there() -> N
     steady(watch, (3.0, 1.0), 0, 130)
     moved = with_rows(FIRST, {0: FIRST.expert_of_slot[0, ::-1]}, epoch=1)
     watch.placed(1, moved, "p", 130.0)
-    entry = EngineEntry("a", 1, DP_ATTENTION, moved)
+    entry = EngineEntry("a", 1, moved)
     assert watch.view(entry, 131.0).later is not None, "experts moved, and demand is as it was"
     turned = with_rows(moved, {0: None}, epoch=2)
     watch.placed(1, turned, "p", 131.0)
-    seen = watch.view(EngineEntry("a", 1, DP_ATTENTION, turned), 132.0)
+    seen = watch.view(EngineEntry("a", 1, turned), 132.0)
     assert (seen.later, seen.since, seen.demand.seconds) == (None, None, 1.0)
     assert seen.placement.whole.tolist() == [1]
     assert not watch.resting(1, 132.0) - 8, "the experts that moved rest, those that turned over do not"

@@ -160,6 +160,19 @@ def test_a_reported_map_with_an_expert_twice_on_a_rank_is_recorded() -> None:
     assert Placement.from_record(wanted.placement).duplicates
 
 
+def test_attention_that_an_earlier_release_stated_beside_a_placement_counts() -> None:
+    ledger = PlacementRegistry()
+    urls = {"urls": ("http://x",), "rearranges": True}
+    stated = msgspec.structs.replace(joined(layout=TP_EP, **urls), placement=FIRST.record())
+    wanted = ledger.joined(stated)
+    assert wanted is not None
+    assert (wanted.placement.attention, wanted.layout) == ("tp", TP_EP)
+    old = msgspec.structs.replace(wanted, placement=FIRST.record())
+    assert ledger.committed(old)
+    assert ledger.engines()["a"].layout == TP_EP
+    assert not ledger.committed(wanted), "the same epoch, as it is stated now"
+
+
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
@@ -168,7 +181,8 @@ def test_a_reported_map_with_an_expert_twice_on_a_rank_is_recorded() -> None:
         ({"urls": ("http://x",)}, PlacementFault.SHAPE),
         ({"shape": msgspec.structs.replace(SHAPE, layers=3)}, PlacementFault.SHAPE),
         ({"shape": msgspec.structs.replace(SHAPE, experts=7)}, PlacementFault.SHAPE),
-        ({"layout": Layout(attention="tp", sharded=(0,))}, PlacementFault.LAYOUT),
+        ({"layout": Layout(attention="tp", sharded=(0,))}, PlacementFault.PLACEMENT),
+        ({"placement": msgspec.structs.replace(FIRST.record(), attention="tp")}, PlacementFault.LAYOUT),
         ({"placement": msgspec.structs.replace(FIRST.record(), sharded=(9,))}, PlacementFault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), sharded=(1, 0))}, PlacementFault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"")}, PlacementFault.PLACEMENT),

@@ -17,7 +17,6 @@ from fleet.facts.migrations import (
 )
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CommandVerdict, CoordinatorEvent, CoordinatorState, RankState
-from fleet.layout import DP_ATTENTION
 from fleet.placement import linear
 from fleet.requests.handovers import (
     AbortHandover,
@@ -55,7 +54,6 @@ def undertaking(**other: Any) -> HandoverSpec:
         "last": True,
         "epoch": 4,
         "placement": PLACEMENT.record(),
-        "attention": DP_ATTENTION,
         "copied": 1,
         "bytes": 100,
         "stage_seconds": 2.0,
@@ -339,7 +337,7 @@ def test_a_successor_knows_of_which_kind_the_engine_was() -> None:
         max_batch_tokens=1,
         rearranges=True,
     )
-    entry = EngineEntry("a", 1, DP_ATTENTION, PLACEMENT, joined)
+    entry = EngineEntry("a", 1, PLACEMENT, joined)
     assert left_open("a", left, None, entry, MigrationConfig()).rearranges
 
 

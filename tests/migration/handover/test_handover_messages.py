@@ -5,7 +5,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.layout import DP_ATTENTION
 from fleet.placement import EMPTY, Placement, linear
 from fleet.sharding import contents, turn
 from migration.config import MigrationConfig
@@ -45,7 +44,7 @@ def test_turned_layers_fill_the_cells_and_stage_the_bytes_that_their_parts_take(
             assert received(handover, before) == cells
             parts = turn(before, after)
             staged = max(np.bincount(parts.destination, minlength=ranks)) * PART
-            entry = EngineEntry("a", 1, DP_ATTENTION, before)
+            entry = EngineEntry("a", 1, before)
             what = next_of(entry, plan, number, after, 5, CONFIG)
             assert what.stage_seconds == 10.0 + staged
             assert (what.copied, what.bytes) == (
@@ -64,7 +63,7 @@ def test_experts_that_move_beside_a_layer_that_turns_over_are_counted_with_it() 
     both = Handover(epoch=1, steps=(turns, moves))
     after = applied(begin, both)
     assert received(both, begin) == [2, 3]
-    what = next_of(EngineEntry("a", 1, DP_ATTENTION, begin), planned(begin, [both]), 0, after, 1, CONFIG)
+    what = next_of(EngineEntry("a", 1, begin), planned(begin, [both]), 0, after, 1, CONFIG)
     assert [(one.layer, one.expert, one.source, one.slot) for one in what.copies] == [(1, 0, 0, 5)]
     assert what.stage_seconds == 10.0 + 4 * PART + 100
     assert what.bytes == 4 * PART + 100

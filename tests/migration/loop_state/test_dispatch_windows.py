@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.facts.activity import DispatchMeasured
-from fleet.layout import DP_ATTENTION
 from fleet.placement import linear, with_rows
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
@@ -16,7 +15,7 @@ from migration.loop_state import dispatch_windows
 from migration.loop_state.dispatch_windows import SLICES, DispatchWindows
 
 WHOLE = linear(layers=3, experts=8, ranks=2)
-ENTRY = EngineEntry("a", 1, DP_ATTENTION, with_rows(WHOLE, {0: None}, epoch=0))
+ENTRY = EngineEntry("a", 1, with_rows(WHOLE, {0: None}, epoch=0))
 CONFIG = MigrationConfig(window_seconds=30.0, evaluation_seconds=30.0)
 
 
@@ -182,7 +181,7 @@ def test_reports_of_absent_engines_are_ignored_and_contradictory_ones_are_refuse
     kept.keep_only([ENTRY])
     assert kept.window(1, 0.0) is None, "it was not present then"
     kept.keep_only([])
-    kept.keep_only([EngineEntry("b", 1, DP_ATTENTION, ENTRY.placement)])
+    kept.keep_only([EngineEntry("b", 1, ENTRY.placement)])
     with pytest.raises(InvalidPlacementEvent, match="worker 1 is engine 'b'"):
         kept.add(report(), 0.0)
 
@@ -191,10 +190,10 @@ def test_measurements_begin_anew_where_layers_change_their_form() -> None:
     kept = measured()
     for second in range(8):
         kept.add(report(), float(second))
-    moved = EngineEntry("a", 1, DP_ATTENTION, with_rows(WHOLE, {0: None}, epoch=1))
+    moved = EngineEntry("a", 1, with_rows(WHOLE, {0: None}, epoch=1))
     kept.placed(moved)
     assert kept.window(1, 8.0) is not None, "the layers have the forms that they had"
-    turned = EngineEntry("a", 1, DP_ATTENTION, with_rows(WHOLE, {0: None, 1: None}, epoch=2))
+    turned = EngineEntry("a", 1, with_rows(WHOLE, {0: None, 1: None}, epoch=2))
     kept.placed(turned)
     assert kept.window(1, 8.0) is None
     for second in range(8, 14):

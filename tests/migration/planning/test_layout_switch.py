@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.experts import ModelShape
-from fleet.layout import DP_ATTENTION, TP_ATTENTION, layer_ranges, layers_named
+from fleet.layout import Layout, layer_ranges, layers_named
 from fleet.placement import EMPTY, Placement, linear, with_rows
 from migration.model.cost_model import LinkSpeeds
 from migration.model.placement_changes import taken
@@ -142,7 +142,7 @@ def test_a_switch_there_and_back_moves_the_bytes_that_can_be_counted_by_hand() -
     [
         ({}, ""),
         ({"ranks": 1}, "one rank"),
-        ({"attention": TP_ATTENTION}, "tensor-parallel"),
+        ({"attention": "tp"}, "tensor-parallel"),
         ({"unshardable": "its agent cannot"}, "its agent cannot"),
         ({"ranks": 5}, "do not divide into parts for 5 ranks"),
     ],
@@ -150,15 +150,16 @@ def test_a_switch_there_and_back_moves_the_bytes_that_can_be_counted_by_hand() -
 def test_why_an_engine_cannot_turn_layers_over_is_said(fields: dict[str, Any], reason: str) -> None:
     about: dict[str, Any] = {
         "shape": SHAPE,
-        "attention": DP_ATTENTION,
+        "attention": "dp",
         "ranks": 4,
         "unshardable": "",
         **fields,
     }
     assert reason in turning_refusal(**about)
     assert bool(reason) == bool(turning_refusal(**about))
-    by_name = {choice.name: choice.refusal for choice in choices(**about, sharded=())}
-    dp = about["attention"] is DP_ATTENTION
+    others = {name: value for name, value in about.items() if name != "attention"}
+    by_name = {choice.name: choice.refusal for choice in choices(**others, layout=Layout(about["attention"]))}
+    dp = about["attention"] == "dp"
     assert (by_name["ep"] == "") is dp, "the present layout is never refused"
     assert bool(by_name["experts-tp"]) == bool(reason)
     assert "attention" in by_name["tp"] or "divide" in by_name["tp"]
