@@ -78,7 +78,7 @@ class Arena:
         self.format = CellFormat(self.tensors, self.parts)
         # Rounded up, so that the weights of every cell begin aligned wherever the expert moves.
         self.cell_bytes = -(-self.format.least_bytes // ALIGNED) * ALIGNED
-        self.descriptor, self._memory = _shared_memory(self.nbytes)
+        self.descriptor, self._memory = map_or_allocate("roost-experts", self.nbytes)
         # Readers of other ranks open the file by this descriptor's number, so it stays open with the arena.
         if self.descriptor >= 0:
             weakref.finalize(self, os.close, self.descriptor)
@@ -186,12 +186,12 @@ class Arena:
         return values.view(-1, self.shape.hidden)
 
 
-def _shared_memory(size: int) -> tuple[int, NDArray[np.uint8]]:
+def map_or_allocate(name: str, size: int) -> tuple[int, NDArray[np.uint8]]:
     """Create a memory file and map it as uint8 [size], zeroed, with every page allocated. Return descriptor
-    -1 and plain memory where the system lacks memfd."""
+    -1 and plain memory where the system lacks memfd. OSError when the system has too little memory."""
     # A file can be mapped by the other ranks of the machine. Without one, NIXL still reads plain memory.
     if hasattr(os, "memfd_create"):
-        return mapped("roost-experts", size)
+        return mapped(name, size)
     memory = torch.zeros(size, dtype=torch.uint8).numpy()  # Torch aligns its memory, NumPy does not.
     memory[:] = 0
     return -1, memory

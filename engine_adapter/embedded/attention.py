@@ -1,8 +1,10 @@
 """Grouped-query attention with normalized queries and keys and rotary positions (half-rotation), over a paged
 KV cache.
 
-KV layout: [layers, 2 * kv_heads, pages, page tokens, head_dim], K heads before V heads. With pages inside
-heads, one gather per layer produces the operands of batched matrix products without another copy.
+KV layout: rows [page tokens, head_dim], each with keys or values of one head, page and layer
+(`engine_adapter.embedded.kv_pool`). A page's rows are found by their numbers, K heads before V heads. With
+pages inside heads, one gather per layer produces the operands of batched matrix products without another
+copy.
 
 Decoding sequences (one token each) are computed together. A chunk of several tokens is computed alone. A
 row's bits do not depend on the other sequences of the batch, but on the length of its own chunk. Padding
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine_adapter.embedded.checkpoint import Qwen3MoeConfig
+from fleet.arrays import IntArray
 
 SPAN_PAGES = 8
 """Pages whose values are summed by one product."""
@@ -33,8 +36,9 @@ class Decodes:
     rows: torch.Tensor | None
     """int64 [B]: rows of the sequences among the step's tokens. None: the first B rows, in order."""
     count: int
-    pages: torch.Tensor
-    """int64 [B * pages per sequence]: page IDs. Shorter sequences are padded with their own first page."""
+    kv_rows: torch.Tensor
+    """int64 [2 * kv_heads * B * pages per sequence]: by head, sequence and page. Shorter sequences are padded
+    with their own first page."""
     mask: torch.Tensor
     """[kv_heads * B, 1, positions]: 0 for positions to attend to, -inf beyond."""
 
@@ -46,8 +50,8 @@ class Chunk:
     begin: int
     end: int
     """End of the sequence's rows among the step's tokens."""
-    pages: torch.Tensor
-    """int64 [pages]."""
+    kv_rows: torch.Tensor
+    """int64 [2 * kv_heads * pages]: by head and page."""
     mask: torch.Tensor
     """[tokens, positions of those pages]: 0 where a token may attend, -inf elsewhere."""
 
@@ -60,7 +64,7 @@ class AttentionPlan:
     sin: torch.Tensor
     """[rows, 1, head_dim], the first half of the sine negated."""
     cells: torch.Tensor
-    """int64 [tokens]: page * page_tokens + offset of each token."""
+    """int64 [tokens * 2 * kv_heads]: row * page_tokens + offset of each token's keys and values."""
     decodes: tuple[Decodes, ...]
     chunks: tuple[Chunk, ...]
 
@@ -98,11 +102,12 @@ class Rotary:
 
 
 def plan_attention(
-    spans: Sequence[SequenceSpan], rows: int, kv_heads: int, page_tokens: int, rotary: Rotary
+    spans: Sequence[SequenceSpan], rows: int, page_rows: IntArray, page_tokens: int, rotary: Rotary
 ) -> AttentionPlan:
-    """Prepare a step over the tokens of `spans`, in order, padded to `rows` rows."""
+    """Prepare a step over the tokens of `spans`, in order, padded to `rows` rows. page_rows: int64 [2 *
+    kv_heads, pages], the KV rows of every page (`kv_pool.PageTable.rows`)."""
     positions = np.zeros(rows, np.int64)
-    cells = np.empty(sum(span.tokens for span in spans), np.int64)
+    page_of_token = np.empty(sum(span.tokens for span in spans), np.int64)
     chunks: list[Chunk] = []
     single: list[SequenceSpan] = []
     single_rows: list[int] = []
@@ -110,24 +115,23 @@ def plan_attention(
     for span in spans:
         if span.tokens == 1:
             positions[begin] = span.start
-            cells[begin] = span.pages[span.start // page_tokens] * page_tokens + span.start % page_tokens
+            page_of_token[begin] = span.pages[span.start // page_tokens]
             single.append(span)
             single_rows.append(begin)
         else:
             here = np.arange(span.start, span.start + span.tokens)
             positions[begin : begin + span.tokens] = here
-            cells[begin : begin + span.tokens] = (
-                np.asarray(span.pages, np.int64)[here // page_tokens] * page_tokens + here % page_tokens
-            )
-            chunks.append(_chunk(span, begin, page_tokens, rotary.cos.dtype))
+            page_of_token[begin : begin + span.tokens] = np.asarray(span.pages, np.int64)[here // page_tokens]
+            chunks.append(_chunk(span, begin, page_rows, page_tokens, rotary.cos.dtype))
         begin += span.tokens
     decodes = (
-        tuple(_decodes(single, np.array(single_rows), kv_heads, page_tokens, rotary.cos.dtype))
+        tuple(_decodes(single, np.array(single_rows), page_rows, page_tokens, rotary.cos.dtype))
         if single
         else ()
     )
+    cells = page_rows.T[page_of_token] * page_tokens + positions[:begin, None] % page_tokens
     return AttentionPlan(
-        *rotary.at(torch.from_numpy(positions)), torch.from_numpy(cells), decodes, tuple(chunks)
+        *rotary.at(torch.from_numpy(positions)), torch.from_numpy(cells.ravel()), decodes, tuple(chunks)
     )
 
 
@@ -135,16 +139,23 @@ def _page_count(span: SequenceSpan, page_tokens: int) -> int:
     return (span.start + span.tokens - 1) // page_tokens + 1
 
 
-def _chunk(span: SequenceSpan, begin: int, page_tokens: int, dtype: torch.dtype) -> Chunk:
-    pages = torch.tensor(span.pages[: _page_count(span, page_tokens)], dtype=torch.int64)
-    mask = torch.full((span.tokens, len(pages) * page_tokens), -torch.inf, dtype=dtype).triu_(span.start + 1)
-    return Chunk(begin, begin + span.tokens, pages, mask)
+def _rows_of(pages: Sequence[int] | IntArray, page_rows: IntArray) -> torch.Tensor:
+    """KV rows of pages, by head, then in the order of the pages: int64 [2 * kv_heads * pages]."""
+    return torch.from_numpy(page_rows.take(pages, axis=1).ravel())
+
+
+def _chunk(
+    span: SequenceSpan, begin: int, page_rows: IntArray, page_tokens: int, dtype: torch.dtype
+) -> Chunk:
+    count = _page_count(span, page_tokens)
+    mask = torch.full((span.tokens, count * page_tokens), -torch.inf, dtype=dtype).triu_(span.start + 1)
+    return Chunk(begin, begin + span.tokens, _rows_of(span.pages[:count], page_rows), mask)
 
 
 def _decodes(
     spans: Sequence[SequenceSpan],
     rows: NDArray[np.int64],
-    kv_heads: int,
+    page_rows: IntArray,
     page_tokens: int,
     dtype: torch.dtype,
 ) -> Iterator[Decodes]:
@@ -167,9 +178,10 @@ def _decodes(
         mask = torch.zeros((len(members), width * page_tokens), dtype=dtype).masked_fill_(
             torch.arange(width * page_tokens) > last, -torch.inf
         )
-        pages, mask = torch.tensor(table).view(-1), mask.repeat(kv_heads, 1).unsqueeze(1)
+        mask = mask.repeat(len(page_rows) // 2, 1).unsqueeze(1)
+        kv_rows = _rows_of(np.array(table).ravel(), page_rows)
         in_order = np.array_equal(rows[group], np.arange(len(members)))
-        yield Decodes(None if in_order else torch.from_numpy(rows[group]), len(members), pages, mask)
+        yield Decodes(None if in_order else torch.from_numpy(rows[group]), len(members), kv_rows, mask)
 
 
 def _groups(order: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
@@ -210,7 +222,7 @@ class Attention:
 
     def forward(self, hidden: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
         """Compute attention for hidden [rows, H] and return [rows, H]. Writes the tokens' keys and values
-        into kv [2 Hk, pages, page tokens, D] first."""
+        into kv [KV rows, page tokens, D] first."""
         rows = len(hidden)
         qkv = F.linear(hidden, self.qkv, self.qkv_bias).view(
             rows, self.heads + 2 * self.kv_heads, self.head_dim
@@ -218,9 +230,9 @@ class Attention:
         rotated = self.heads + self.kv_heads
         qk = F.rms_norm(qkv[:, :rotated], (self.head_dim,), None, self.rms_eps).mul_(self.qk_norm)
         torch.addcmul(qk * plan.cos, qk.roll(self.head_dim // 2, dims=-1), plan.sin, out=qkv[:, :rotated])
-        tokens = len(plan.cells)
-        kv.view(2 * self.kv_heads, -1, self.head_dim).index_copy_(
-            1, plan.cells, qkv[:tokens, self.heads :].transpose(0, 1)
+        tokens = len(plan.cells) // (2 * self.kv_heads)
+        kv.view(-1, self.head_dim).index_copy_(
+            0, plan.cells, qkv[:tokens, self.heads :].reshape(-1, self.head_dim)
         )
         mixed = self._mix(qkv[:, : self.heads], plan, kv)
         return F.linear(mixed, self.out, self.out_bias)
@@ -244,16 +256,16 @@ class Attention:
             mixed[chunk.begin : chunk.end] = self._prefill(queries[chunk.begin : chunk.end], chunk, kv)
         return mixed
 
-    def _gather(self, pages: torch.Tensor, sequences: int, kv: torch.Tensor) -> torch.Tensor:
-        """Gather keys and values, [2, Hk * sequences, positions, D], from the pages of equally long
+    def _gather(self, kv_rows: torch.Tensor, sequences: int, kv: torch.Tensor) -> torch.Tensor:
+        """Gather keys and values, [2, Hk * sequences, positions, D], from the rows of equally long
         sequences."""
-        found = kv.flatten(2).index_select(1, pages)
+        found = kv.flatten(1).index_select(0, kv_rows)
         return found.view(2, self.kv_heads * sequences, -1, self.head_dim)
 
     def _decode(self, queries: torch.Tensor, batch: Decodes, kv: torch.Tensor) -> torch.Tensor:
         """Attend with queries [B, Hq, D] of decoding sequences and return [B, Hq * D]."""
-        keys, values = self._gather(batch.pages, batch.count, kv)
-        span = SPAN_PAGES * kv.shape[2]
+        keys, values = self._gather(batch.kv_rows, batch.count, kv)
+        span = SPAN_PAGES * kv.shape[1]
         grouped = (
             queries.view(batch.count, self.kv_heads, -1, self.head_dim)
             .transpose(0, 1)
@@ -268,7 +280,7 @@ class Attention:
 
     def _prefill(self, queries: torch.Tensor, chunk: Chunk, kv: torch.Tensor) -> torch.Tensor:
         """Attend with queries [tokens, Hq, D] of one chunk and return [tokens, Hq * D]."""
-        keys, values = self._gather(chunk.pages, 1, kv).unsqueeze(2)
+        keys, values = self._gather(chunk.kv_rows, 1, kv).unsqueeze(2)
         grouped = queries.view(len(queries), self.kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)
         share = grouped.shape[1]
         mixed = F.scaled_dot_product_attention(

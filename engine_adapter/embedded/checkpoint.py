@@ -61,6 +61,8 @@ class Qwen3MoeConfig:
             hidden=self.hidden,
             expert_intermediate=self.expert_intermediate,
             dtype=dtype,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
         )
 
 

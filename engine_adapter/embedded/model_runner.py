@@ -3,7 +3,7 @@ requests."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine_adapter.embedded.arena import Arena, load_arena, unshardable
-from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, SequenceSpan, plan_attention
-from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
+from engine_adapter.embedded.attention import AttentionPlan, Rotary, SequenceSpan, plan_attention
+from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint, Qwen3MoeConfig
 from engine_adapter.embedded.dispatch import (
     GROUP_ROWS,
     Dispatch,
@@ -24,13 +24,15 @@ from engine_adapter.embedded.dispatch import (
     Sending,
     least_rows,
 )
+from engine_adapter.embedded.kv_pool import KvPool, head_groups
+from engine_adapter.embedded.layers import Layer, load_layer
 from engine_adapter.embedded.malloc_tuning import keep_freed_memory
-from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
+from engine_adapter.embedded.moe import CellMatrices, SparseBlock
 from engine_adapter.embedded.sequence_parallel import ThreadTeam, share
 from engine_adapter.embedded.step_sync import RankGroup
 from engine_adapter.engine import RankMemory
+from fleet.layout import tp_refusal
 from fleet.placement import Placement, linear
-from fleet.sharding import group_of
 from fleet.timing import EngineSpeed, gathered_bytes
 
 PAGE_TOKENS = 16
@@ -75,14 +77,6 @@ class WorkError(ValueError):
     """A work that no step can compute. The text names the work and the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    attention_norm: torch.Tensor
-    attention: Attention
-    block_norm: torch.Tensor
-    block: SparseBlock
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedEpoch:
     """Everything needed to serve one epoch (`engine_adapter.engine.Adoption`). Adopting it only swaps
@@ -92,7 +86,7 @@ class PreparedEpoch:
     cells: NDArray[np.int32]
     """[layers, slots_per_rank]. A sharded layer computes with the first ceil(experts / ranks) of its cells
     (`fleet.sharding`)."""
-    layers: Sequence[_Layer]
+    layers: Sequence[Layer]
     sending: Sending
 
 
@@ -126,8 +120,8 @@ class ModelRunner:
         ballast_bytes: int = 0,
         spare_layers: int = 1,
     ) -> None:
-        """Load this rank's weights (of the experts only its own) and allocate `kv_pages` pages of KV. The
-        checkpoint may be closed afterwards.
+        """Load this rank's weights (of the experts only its own) and allocate `kv_pages` pages of KV (of
+        data-parallel attention). The checkpoint may be closed afterwards.
 
         group: the other ranks. None for an engine of one rank. max_tokens: limit on the tokens of one rank in
         one step. threads: threads that share a large step of an engine of one rank. close() ends them.
@@ -149,23 +143,11 @@ class ModelRunner:
         self.config = checkpoint.config
         self.shape = checkpoint.config.shape(dtype)
         self.rank = rank
-        self.kv_pages = kv_pages
         self.max_tokens = max_tokens
-        self.arena = load_arena(checkpoint, placement, rank, dtype, ballast_bytes, spare_layers)
-        self._of_cell = [
-            (self.arena.gate_up(cell).t(), self.arena.down(cell)) for cell in range(self.arena.cells)
-        ]
-        self._of_piece = [
-            [
-                (self.arena.part_gate_up(cell, piece).t(), self.arena.part_down(cell, piece))
-                for piece in range(self.arena.parts)
-            ]
-            for cell in range(self.arena.cells)
-        ]
         self._dtype = RUN_DTYPES[dtype]
-        about, part = self.config, self.shape.expert_intermediate // self.arena.parts
-        narrowest = min(part, about.experts, about.heads * about.head_dim, about.vocabulary)
-        self._group_rows = least_rows(self._dtype, about.hidden * narrowest)
+        self.arena = load_arena(checkpoint, placement, rank, dtype, ballast_bytes, spare_layers)
+        self._matrices = CellMatrices(self.arena, self.config.experts)
+        self._group_rows = _group_rows(self.config, self._dtype, self.arena.parts)
         self._team = ThreadTeam(threads if group is None else 1)
         # One per thread, since a dispatch is open until its combine. The first one handles whole-step calls.
         self._dispatches: list[Dispatch] = (
@@ -177,79 +159,45 @@ class ModelRunner:
             else [GlooDispatch(group, placement, max_tokens, cover=cover, group_rows=self._group_rows)]
         )
         self._routed_dtype = np.uint8 if self.config.experts <= 256 else np.uint16
-        self._rotary = Rotary(self.config, self._dtype)
-        self._embedding = checkpoint.tensor("model.embed_tokens.weight", self._dtype)
-        self._norm = checkpoint.tensor("model.norm.weight", self._dtype)
-        self._head = self._embedding if self.config.tied else checkpoint.tensor("lm_head.weight", self._dtype)
+        self._load_dense(checkpoint)
         cells = self.arena.first_cells()
         layers = [
-            self._load_layer(checkpoint, layer, cells[layer], sharded=layer in placement.sharded)
+            load_layer(
+                checkpoint,
+                layer,
+                self._dtype,
+                self._matrices,
+                cells[layer],
+                sharded=layer in placement.sharded,
+            )
             for layer in range(self.config.layers)
         ]
         self._served = PreparedEpoch(
             placement, _frozen(cells), layers, self._dispatches[0].sending(placement)
         )
-        # K heads before V heads. Zeroed, because padding is read (with weight zero).
-        self.kv = torch.zeros(
-            (self.config.layers, 2 * self.config.kv_heads, kv_pages, PAGE_TOKENS, self.config.head_dim),
-            dtype=self._dtype,
+        self.kv_pool = self._new_pool(kv_pages)
+        self._pages = self.kv_pool.page_table(
+            self.kv_pool.first_units(self.kv_pool.groups), self.kv_pool.groups
         )
 
-    def _load_layer(
-        self, checkpoint: Checkpoint, layer: int, cells: NDArray[np.int32], *, sharded: bool
-    ) -> _Layer:
-        config, prefix = self.config, f"model.layers.{layer}"
+    def _load_dense(self, checkpoint: Checkpoint) -> None:
+        """Load the weights outside of layers."""
+        self._rotary = Rotary(self.config, self._dtype)
+        self._embedding = checkpoint.tensor("model.embed_tokens.weight", self._dtype)
+        self._norm = checkpoint.tensor("model.norm.weight", self._dtype)
+        self._head = self._embedding if self.config.tied else checkpoint.tensor("lm_head.weight", self._dtype)
 
-        def read(name: str) -> torch.Tensor:
-            return checkpoint.tensor(f"{prefix}.{name}", self._dtype)
-
-        attention = Attention(
-            heads=config.heads,
+    def _new_pool(self, pages: int) -> KvPool:
+        config, ranks = self.config, self.placement.ranks
+        return KvPool(
+            pages=pages,
+            groups=1 if tp_refusal(self.shape, ranks) else head_groups(config.kv_heads, ranks),
+            layers=config.layers,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            rms_eps=config.rms_eps,
-            qkv=torch.cat([read(f"self_attn.{name}_proj.weight") for name in "qkv"]),
-            qkv_bias=(
-                torch.cat([read(f"self_attn.{name}_proj.bias") for name in "qkv"])
-                if config.attention_bias
-                else None
-            ),
-            qk_norm=torch.cat(
-                [
-                    read("self_attn.q_norm.weight").expand(config.heads, -1),
-                    read("self_attn.k_norm.weight").expand(config.kv_heads, -1),
-                ]
-            ),
-            out=read("self_attn.o_proj.weight"),
-            out_bias=read("self_attn.o_proj.bias") if config.attention_bias else None,
+            page_tokens=PAGE_TOKENS,
+            dtype=self._dtype,
         )
-        gate_up, down = self._matrices(cells, sharded=sharded)
-        gate = read("mlp.gate.weight")
-        block = SparseBlock(
-            layer=layer,
-            gate=gate,
-            gate_up=gate_up,
-            down=down,
-            top_k=config.top_k,
-            normalise=config.normalise_top_k,
-            sharded=sharded,
-        )
-        return _Layer(
-            read("input_layernorm.weight"), attention, read("post_attention_layernorm.weight"), block
-        )
-
-    def _matrices(
-        self, cells: NDArray[np.int32], *, sharded: bool
-    ) -> tuple[GroupedMatrices, GroupedMatrices]:
-        """Return gate_up and down of a layer whose slots map to these cells: one per slot, or, of a sharded
-        layer, one per expert."""
-        if sharded:
-            places = [group_of(expert, self.arena.parts) for expert in range(self.config.experts)]
-            pairs = [self._of_piece[cells[group]][piece] for group, piece in places]
-        else:
-            pairs = [self._of_cell[cell] for cell in cells.tolist()]
-        gate_up, down = zip(*pairs, strict=True)
-        return GroupedMatrices(gate_up), GroupedMatrices(down)
 
     def close(self) -> None:
         """End the threads that share large steps."""
@@ -266,6 +214,16 @@ class ModelRunner:
         return self._served.cells
 
     @property
+    def kv_units(self) -> NDArray[np.int32]:
+        """int32 [pages, units of a page]: the units of every page that `SequenceWork` may name. Read-only."""
+        return self._pages.units
+
+    @property
+    def kv_pages(self) -> int:
+        """Number of pages that `SequenceWork` may name."""
+        return len(self._pages.units)
+
+    @property
     def memory(self) -> RankMemory:
         """Memory of this rank beside its expert cells, without that of connections to other ranks."""
         layers = self._served.layers
@@ -277,7 +235,7 @@ class ModelRunner:
             + self._norm.nbytes
             + head
             + sum(layer.block.gate.nbytes + layer.block_norm.nbytes for layer in layers),
-            kv_pool=self.kv.nbytes,
+            kv_pool=self.kv_pool.nbytes,
         )
 
     def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> PreparedEpoch:
@@ -288,7 +246,7 @@ class ModelRunner:
         kept = (cells == served.cells).all(axis=1)
         kept[list(set(served.placement.sharded) ^ set(placement.sharded))] = False
         layers = [
-            layer if same else self._with_cells(layer, cells[at], sharded=at in placement.sharded)
+            layer if same else layer.with_cells(self._matrices, cells[at], sharded=at in placement.sharded)
             for at, (layer, same) in enumerate(zip(served.layers, kept.tolist(), strict=True))
         ]
         return PreparedEpoch(placement, _frozen(cells.copy()), layers, self._dispatches[0].sending(placement))
@@ -299,14 +257,15 @@ class ModelRunner:
         for dispatch in self._dispatches:
             dispatch.adopt(prepared.sending)
 
+    def adopt_kv(self, units: NDArray[np.int32]) -> None:
+        """Number the pages anew: page p consists of units[p], int32 [pages, units of a page]. Called between
+        two steps. ValueError as for `KvPool.page_table`."""
+        self._pages = self.kv_pool.page_table(units, self.kv_pool.groups)
+
     def slow_links(self, seconds: float) -> None:
         """Apply `Dispatch.slow_links` to all threads of this rank. Call it between two steps."""
         for dispatch in self._dispatches:
             dispatch.slow_links(seconds)
-
-    def _with_cells(self, layer: _Layer, cells: NDArray[np.int32], *, sharded: bool) -> _Layer:
-        gate_up, down = self._matrices(cells, sharded=sharded)
-        return replace(layer, block=replace(layer.block, gate_up=gate_up, down=down, sharded=sharded))
 
     def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         """Compute one step. All ranks call it for the same step. A rank without work passes an empty
@@ -341,7 +300,7 @@ class ModelRunner:
         ids = list(chain.from_iterable(one.tokens for one in work))
         rows = max(len(ids), self._group_rows) if ids else 0
         spans = [SequenceSpan(len(one.tokens), one.start, one.pages) for one in work]
-        plan = plan_attention(spans, rows, self.config.kv_heads, PAGE_TOKENS, self._rotary)
+        plan = plan_attention(spans, rows, self._pages.rows, PAGE_TOKENS, self._rotary)
         hidden = self._embedding.index_select(
             0, torch.tensor(ids + [0] * (rows - len(ids)), dtype=torch.int64)
         )
@@ -357,7 +316,9 @@ class ModelRunner:
         k]."""
         layer = self._served.layers[at]
         if tokens:
-            hidden += layer.attention.forward(self._normed(hidden, layer.attention_norm), plan, self.kv[at])
+            hidden += layer.attention.forward(
+                self._normed(hidden, layer.attention_norm), plan, self.kv_pool.layer(at)
+            )
         mixed, experts = layer.block.forward(self._normed(hidden, layer.block_norm), tokens, dispatch)
         hidden[:tokens] += mixed.to(hidden.dtype)
         return experts
@@ -433,7 +394,7 @@ class ModelRunner:
         """Return the blocks of all layers as if they were whole. Of a sharded layer, the weights are then
         meaningless: for measurements only."""
         return [
-            (self._with_cells(layer, cells, sharded=False) if layer.block.sharded else layer).block
+            (layer.with_cells(self._matrices, cells, sharded=False) if layer.block.sharded else layer).block
             for layer, cells in zip(self._served.layers, self.cells, strict=True)
         ]
 
@@ -545,6 +506,14 @@ class ModelRunner:
 
         seconds = _more_seconds(lambda: gather_and_reduce(few), lambda: gather_and_reduce(most), 25)
         return seconds / (gathered_bytes(self.shape, ranks, 1) * ranks * (most - few))
+
+
+def _group_rows(config: Qwen3MoeConfig, dtype: torch.dtype, parts: int) -> int:
+    """Return the minimum rows of every product. parts: of an expert of a sharded layer."""
+    narrowest = min(
+        config.expert_intermediate // parts, config.experts, config.heads * config.head_dim, config.vocabulary
+    )
+    return least_rows(dtype, config.hidden * narrowest)
 
 
 def _frozen(cells: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from engine_adapter.embedded.arena import Arena
 from engine_adapter.embedded.dispatch import Dispatch
+from fleet.sharding import group_of
 
 
 class GroupedMatrices:
@@ -35,6 +37,32 @@ class GroupedMatrices:
         ):
             torch.mm(given, self._each[slot], out=found)
         return out
+
+
+class CellMatrices:
+    """Matrices in the cells of an arena, as views that are created once."""
+
+    def __init__(self, arena: Arena, experts: int) -> None:
+        """experts: of a layer."""
+        self._of_cell = [(arena.gate_up(cell).t(), arena.down(cell)) for cell in range(arena.cells)]
+        self._of_piece = [
+            [
+                (arena.part_gate_up(cell, piece).t(), arena.part_down(cell, piece))
+                for piece in range(arena.parts)
+            ]
+            for cell in range(arena.cells)
+        ]
+        self._places = [group_of(expert, arena.parts) for expert in range(experts)]
+
+    def of_layer(self, cells: NDArray[np.int32], *, sharded: bool) -> tuple[GroupedMatrices, GroupedMatrices]:
+        """Return gate_up and down of a layer whose slots map to these cells: one per slot, or, of a sharded
+        layer, one per expert."""
+        if sharded:
+            pairs = [self._of_piece[cells[group]][piece] for group, piece in self._places]
+        else:
+            pairs = [self._of_cell[cell] for cell in cells.tolist()]
+        gate_up, down = zip(*pairs, strict=True)
+        return GroupedMatrices(gate_up), GroupedMatrices(down)
 
 
 class NonEmpty(NamedTuple):

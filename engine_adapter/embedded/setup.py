@@ -137,7 +137,7 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
             max_context=about.max_positions,
             placement=placement,
             speed=speed,
-            kv_block_bytes=runner.kv.nbytes // config.kv_blocks,
+            kv_block_bytes=runner.kv_pool.page_bytes,
             memory=runner.memory._replace(communicators=communicators, runtime=before.private),
             weights_digest=weights,
             runner=runner,

@@ -107,12 +107,12 @@ def test_threads_share_large_steps_and_change_no_bit(runner, decodes):
         shared = ModelRunner(
             checkpoint, runner.placement, kv_pages=runner.kv_pages, max_tokens=1024, threads=3
         )
-    shared.kv.copy_(runner.kv)
+    shared.kv_pool.values.copy_(runner.kv_pool.values)
     alone, together = runner.forward(work), shared.forward(work)
     shared.close()
     assert torch.equal(alone.logits, together.logits)
     assert np.array_equal(alone.routed, together.routed)
-    assert torch.equal(runner.kv, shared.kv)
+    assert torch.equal(runner.kv_pool.values, shared.kv_pool.values)
 
 
 def test_a_step_without_work_is_empty(runner):
@@ -175,7 +175,8 @@ def test_the_measured_speed_is_of_this_machine(runner):
 def test_sequences_of_like_length_are_computed_as_one_batch_and_outliers_apart(runner):
     def batches(*lengths):
         spans = [SequenceSpan(1, length - 1, range(-(-length // 16))) for length in lengths]
-        plan = plan_attention(spans, max(4, len(spans)), 2, 16, Rotary(runner.config, torch.float32))
+        page_rows = np.zeros((4, 200), np.int64)
+        plan = plan_attention(spans, max(4, len(spans)), page_rows, 16, Rotary(runner.config, torch.float32))
         return [batch.count for batch in plan.decodes]
 
     assert batches(100, 120, 140, 200) == [4]
