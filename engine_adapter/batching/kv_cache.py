@@ -15,7 +15,7 @@ later ones private.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -39,13 +39,15 @@ class Block(msgspec.Struct, frozen=True, gc=False):
         return self.identity.block_hash
 
 
-def identify(tokens: Sequence[int], block_size: int, salt: str = "") -> list[Block]:
+def identify(
+    tokens: Sequence[int], block_size: int, salt: str = "", known: Sequence[Block] = ()
+) -> list[Block]:
     """Return the full blocks of `tokens`, from the start of a prompt. salt: separates requests that must not
-    share KV. All requests without a salt share ""."""
-    blocks: list[Block] = []
-    parent: int | None = None
+    share KV. All requests without a salt share "". known: the first blocks, which are not hashed again."""
+    blocks = list(known)
+    parent = known[-1].block_hash if known else None
     seed = salted_seed(salt)
-    for content in contents(tokens, block_size):
+    for content in contents(tokens[len(known) * block_size :], block_size):
         local = local_hash(content, seed)
         parent = chain(parent, local)
         blocks.append(Block(KvBlock(parent, local), content, salt))
@@ -72,7 +74,9 @@ class BlockTable:
     registered."""
 
 
-class _Registered(msgspec.Struct, frozen=True, gc=False, eq=False):
+class RegisteredBlock(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """A block that later prompts may share, its page, and the u64 sequence hash of the block before it."""
+
     page: int
     block: Block
     parent: int | None
@@ -94,11 +98,50 @@ class KvCache:
         self._holders = [0] * pages
         self._kept: dict[int, None] = {}
         """Pages kept for reuse. Insertion order is eviction order."""
-        self._by_hash: dict[int, _Registered] = {}
+        self._by_hash: dict[int, RegisteredBlock] = {}
         """Registered blocks by sequence hash. Insertion order has parents before children."""
-        self._block_of: dict[int, _Registered] = {}
+        self._block_of: dict[int, RegisteredBlock] = {}
         """Registered blocks by page."""
         self._changes: list[Change] = []
+
+    @classmethod
+    def of(
+        cls,
+        pages: int,
+        registered: Iterable[RegisteredBlock],
+        kept: Iterable[int],
+        tables: Iterable[BlockTable],
+        block_size: int = BLOCK_SIZE,
+    ) -> Self:
+        """Create a cache that has these blocks, parents before children, and these open tables. Its first
+        changes state it anew. kept: pages that no table holds, in order of eviction."""
+        cache = cls(pages, block_size)
+        cache._block_of = {entry.page: entry for entry in registered}
+        cache._by_hash = {entry.block.block_hash: entry for entry in cache._block_of.values()}
+        cache._kept = dict.fromkeys(kept)
+        for table in tables:
+            for page in table.pages:
+                cache._holders[page] += 1
+        cache._free = [
+            page for page in reversed(range(pages)) if not cache._holders[page] and page not in cache._kept
+        ]
+        cache._changes = cache.restated()
+        return cache
+
+    @property
+    def registered(self) -> Sequence[RegisteredBlock]:
+        """Registered blocks, parents before children."""
+        return tuple(self._by_hash.values())
+
+    @property
+    def kept(self) -> Sequence[int]:
+        """Pages kept for reuse, in order of eviction."""
+        return tuple(self._kept)
+
+    @property
+    def free(self) -> Sequence[int]:
+        """Pages neither held nor kept."""
+        return tuple(self._free)
 
     @property
     def used(self) -> int:
@@ -155,8 +198,8 @@ class KvCache:
             parent = blocks[index - 1].block_hash if index else None
             known = self._by_hash.get(blocks[index].block_hash)
             if known is None:
-                self._by_hash[blocks[index].block_hash] = self._block_of[table.pages[index]] = _Registered(
-                    table.pages[index], blocks[index], parent
+                self._by_hash[blocks[index].block_hash] = self._block_of[table.pages[index]] = (
+                    RegisteredBlock(table.pages[index], blocks[index], parent)
                 )
                 fresh.append(blocks[index])
             else:
@@ -265,7 +308,7 @@ class KvCache:
         if removed:
             self._changes.append(KvChange(removed=KvRemoved(block_hashes=tuple(removed))))
 
-    def _share(self, table: BlockTable, index: int, known: _Registered, same: bool) -> None:
+    def _share(self, table: BlockTable, index: int, known: RegisteredBlock, same: bool) -> None:
         """Handle a block that was computed twice: both sequences share one page from now on. If its hash
         names another block, keep it private."""
         if not same:

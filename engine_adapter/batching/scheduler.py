@@ -13,7 +13,7 @@ Rules, in order:
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine_adapter.batching.kv_cache import Block, BlockTable, KvCache, following, identify
@@ -101,6 +101,16 @@ class BatchScheduler:
         return len(self._running)
 
     @property
+    def running_sequences(self) -> Sequence[SequenceState]:
+        """Sequences that hold pages, in order of arrival."""
+        return tuple(self._running)
+
+    @property
+    def waiting_sequences(self) -> Sequence[SequenceState]:
+        """Sequences without pages, in order of admission."""
+        return tuple(self._waiting)
+
+    @property
     def idle(self) -> bool:
         return not self._running and not self._waiting
 
@@ -137,6 +147,21 @@ class BatchScheduler:
         if not sequence.blocks:
             sequence.blocks = identify(sequence.tokens, self.cache.block_size, sequence.salt)
         self._waiting.append(sequence)
+
+    def restore(self, running: Iterable[SequenceState], waiting: Iterable[SequenceState]) -> None:
+        """Take over requests that another scheduler admitted, in the order of the properties above. Tables of
+        running sequences must be those of the cache. No limit applies to requests that wait. ValueError
+        unless the scheduler is idle and has room for the running ones."""
+        taken = list(running)
+        if not self.idle or len(taken) > self.max_running:
+            raise ValueError(
+                f"scheduler: cannot restore {len(taken)} running requests beside {self.running} running and"
+                f" {self.waiting} waiting ones, where {self.max_running} may run; take a new scheduler"
+            )
+        self._running = taken
+        self._waiting = deque(waiting)
+        for one in (*self._running, *self._waiting):
+            one.blocks = identify(one.tokens, self.cache.block_size, one.salt, known=one.blocks)
 
     def plan(self) -> list[Slice]:
         """Plan the next step. Empty when there is no work. Each slice must be passed to `computed` before the

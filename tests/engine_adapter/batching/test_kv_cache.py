@@ -204,6 +204,35 @@ def test_a_collision_of_two_salts_shares_nothing() -> None:
     assert not set(compute_blocks(cache, forged).pages) & set(ours.pages)
 
 
+def rebuilt(cache: KvCache, tables: Sequence[BlockTable]) -> tuple[KvCache, list[BlockTable]]:
+    """A cache with the same pages, built from what the first one tells."""
+    copies = [BlockTable(list(table.pages), table.registered, table.collided) for table in tables]
+    return KvCache.of(cache.pages, cache.registered, cache.kept, copies, cache.block_size), copies
+
+
+def test_a_cache_that_is_built_from_another_serves_and_evicts_as_it_would() -> None:
+    cache = KvCache(5, SIZE)
+    cache.close(compute(cache, "ab"))
+    cache.close(compute(cache, "cd"))
+    held = compute(cache, "cx")
+    other, tables = rebuilt(cache, [held])
+    other.check_integrity(tables)
+    assert (other.used, other.held, other.free) == (cache.used, cache.held, cache.free)
+    assert other.take_changes() == cache.restated()
+    assert other.open(blocks_of("ab")).pages == cache.open(blocks_of("ab")).pages
+    assert other.extend(tables[0], 3)
+    (change,) = other.take_changes()
+    assert change != "cleared"
+    assert change.removed is not None
+    assert change.removed.block_hashes == (blocks_of("cd")[1].block_hash,)
+
+
+def test_blocks_that_are_known_are_not_identified_again() -> None:
+    blocks = blocks_of("abcd", "salt")
+    tokens = [ord(letter) for letter in "abcd" for _ in range(SIZE)] + [0]
+    assert identify(tokens, SIZE, "salt", known=blocks[:2]) == blocks
+
+
 class Pool(RuleBasedStateMachine):
     """Any order of opening, growing, registering, closing and clearing keeps books and readers right."""
 
@@ -238,6 +267,11 @@ class Pool(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.cache.clear()
+
+    @rule()
+    def rebuild(self) -> None:
+        self.cache, tables = rebuilt(self.cache, [table for table, _ in self.tables])
+        self.tables = [(table, blocks) for table, (_, blocks) in zip(tables, self.tables, strict=True)]
 
     @invariant()
     def books_agree(self) -> None:

@@ -207,3 +207,32 @@ def test_tokens_still_to_be_computed_are_counted() -> None:
     assert scheduler.uncomputed_prompt_tokens == 25
     model.step(scheduler, scheduler.plan(), 12)
     assert scheduler.uncomputed_prompt_tokens == 13
+
+
+@settings(max_examples=40, deadline=None)
+@given(requests, st.integers(13, 30), st.randoms(use_true_random=False))
+def test_a_scheduler_that_takes_over_from_another_finishes_its_requests(
+    expected: list[tuple[list[int], int]], pages: int, random: random.Random
+) -> None:
+    scheduler, model = build(pages)
+    for prompt, count in expected:
+        scheduler.submit(SequenceState(list(prompt), count))
+    done: list[SequenceState] = []
+    while not scheduler.idle:
+        done += model.step(scheduler, scheduler.plan(), scheduler.max_batch_tokens)
+        if random.random() < 0.2:
+            running, waiting = scheduler.running_sequences, scheduler.waiting_sequences
+            scheduler = BatchScheduler(model.cache, max_batch_tokens=12, max_running=4, max_waiting=0)
+            scheduler.restore(running, waiting)
+            scheduler.check_integrity()
+    assert sorted(one.tokens for one in done) == sorted(alone(*one) for one in expected)
+    assert model.cache.held == 0
+
+
+def test_requests_are_restored_into_an_idle_scheduler_that_has_room() -> None:
+    scheduler, _ = build(running=1)
+    with pytest.raises(ValueError, match="2 running requests"):
+        scheduler.restore([SequenceState([1], 1), SequenceState([2], 1)], [])
+    scheduler.restore([], [SequenceState([1], 1)])
+    with pytest.raises(ValueError, match="1 waiting"):
+        scheduler.restore([], [])
