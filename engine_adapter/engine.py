@@ -12,8 +12,7 @@ from fleet.dispatch import SPLIT
 from fleet.experts import ModelShape
 from fleet.facts.activity import RearrangementTime
 from fleet.facts.dynamo_kv import KvBlock, KvChange
-from fleet.facts.engines import UNSHARDABLE, Capabilities, ServedModel
-from fleet.layout import AttentionLayout
+from fleet.facts.engines import FIXED_ATTENTION, UNSHARDABLE, Capabilities, ServedModel
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
@@ -37,8 +36,8 @@ class RankMemory(NamedTuple):
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a rank that stay constant while its process runs. `shape`, `placement` and `attention`
-    are None for engines that report no experts."""
+    """Properties of a rank that stay constant while its process runs. `shape` is None for engines that
+    report no experts."""
 
     model: str
     models: tuple[ServedModel, ...] = ()
@@ -56,9 +55,10 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int
     capabilities: Capabilities
     shape: ModelShape | None = None
-    attention: AttentionLayout | None = None
     unshardable: str = UNSHARDABLE
     """`EngineJoined.unshardable`."""
+    tp_refusal: str = FIXED_ATTENTION
+    """`EngineJoined.tp_refusal`."""
     dispatch: str = SPLIT
     """Replica selection: a `fleet.dispatch.DispatchRule`."""
     speed: EngineSpeed | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.facts.engines import UNSHARDABLE
+from fleet.facts.engines import FIXED_ATTENTION, UNSHARDABLE
 from fleet.facts.migrations import MigrationStaged
 from fleet.facts.placements import PlacementCommitted
 from fleet.placement import Placement, PlacementRecord, linear, with_slots
@@ -31,18 +31,19 @@ def initial(
     ranks: int,
     slots_per_rank: int | None,
     unshardable: str = UNSHARDABLE,
+    tp_refusal: str = FIXED_ATTENTION,
 ) -> Placement:
     """Return the configured placement as epoch 0. file: JSON of a PlacementRecord. None: experts in order.
     slots_per_rank: None for as many as needed, or as many as in the file. unshardable: why the engine cannot
-    serve sharded layers; empty: it can.
+    serve sharded layers; empty: it can. tp_refusal: why it cannot serve tensor-parallel attention.
 
     ValueError when the file cannot be read, when its placement is for another model or number of ranks, when
-    it needs more slots, or when it has sharded layers that the engine cannot serve.
+    it needs more slots, or when it has sharded layers or attention that the engine cannot serve.
     """
     if file is None:
         return linear(layers=layers, experts=experts, ranks=ranks, slots_per_rank=slots_per_rank)
     placement = read(file)
-    if refusal := _refusal(placement, unshardable):
+    if refusal := _refusal(placement, unshardable, tp_refusal):
         raise ValueError(f"{file}: {refusal}; make a placement with roost plan --profile")
     found, expected = (placement.layers, placement.experts, placement.ranks), (layers, experts, ranks)
     if found != expected:
@@ -75,22 +76,11 @@ def last_decided(
     staged last, if its commit was decided and the completion is not yet on record (`fleet.handover`). Epochs
     order the two, whichever incarnations they come from. The record of a dead incarnation's decided placement
     may follow the record of the next incarnation's initial placement. Both hold the same placement then.
-
-    Epochs with other attention than data-parallel, of an engine of the same name that was not Roost's own,
-    are refused with a warning.
     """
-    if committed is not None and not committed.layout.targets_are_ranks:
-        log.warning(
-            "epoch %d of a previous engine of this name is not resumed: it had %s, and Roost's own engines"
-            " serve data-parallel attention only",
-            committed.placement.epoch,
-            committed.layout,
-        )
-        return None
     if committed is None:
         return None if staged is None else staged.placement
     follows = staged is not None and staged.epoch == committed.placement.epoch + 1
-    record = staged.placement if staged is not None and follows else committed.placement
+    record = staged.placement if staged is not None and follows else committed.served
     return record if record.epoch > 0 else None
 
 
@@ -119,27 +109,32 @@ def last_is_left(meeting: Path) -> bool:
     return (meeting / _LAST).exists()
 
 
-def resumed(meeting: Path, first: Placement, unshardable: str = UNSHARDABLE) -> Placement:
+def resumed(
+    meeting: Path, first: Placement, unshardable: str = UNSHARDABLE, tp_refusal: str = FIXED_ATTENTION
+) -> Placement:
     """Return the placement that the ranks in a meeting folder start with: the last epoch if it is known and
-    fits, else `first`, the configured placement. unshardable: as in `initial`."""
+    fits, else `first`, the configured placement. unshardable, tp_refusal: as in `initial`."""
     if not last_is_left(meeting):
         return first
 
     def read_last() -> PlacementRecord | None:
         return msgspec.json.decode((meeting / _LAST).read_bytes(), type=PlacementRecord | None)
 
-    return fitting_or(first, read_last, unshardable)
+    return fitting_or(first, read_last, unshardable, tp_refusal)
 
 
 def fitting_or(
-    first: Placement, last: Callable[[], PlacementRecord | None], unshardable: str = UNSHARDABLE
+    first: Placement,
+    last: Callable[[], PlacementRecord | None],
+    unshardable: str = UNSHARDABLE,
+    tp_refusal: str = FIXED_ATTENTION,
 ) -> Placement:
     """Return the placement of the previous incarnation if it fits the engine that starts with `first`, else
-    `first`. last: reads its record, if there is one, and may raise OSError or ValueError. unshardable: as in
-    `initial`."""
+    `first`. last: reads its record, if there is one, and may raise OSError or ValueError. unshardable,
+    tp_refusal: as in `initial`."""
     try:
         record = last()
-        return first if record is None else fitting(record, first, unshardable)
+        return first if record is None else fitting(record, first, unshardable, tp_refusal)
     except (OSError, ValueError) as error:
         log.warning(
             "the engine starts with its configured placement, not with the last epoch of its previous"
@@ -160,21 +155,28 @@ def _once(placement: Placement) -> Placement:
     return placement
 
 
-def _refusal(placement: Placement, unshardable: str) -> str:
+def _refusal(placement: Placement, unshardable: str, tp_refusal: str) -> str:
     """Return why the engine cannot serve a placement's attention or the forms of its layers; empty: it
     can."""
     if placement.attention == "tp":
-        return "it has tensor-parallel attention, which this engine cannot serve"
+        reason = tp_refusal or ("its experts are whole" if len(placement.whole) else "")
+        if reason:
+            return f"it has tensor-parallel attention, which this engine cannot serve: {reason}"
     if not placement.sharded or not unshardable:
         return ""
     return f"it has sharded layers, which this engine cannot serve: {unshardable}"
 
 
-def fitting(record: PlacementRecord, first: Placement, unshardable: str = UNSHARDABLE) -> Placement:
+def fitting(
+    record: PlacementRecord,
+    first: Placement,
+    unshardable: str = UNSHARDABLE,
+    tp_refusal: str = FIXED_ATTENTION,
+) -> Placement:
     """Return the placement of a record. ValueError states why it does not fit `first`, or the engine
-    (`unshardable`, as in `initial`)."""
+    (`unshardable` and `tp_refusal`, as in `initial`)."""
     placement = _once(Placement.from_record(record))
-    if refusal := _refusal(placement, unshardable):
+    if refusal := _refusal(placement, unshardable, tp_refusal):
         raise ValueError(f"epoch {placement.epoch}: {refusal}")
     found, expected = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, first))
     if found != expected:

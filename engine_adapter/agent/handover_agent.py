@@ -84,6 +84,7 @@ class HandoverAgent:
             cell_table=cell_table,
             tensors=len(self._memory.tensors),
             config=staging.config,
+            tp_refusal=context.about.tp_refusal,
         )
         self._publisher = context.bus.publisher(context.subjects.handovers(context.engine))
         self._last_status: HandoverDescribed | None = None

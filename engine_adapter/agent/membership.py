@@ -108,6 +108,7 @@ class EngineMembership:
             max_batch_tokens=about.max_batch_tokens,
             attention=None if placement is None else AttentionLayout(kind=placement.attention),
             unshardable=about.unshardable,
+            tp_refusal=about.tp_refusal,
             dispatch=about.dispatch,
             rearranges=about.rearranges,
             gathers_all=about.gathers_all,

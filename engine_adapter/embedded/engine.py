@@ -29,7 +29,6 @@ from engine_adapter.serving.generation import AnswerDelta, AnswerStream, Generat
 from engine_adapter.serving.sequences import built, sequence_parts
 from fleet.blocks import BLOCK_SIZE
 from fleet.facts.engines import Capabilities
-from fleet.layout import DP_ATTENTION
 from fleet.placement import Placement
 
 _WATCH_SECONDS = 0.5
@@ -83,7 +82,6 @@ def _load(
         max_batch_tokens=config.max_batch_tokens,
         capabilities=Capabilities(isolates_tenants=True),
         shape=setup.shape,
-        attention=DP_ATTENTION,
         unshardable=setup.unshardable,
         dispatch=config.dispatch,
         speed=setup.speed,

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.experts import ExpertId
-from fleet.placement import EMPTY, Placement
+from fleet.facts.engines import FIXED_ATTENTION
+from fleet.placement import EMPTY, Placement, with_attention
 from fleet.requests.handovers import ExpertCopy, ProposeHandover
 from fleet.sharding import ALL_PARTS, contents, group_of, turn, turned
 
@@ -80,12 +81,17 @@ class ProposalRequest(NamedTuple):
 
 
 def required_work(
-    command: ProposeHandover, proposed: Placement, served: Placement, rank: int, parts: int = 1
+    command: ProposeHandover,
+    proposed: Placement,
+    served: Placement,
+    rank: int,
+    parts: int = 1,
+    tp_refusal: str = FIXED_ATTENTION,
 ) -> ProposalRequest:
     """Return the work that a proposal demands from this rank. parts: into how many its memory cuts an expert;
-    1: layers cannot turn over. CannotStage names the mismatch: the shape, the deadline, a copy, or a slot
-    without a copy."""
-    check_terms(command.deadline_seconds, proposed, served, parts)
+    1: layers cannot turn over. tp_refusal: `EngineJoined.tp_refusal`. CannotStage names the mismatch: the
+    shape, the attention, the deadline, a copy, or a slot without a copy."""
+    check_terms(command.deadline_seconds, proposed, served, parts, tp_refusal)
     if proposed.duplicates:
         raise CannotStage(
             StagingFault.PLACEMENT,
@@ -95,9 +101,15 @@ def required_work(
     return work._replace(coming=work.coming + _turning(proposed, served, rank))
 
 
-def check_terms(deadline_seconds: float, proposed: Placement, served: Placement, parts: int = 1) -> None:
-    """Check the shape and the deadline of a proposal. parts: as in `required_work`. CannotStage names the
-    mismatch."""
+def check_terms(
+    deadline_seconds: float,
+    proposed: Placement,
+    served: Placement,
+    parts: int = 1,
+    tp_refusal: str = FIXED_ATTENTION,
+) -> None:
+    """Check the shape, the attention and the deadline of a proposal. parts, tp_refusal: as in
+    `required_work`. CannotStage names the mismatch."""
     shape = (proposed.layers, proposed.experts, proposed.ranks, proposed.slots_per_rank)
     present = (served.layers, served.experts, served.ranks, served.slots_per_rank)
     if shape != present:
@@ -113,15 +125,30 @@ def check_terms(deadline_seconds: float, proposed: Placement, served: Placement,
             f" cut experts into {served.ranks} parts; plan anew",
         )
     if proposed.attention != served.attention:
-        raise CannotStage(
-            StagingFault.PLACEMENT,
-            f"a placement with {proposed.attention} attention, and this engine serves {served.attention};"
-            " plan anew",
-        )
+        _check_attention(proposed, served, tp_refusal)
     if not 0 < deadline_seconds <= LONGEST_SECONDS:
         raise CannotStage(
             StagingFault.DEADLINE,
             f"{deadline_seconds} s for staging: use more than 0, and {LONGEST_SECONDS:.0f} at most",
+        )
+
+
+def _check_attention(proposed: Placement, served: Placement, tp_refusal: str) -> None:
+    """Check a change of attention: the engine can do it, all layers are sharded, and nothing else changes.
+    CannotStage names the mismatch."""
+    change = f"its attention would change from {served.attention} to {proposed.attention}"
+    if tp_refusal:
+        raise CannotStage(StagingFault.PLACEMENT, f"{change}, but {tp_refusal}; plan anew")
+    if len(served.whole):
+        raise CannotStage(
+            StagingFault.PLACEMENT,
+            f"{change} while {len(served.whole)} of {served.layers} layers are whole; make all layers sharded"
+            " first",
+        )
+    if not with_attention(served, proposed.attention, epoch=proposed.epoch).serves_as(proposed):
+        raise CannotStage(
+            StagingFault.PLACEMENT,
+            f"{change} together with layers or experts; plan a handover for each",
         )
 
 

@@ -26,6 +26,7 @@ from engine_adapter.handover import inbound_copies
 from engine_adapter.handover.cell_table import CellTable
 from engine_adapter.handover.inbound_copies import InboundCopies, Report
 from engine_adapter.handover.proposal_check import CannotStage, StagingFault, required_work
+from fleet.facts.engines import FIXED_ATTENTION
 from fleet.facts.migrations import PullReport
 from fleet.handover import (
     Cell,
@@ -86,7 +87,7 @@ class _Open:
 
 class RankProtocol:
     """Protocol state of one rank. tensors: number of tensors of an expert. The cell table knows into how many
-    parts experts are cut."""
+    parts experts are cut. tp_refusal: `EngineJoined.tp_refusal`."""
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class RankProtocol:
         cell_table: CellTable,
         tensors: int,
         config: TransferConfig,
+        tp_refusal: str = FIXED_ATTENTION,
     ) -> None:
         self.cell_table = cell_table
         self.placement = placement
@@ -111,6 +113,7 @@ class RankProtocol:
         self._worker_id = worker_id
         self._rank = rank
         self._config = config
+        self._tp_refusal = tp_refusal
         self._open: _Open | None = None
         self._effects: list[Effect] = []
         self._seconds = 0.0
@@ -246,7 +249,9 @@ class RankProtocol:
     def _begin(self, command: ProposeHandover, placement: Placement | str, open_: _Open, now: float) -> None:
         if isinstance(placement, str):
             raise CannotStage(StagingFault.PLACEMENT, placement)
-        work = required_work(command, placement, self.placement, self._rank, self.cell_table.parts)
+        work = required_work(
+            command, placement, self.placement, self._rank, self.cell_table.parts, self._tp_refusal
+        )
         held = self.cell_table.count(Cell.QUARANTINED)
         if held > self._config.quarantine_cells:
             raise CannotStage(

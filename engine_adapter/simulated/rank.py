@@ -37,11 +37,11 @@ from engine_adapter.simulated.model.text import VOCABULARY, Script, WordTokenize
 from engine_adapter.simulated.sequences import RowTrace, SimulatedSequence
 from fleet.blocks import BLOCK_SIZE
 from fleet.facts.engines import Capabilities
-from fleet.layout import DP_ATTENTION
 from fleet.placement import Placement
 
 _MAX_SENT = 16
 """Limit of pending dispatch statistics. Beyond it, the oldest are dropped."""
+_TP_REFUSAL = "a simulated engine computes each request on one rank"
 _ENDED_BYTES = 4 * 1024 * 1024
 """Memory for a rank's finished requests that wait to be taken."""
 
@@ -321,8 +321,8 @@ def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescr
         max_batch_tokens=config.max_batch_tokens,
         capabilities=Capabilities(isolates_tenants=True),
         shape=config.model_shape,
-        attention=DP_ATTENTION,
         unshardable=config.unshardable,
+        tp_refusal=_TP_REFUSAL,
         dispatch=config.dispatch_rule,
         speed=config.real_speed,
         tokenizer=archive,

@@ -99,7 +99,6 @@ class VllmDeployment:
             ),
             tokenizer=found.tokenizer,
             shape=None if shape is None else shape.shape,
-            attention=None if shape is None else shape.attention,
             dispatch=SPLIT if shape is None else ROW_HASH,
             rearranges=shape is not None,
             gathers_all=shape is not None and shape.gathers_all,

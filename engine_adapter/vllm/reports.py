@@ -17,7 +17,6 @@ from engine_adapter.vllm.server import NUDGE
 from engine_adapter.vllm.wire import MapMoved, RoutedRequest, WorkerDemand, WorkerHello
 from fleet.experts import BYTES_PER_VALUE, ModelShape
 from fleet.facts.activity import RearrangementTime
-from fleet.layout import AttentionLayout
 
 GATHERS = ("allgather_reducescatter", "naive")
 """vLLM's all2all backends that send every token to every rank."""
@@ -30,7 +29,6 @@ class EngineShape(NamedTuple):
     """Properties of an engine whose workers have introduced themselves."""
 
     shape: ModelShape
-    attention: AttentionLayout
     gathers_all: bool
 
 
@@ -51,7 +49,6 @@ def engine_shape(hello: WorkerHello) -> EngineShape:
             expert_intermediate=max(values, 1),
             dtype=dtype,
         ),
-        AttentionLayout(kind=hello.attention),
         hello.targets == 1 or hello.all2all in GATHERS,
     )
 

@@ -10,6 +10,8 @@ from fleet.timing import EngineSpeed, RearrangeSpeed
 
 UNSHARDABLE = "its agent does not turn layers over"
 """Why no layer of an engine can become sharded, unless its agent states otherwise."""
+FIXED_ATTENTION = "its agent does not change its attention"
+"""Why an engine cannot change its attention, unless its agent states otherwise."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +92,10 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     speed: EngineSpeed | None = None
     unshardable: str = UNSHARDABLE
     """why no layer of the engine can become sharded; empty: layers can be turned over
+    """
+    tp_refusal: str = FIXED_ATTENTION
+    """why the engine cannot change between data-parallel and tensor-parallel attention; empty: it can, while
+    all layers are sharded
     """
     dispatch: str = "split"
     """replica selection of the engine, a `fleet.dispatch.DispatchRule`"""

@@ -69,9 +69,9 @@ class EngineEntry:
     @property
     def targets(self) -> int:
         """Targets of requests: as many as ranks, or fewer where several ranks are one target."""
-        if self.joined is not None:
-            return len(self.joined.urls)
-        return self.placement.ranks if self.layout.targets_are_ranks else 1
+        if not self.layout.targets_are_ranks:
+            return 1
+        return self.placement.ranks if self.joined is None else len(self.joined.urls)
 
     @property
     def rearranges(self) -> bool:
@@ -229,13 +229,24 @@ def _checked_join(joined: EngineJoined, record: PlacementRecord) -> Placement:
 
 
 def _check_turn(known: EngineEntry, placement: Placement) -> None:
-    """Check that the engine turns layers over if the next placement has layers of another form."""
+    """Check that the engine turns layers over if the next placement has layers of another form, and changes
+    its attention if that is another."""
     layers = turned(known.placement, placement)
     if layers and known.joined is not None and known.joined.unshardable:
         raise InvalidPlacementEvent(
             PlacementFault.LAYOUT,
             f"engine {known.engine!r}: epoch {placement.epoch} changes the form of layers {list(layers)}, but"
             f" {known.joined.unshardable}",
+        )
+    if (
+        placement.attention != known.placement.attention
+        and known.joined is not None
+        and known.joined.tp_refusal
+    ):
+        raise InvalidPlacementEvent(
+            PlacementFault.LAYOUT,
+            f"engine {known.engine!r}: epoch {placement.epoch} changes its attention to"
+            f" {placement.attention}, but {known.joined.tp_refusal}",
         )
 
 

@@ -35,7 +35,6 @@ from engine_adapter.vllm.discovery import discover
 from engine_adapter.vllm.server import VllmServer
 from fleet.blocks import local_hashes, salted_seed, sequence_hashes
 from fleet.facts.dynamo_kv import KvChange
-from fleet.layout import DP_ATTENTION
 from fleet.placement import Placement
 from fleet.routings import UNKNOWN, count_pairs
 from fleet.settings import FilePath
@@ -588,7 +587,7 @@ async def test_the_placement_is_that_of_the_model_on_all_ranks_and_no_handover_i
         0,
     )
     assert tried.engine.handover_seconds == 0
-    assert about.attention == DP_ATTENTION
+    assert placement.attention == "dp"
 
 
 # Handovers

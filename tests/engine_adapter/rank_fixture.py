@@ -31,7 +31,6 @@ from engine_adapter.transfer.parts import CellFormat
 from fleet.experts import ModelShape
 from fleet.facts.engines import Capabilities
 from fleet.handover import RankState
-from fleet.layout import DP_ATTENTION
 from fleet.placement import EMPTY, Placement
 from fleet.requests.handovers import (
     AbortHandover,
@@ -168,7 +167,7 @@ class StandingRank:
         )
         self.description = EngineDescription(
             model="m", rank=rank, ranks=placement.ranks, block_size=16, kv_blocks=64, max_context=512, max_batch_tokens=128,
-            capabilities=Capabilities(), shape=shape, attention=DP_ATTENTION,
+            capabilities=Capabilities(), shape=shape,
         )  # fmt: skip
         self.experts = StandingExperts(group, rank)
         self._group = group

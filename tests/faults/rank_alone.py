@@ -36,7 +36,6 @@ from engine_adapter.transfer.mapped_memory import MappedCells
 from engine_adapter.transfer.nixl_loader import agent_name
 from engine_adapter.transfer.selection import open_transfers
 from fleet.facts.engines import Capabilities
-from fleet.layout import DP_ATTENTION
 from fleet.placement import EMPTY, Placement, PlacementRecord
 from fleet.timing import EngineSpeed
 from tests.faults.expert_contents import CELLS, POISON, SHAPE, TENSORS, content, part, place_of_part
@@ -111,7 +110,6 @@ class RankAlone:
             max_batch_tokens=64,
             capabilities=Capabilities(kv_events=False, experts=False),
             shape=SHAPE,
-            attention=DP_ATTENTION,
             unshardable="",
             speed=EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=1e-5, dispatch=0.0),
         )

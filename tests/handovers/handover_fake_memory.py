@@ -78,6 +78,7 @@ class Seat:
             cell_table=self.cell_table,
             tensors=1,
             config=TRANSFER,
+            tp_refusal="",
         )
         self.served = placement
         """the placement that its steps serve"""

@@ -111,6 +111,8 @@ class World(Store):
     """chance that a handover cuts the layer"""
     turns: int = 0
     """flips that turned the layer over"""
+    switches: int = 0
+    """flips that changed the attention"""
     seats: list[Seat] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -484,7 +486,7 @@ class World(Store):
         """Run one step of all ranks: each decides from the same headers whether it flips."""
         if not self.whole:
             return
-        going, before = self.going(), self.seats[0].served.sharded
+        going, before = self.going(), self.seats[0].served
         for seat in going:
             assert seat.ready is not None
             if CoordinatorState.COMMITTING not in self.decided[self.life, seat.ready.handover]:
@@ -500,7 +502,8 @@ class World(Store):
             self.errands.append((seat, lambda seat=seat: self._adopted(seat)))  # type: ignore[misc]
         if going:
             self.flips += 1
-            self.turns += before != going[0].served.sharded
+            self.turns += before.sharded != going[0].served.sharded
+            self.switches += before.attention != going[0].served.attention
             self.tell(f"the engine flips to epoch {going[0].served.epoch}")
         self.check_served()
 

@@ -18,7 +18,8 @@ from fleet.handover import (
     IllegalTransition,
     after_part,
 )
-from fleet.requests.handovers import HandoverDescribed
+from fleet.placement import Placement, with_attention
+from fleet.requests.handovers import ExpertCopy, HandoverDescribed
 from migration.config import MigrationConfig
 from migration.handover.coordinator import HandoverState, OpenHandover, taken_over
 from migration.handover.handover_messages import found_on_ranks, left_open
@@ -55,6 +56,28 @@ def test_the_same_on_many_long_walks() -> None:
     flips, turns = walked(range(1000, 1050), 4000)
     assert flips > 300
     assert turns > 30
+
+
+class _ChangesAttention(World):
+    """Most handovers of a sharded layer change the attention."""
+
+    def another(self, present: Placement) -> tuple[Placement, tuple[ExpertCopy, ...]]:
+        if present.attention == "tp":
+            return with_attention(present, "dp", epoch=present.epoch + 1), ()
+        if present.sharded and self.dice.random() < 0.8:
+            return with_attention(present, "tp", epoch=present.epoch + 1), ()
+        return super().another(present)
+
+
+def test_the_same_where_handovers_change_the_attention() -> None:
+    switches = 0
+    for seed in range(20):
+        walk = Walk(seed, _ChangesAttention)
+        walk.world.turning = 0.5
+        walk.whatever(1500)
+        walk.calm()
+        switches += walk.world.switches
+    assert switches > 5
 
 
 def test_no_number_is_given_twice_though_ranks_were_found_with_an_earlier_handover_open() -> None:

@@ -64,7 +64,6 @@ from engine_adapter.transfer.selection import open_transfers
 from engine_adapter.transfer.shared_memory import SharedTransfer
 from fleet.experts import ModelShape
 from fleet.facts.engines import Capabilities
-from fleet.layout import DP_ATTENTION
 from fleet.requests.handovers import ExpertsLeased, LeaseExperts, MemoryAddress
 
 ENGINE, WORKER = "turning", 1
@@ -453,7 +452,6 @@ async def _context(
         max_batch_tokens=32,
         capabilities=Capabilities(),
         shape=job.shape,
-        attention=DP_ATTENTION,
     )
     return RankContext(bus, subjects, ENGINE, WORKER, about)
 

@@ -17,8 +17,8 @@ from engine_adapter.initial_placement import fitting, last_decided, leave_last, 
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationStaged, PlanEvaluated
 from fleet.facts.placements import PlacementCommitted
 from fleet.handover import CoordinatorState
-from fleet.layout import DP_ATTENTION
-from fleet.placement import Placement, linear, with_rows
+from fleet.layout import DP_ATTENTION, TP_ATTENTION
+from fleet.placement import Placement, linear, with_attention, with_rows
 from migration.handover.coordinator import OpenHandover
 from tests.deploy.loop_figures import PREDICTED, START
 
@@ -87,6 +87,30 @@ def test_an_epoch_with_sharded_layers_fits_an_engine_that_serves_them() -> None:
     assert fitting(record, FIRST, unshardable="") == sharded
     with pytest.raises(ValueError, match=r"epoch 8: it has sharded layers.* cannot serve: no kernel"):
         fitting(record, FIRST, unshardable="no kernel")
+
+
+def test_an_epoch_with_tensor_parallel_attention_fits_an_engine_that_serves_it() -> None:
+    every = with_rows(placement(7), {0: None, 1: None}, epoch=7)
+    for tp_, reason in (
+        (with_attention(every, "tp", epoch=8), ""),
+        (with_attention(placement(7), "tp", epoch=8), "its experts are whole"),
+    ):
+        last = PlacementCommitted(
+            engine="e",
+            worker_id=1,
+            attention=TP_ATTENTION,
+            placement=with_attention(tp_, "dp", epoch=8).record(),
+        )
+        for stated in (last, msgspec.structs.replace(last, placement=tp_.record())):
+            record = last_decided(stated, None)
+            assert record is not None
+            with pytest.raises(ValueError, match="cannot serve: its heads do not divide"):
+                fitting(record, FIRST, "", "its heads do not divide")
+            if reason:
+                with pytest.raises(ValueError, match=f"cannot serve: {reason}"):
+                    fitting(record, FIRST, "", "")
+            else:
+                assert fitting(record, FIRST, "", "") == tp_
 
 
 def test_ranks_begin_with_what_was_left_for_them_if_it_fits_and_say_so_if_not(

@@ -31,7 +31,7 @@ from fleet.facts.activity import DispatchMeasured, ExpertsActivated, RequestsPro
 from fleet.facts.demand import ClustersPublished
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvMetrics, KvRemoved, KvStored, RoutedKvEvent
 from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined, EngineLeft
-from fleet.layout import DP_ATTENTION, EP
+from fleet.layout import EP
 from fleet.placement import Placement, linear
 from fleet.requests.demand import DescribeClusters
 from fleet.requests.engines import DescribeEngine, DescribeMemory, KvSnapshot, KvSnapshotRequested
@@ -61,7 +61,7 @@ class PuppetEngine:
         shape = ModelShape(layers=2, experts=4, top_k=2, hidden=8, expert_intermediate=4)
         self.description = EngineDescription(
             model="m", rank=rank, ranks=ranks, block_size=16, kv_blocks=64, max_context=512, max_batch_tokens=128,
-            capabilities=capabilities or Capabilities(), shape=shape, attention=DP_ATTENTION, tokenizer=b"zip",
+            capabilities=capabilities or Capabilities(), shape=shape, tokenizer=b"zip",
         )  # fmt: skip
         self.placement: Placement | None = linear(layers=2, experts=4, ranks=ranks)
         self.handover_seconds = 0.0

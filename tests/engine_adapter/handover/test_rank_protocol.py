@@ -34,7 +34,7 @@ from engine_adapter.handover.inbound_copies import (
 from engine_adapter.handover.proposal_check import LONGEST_SECONDS, StagingFault
 from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare, RankProtocol
 from fleet.handover import Cell, CommandVerdict, RankState
-from fleet.placement import EMPTY, Placement, with_rows
+from fleet.placement import EMPTY, Placement, with_attention, with_rows
 from fleet.requests.handovers import (
     AbortHandover,
     CommitHandover,
@@ -57,7 +57,13 @@ CONFIG = TransferConfig(retries=1, quarantine_cells=0)
 class RankRig:
     """A rank, and whatever plays the world around it."""
 
-    def __init__(self, placement: Placement = FIRST, config: TransferConfig = CONFIG, parts: int = 1) -> None:
+    def __init__(
+        self,
+        placement: Placement = FIRST,
+        config: TransferConfig = CONFIG,
+        parts: int = 1,
+        tp_refusal: str = "",
+    ) -> None:
         held = placement.on_rank(RANK)
         self.cell_table = CellTable(
             placement,
@@ -67,8 +73,9 @@ class RankRig:
             parts,
         )
         self.protocol = RankProtocol(
-            worker_id=1, rank=RANK, placement=placement, cell_table=self.cell_table, tensors=2, config=config
-        )
+            worker_id=1, rank=RANK, placement=placement, cell_table=self.cell_table, tensors=2, config=config,
+            tp_refusal=tp_refusal,
+        )  # fmt: skip
         self.now = 0.0
 
     def propose(
@@ -614,6 +621,48 @@ def test_experts_of_other_layers_are_copied_in_the_same_handover() -> None:
     assert isinstance(first, RequestLease)
     assert first.experts == ((1, 0, 0, ALL_PARTS), (0, 0, 0, RANK), (0, 1, 1, RANK))
     assert rig.cell_table.count(Cell.PULLING) == 3
+
+
+# attention
+
+EVERY = with_rows(FIRST, {0: None, 1: None}, epoch=1)
+TP = with_attention(EVERY, "tp", epoch=2)
+
+
+@pytest.mark.parametrize(("served", "proposed"), [(EVERY, TP), (TP, with_attention(TP, "dp", epoch=3))])
+def test_a_change_of_attention_copies_nothing_and_leaves_every_cell(
+    served: Placement, proposed: Placement
+) -> None:
+    rig = RankRig(served, parts=3)
+    before = rig.cell_table.table.copy()
+    assert rig.propose(proposed, copies=()) is CommandVerdict.TAKE
+    (prepare,) = rig.protocol.drain()
+    assert isinstance(prepare, Prepare)
+    assert (prepare.placement, prepare.cells.tolist()) == (proposed, before.tolist())
+    assert rig.protocol.prepared(1)
+    rig.commit()
+    rig.protocol.adopted(rig.now)
+    assert rig.protocol.placement.attention == proposed.attention
+    rig.finish()
+
+
+@pytest.mark.parametrize(
+    ("served", "proposed", "refusal", "reason"),
+    [
+        (EVERY, TP, "its heads do not divide", "from dp to tp, but its heads do not divide"),
+        (TP, with_attention(TP, "dp", epoch=3), "it cannot", "from tp to dp, but it cannot"),
+        (FIRST, with_attention(FIRST, "tp", epoch=1), "", "while 2 of 2 layers are whole"),
+        (SHARDED, TP, "", "while 1 of 2 layers are whole"),
+        (TP, with_rows(EVERY, {0: FIRST.expert_of_slot[0]}, epoch=3), "", "together with layers or experts"),
+    ],
+)
+def test_a_change_of_attention_that_cannot_be_is_refused(
+    served: Placement, proposed: Placement, refusal: str, reason: str
+) -> None:
+    rig = RankRig(served, parts=3, tp_refusal=refusal)
+    rig.propose(proposed, copies=())
+    assert rig.status == (RankState.FAILED, StagingFault.PLACEMENT)
+    assert reason in rig.protocol.failure
 
 
 def one_more(served: Placement, *, layer: int, expert: int) -> Placement:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from engine_adapter.vllm.reports import DemandSplit, MoveTimes, decision_of, ended_request, engine_shape
 from engine_adapter.vllm.wire import MapMoved, RoutedRequest, WorkerDemand, WorkerHello
-from fleet.layout import DP_ATTENTION, TP_ATTENTION
 from fleet.routings import UNKNOWN
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
@@ -66,17 +65,17 @@ def test_the_shape_has_the_bytes_of_an_expert() -> None:
 @pytest.mark.parametrize(
     ("ranks", "targets", "all2all", "expected"),
     [
-        (2, 2, "allgather_reducescatter", (DP_ATTENTION, True)),
-        (2, 2, "naive", (DP_ATTENTION, True)),
-        (2, 2, "deepep_low_latency", (DP_ATTENTION, False)),
-        (2, 1, "deepep_low_latency", (TP_ATTENTION, True)),  # one target: its tokens are on every rank
-        (4, 2, "nixl_ep", (DP_ATTENTION, False)),
-        (1, 1, "naive", (DP_ATTENTION, True)),
+        (2, 2, "allgather_reducescatter", ("dp", True)),
+        (2, 2, "naive", ("dp", True)),
+        (2, 2, "deepep_low_latency", ("dp", False)),
+        (2, 1, "deepep_low_latency", ("tp", True)),  # one target: its tokens are on every rank
+        (4, 2, "nixl_ep", ("dp", False)),
+        (1, 1, "naive", ("dp", True)),
     ],
 )
 def test_layout_and_backend(ranks: int, targets: int, all2all: str, expected: tuple[Any, bool]) -> None:
-    found = engine_shape(hello(ranks, targets, all2all=all2all))
-    assert (found.attention, found.gathers_all) == expected
+    said = hello(ranks, targets, all2all=all2all)
+    assert (said.attention, engine_shape(said).gathers_all) == expected
 
 
 # Demand

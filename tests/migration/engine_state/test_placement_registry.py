@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fleet.facts.engines import EngineJoined
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import DP_ATTENTION, EP, TP_EP, Layout, tp
-from fleet.placement import Placement, PlacementRecord, linear, with_rows
+from fleet.layout import EP, TP_EP, AttentionLayout, Layout, tp
+from fleet.placement import Placement, PlacementRecord, linear, with_attention, with_rows
 from migration.engine_state.placement_registry import InvalidPlacementEvent, PlacementFault, PlacementRegistry
 from tests.migration import builders
 from tests.migration.builders import SHAPE
@@ -37,7 +37,10 @@ def later(epoch: int, shift: int = 0) -> Placement:
 
 def committed(placement: Placement, worker_id: int = 1, engine: str = "a") -> PlacementCommitted:
     return PlacementCommitted(
-        engine=engine, worker_id=worker_id, attention=DP_ATTENTION, placement=placement.record()
+        engine=engine,
+        worker_id=worker_id,
+        attention=AttentionLayout(kind=placement.attention),
+        placement=placement.record(),
     )
 
 
@@ -274,3 +277,20 @@ def test_an_epoch_whose_layers_turn_over_is_recorded_only_of_an_engine_that_can(
         else:
             assert registry.committed(committed(after))
             assert registry.engines()["a"].layout == Layout("dp", (0,))
+
+
+def test_an_epoch_with_other_attention_is_recorded_only_of_an_engine_that_can_change_it() -> None:
+    every = with_rows(FIRST, {0: None, 1: None}, epoch=1)
+    after = with_attention(every, "tp", epoch=2)
+    for reason in ("", "its heads do not divide"):
+        registry = PlacementRegistry()
+        registry.joined(joined(unshardable="", tp_refusal=reason))
+        registry.committed(committed(FIRST))
+        registry.committed(committed(every))
+        assert registry.engines()["a"].targets == 2
+        if reason:
+            with pytest.raises(InvalidPlacementEvent, match="attention to tp, but its heads do not divide"):
+                registry.committed(committed(after))
+        else:
+            assert registry.committed(committed(after))
+            assert (registry.engines()["a"].layout, registry.engines()["a"].targets) == (tp(2), 1)
