@@ -14,6 +14,7 @@ splits longer sums depending on their length.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from fleet.arrays import IntArray
 
 SPAN_PAGES = 8
 """Pages whose values are summed by one product."""
+_SMALL_PRODUCT = 400
+"""Multiplications below which torch computes the products of a batch by a kernel of its own, which adds in
+another order than BLAS does."""
 _SPLIT_SAVES_PAGES = 64
 """Number of padding pages (per layer and head) that cost as much as one more batch."""
 
@@ -125,9 +129,7 @@ def plan_attention(
             chunks.append(_chunk(span, begin, page_rows, page_tokens, rotary.cos.dtype))
         begin += span.tokens
     decodes = (
-        tuple(_decodes(single, np.array(single_rows), page_rows, page_tokens, rotary.cos.dtype))
-        if single
-        else ()
+        tuple(_decodes(single, np.array(single_rows), page_rows, page_tokens, rotary.cos)) if single else ()
     )
     cells = page_rows.T[page_of_token] * page_tokens + positions[:begin, None] % page_tokens
     return AttentionPlan(
@@ -157,8 +159,10 @@ def _decodes(
     rows: NDArray[np.int64],
     page_rows: IntArray,
     page_tokens: int,
-    dtype: torch.dtype,
+    rotary: torch.Tensor,
 ) -> Iterator[Decodes]:
+    """rotary: [positions, head_dim], of the dtype of attention."""
+    least_pages = -(-_SMALL_PRODUCT // (page_tokens * rotary.shape[1]))
     counts = np.array([_page_count(span, page_tokens) for span in spans], np.int64)
     groups = (
         [np.arange(len(spans))]
@@ -166,7 +170,7 @@ def _decodes(
         else list(_groups(np.argsort(counts, kind="stable"), counts))
     )
     for group in groups:
-        width = int(counts[group].max())
+        width = max(int(counts[group].max()), least_pages)
         members = [spans[sequence] for sequence in group.tolist()]
         # Padded with the sequence's own page, so that it never reads another's values, not even to multiply
         # them by zero.
@@ -175,7 +179,7 @@ def _decodes(
             for span, count in zip(members, counts[group].tolist(), strict=True)
         ]
         last = torch.tensor([span.start for span in members]).unsqueeze(1)
-        mask = torch.zeros((len(members), width * page_tokens), dtype=dtype).masked_fill_(
+        mask = torch.zeros((len(members), width * page_tokens), dtype=rotary.dtype).masked_fill_(
             torch.arange(width * page_tokens) > last, -torch.inf
         )
         mask = mask.repeat(len(page_rows) // 2, 1).unsqueeze(1)
@@ -197,34 +201,81 @@ def _groups(order: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDA
     yield from _groups(order[cut:], counts)
 
 
+class Projection(NamedTuple):
+    """A linear map. A product with rows [n, inputs] gives [n, outputs]."""
+
+    weight: torch.Tensor
+    """[outputs, inputs], with any strides."""
+    bias: torch.Tensor | None
+    """[outputs]."""
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map rows [n, inputs] to [n, outputs]."""
+        return F.linear(rows, self.weight, self.bias)
+
+    def outputs(self, taken: slice) -> "Projection":
+        """Return the map to some of the outputs, a view."""
+        return Projection(self.weight[taken], None if self.bias is None else self.bias[taken])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights in bytes."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Attention weights of one layer. Hq query heads, Hk KV heads, D values each."""
+    """Attention weights of one layer, or of some of its heads. Hq query heads, Hk KV heads, D values each."""
 
     heads: int
     kv_heads: int
     head_dim: int
     rms_eps: float
-    qkv: torch.Tensor
-    """[(Hq + 2 Hk) * D, H]: queries, keys, values."""
-    qkv_bias: torch.Tensor | None
+    qkv: tuple[Projection, ...]
+    """H inputs. Together (Hq + 2 Hk) * D outputs: queries, keys, values. One projection of all heads of the
+    layer, or three of some heads."""
     qk_norm: torch.Tensor
     """[Hq + Hk, D]: norm weights of every query and key head."""
-    out: torch.Tensor
-    """[H, Hq * D]."""
-    out_bias: torch.Tensor | None
+    out: Projection
+    """Hq * D inputs, H outputs."""
 
     @property
     def nbytes(self) -> int:
         """Memory of the weights in bytes."""
-        weights = (self.qkv, self.qkv_bias, self.qk_norm, self.out, self.out_bias)
-        return sum(weight.nbytes for weight in weights if weight is not None)
+        return sum(one.nbytes for one in self.qkv) + self.qk_norm.nbytes + self.out.nbytes
+
+    def part(self, heads: slice, kv_heads: slice, *, biased: bool) -> "Attention":
+        """Return the attention of some query heads and of the KV heads that they need. A view, no copy. The
+        outputs of parts that have all query heads add up to those of the layer if one of them is biased."""
+        (qkv,) = self.qkv
+        size = self.head_dim
+
+        def rows(taken: slice, first_head: int = 0) -> slice:
+            return slice((first_head + taken.start) * size, (first_head + taken.stop) * size)
+
+        return Attention(
+            heads=heads.stop - heads.start,
+            kv_heads=kv_heads.stop - kv_heads.start,
+            head_dim=size,
+            rms_eps=self.rms_eps,
+            qkv=(
+                qkv.outputs(rows(heads)),
+                qkv.outputs(rows(kv_heads, self.heads)),
+                qkv.outputs(rows(kv_heads, self.heads + self.kv_heads)),
+            ),
+            # The weights of all query heads are the same, and those of all key heads.
+            qk_norm=self.qk_norm[
+                self.heads - (heads.stop - heads.start) : self.heads + (kv_heads.stop - kv_heads.start)
+            ],
+            out=Projection(self.out.weight[:, rows(heads)], self.out.bias if biased else None),
+        )
 
     def forward(self, hidden: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
         """Compute attention for hidden [rows, H] and return [rows, H]. Writes the tokens' keys and values
         into kv [KV rows, page tokens, D] first."""
         rows = len(hidden)
-        qkv = F.linear(hidden, self.qkv, self.qkv_bias).view(
+        projected = [one.product(hidden) for one in self.qkv]
+        qkv = (projected[0] if len(projected) == 1 else torch.cat(projected, dim=1)).view(
             rows, self.heads + 2 * self.kv_heads, self.head_dim
         )
         rotated = self.heads + self.kv_heads
@@ -235,7 +286,7 @@ class Attention:
             0, plan.cells, qkv[:tokens, self.heads :].reshape(-1, self.head_dim)
         )
         mixed = self._mix(qkv[:, : self.heads], plan, kv)
-        return F.linear(mixed, self.out, self.out_bias)
+        return self.out.product(mixed)
 
     def _mix(self, queries: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
         """Attend with queries [rows, Hq, D] and return [rows, Hq * D]."""

@@ -184,7 +184,21 @@ class GatherHandle:
         return weighted_sum(results.index_select(0, torch.from_numpy(self.row_of_pair)), self.weights)
 
 
-class Dispatch(Protocol):
+class PartExchange(Protocol):
+    """Exchange of one rank in sharded layers. All ranks make the same calls for every layer of a step."""
+
+    def gather(self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor) -> Gathered:
+        """Bring x [T, H], experts, integer [T, k], and weights, fp32 [T, k], of all ranks to this rank, and
+        return its work. CapacityError, ExpertIndexError."""
+        ...
+
+    def reduce(self, results: torch.Tensor, handle: GatherHandle) -> torch.Tensor:
+        """Return the sums over all ranks, fp32 [T, H], of their weighted results [rows, H] of the gathered
+        rows. HandleError."""
+        ...
+
+
+class Dispatch(PartExchange, Protocol):
     """Exchange of one rank. All ranks make the same calls for every layer of a step, even without tokens."""
 
     @property
@@ -207,16 +221,6 @@ class Dispatch(Protocol):
     def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Return the weighted sums, fp32 [T, H], of results [rows, H] of the dispatched rows with weights
         fp32 [T, k]. HandleError."""
-        ...
-
-    def gather(self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor) -> Gathered:
-        """Bring x [T, H], experts, integer [T, k], and weights, fp32 [T, k], of all ranks to this rank, and
-        return its work. CapacityError, ExpertIndexError."""
-        ...
-
-    def reduce(self, results: torch.Tensor, handle: GatherHandle) -> torch.Tensor:
-        """Return the sums over all ranks, fp32 [T, H], of their weighted results [rows, H] of the gathered
-        rows. HandleError."""
         ...
 
     def sending(self, placement: Placement) -> Sending:
@@ -254,7 +258,7 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return total
 
 
-class _Calls:
+class Calls:
     """Counter of a rank's exchanges. It checks that only the latest one is completed, at most once."""
 
     def __init__(self) -> None:
@@ -275,7 +279,8 @@ class _Calls:
         self._open = False
 
 
-def _check_experts(experts: NDArray[Any], count: int) -> None:
+def check_experts(experts: NDArray[Any], count: int) -> None:
+    """Raise ExpertIndexError unless all of experts [T, k] are numbers of the `count` experts of a layer."""
     if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < count:
         token, at = np.argwhere((experts < 0) | (experts >= count))[0]
         raise ExpertIndexError(
@@ -296,10 +301,11 @@ def _check_step(tokens: int, rank: int, tokens_by_rank: Sequence[int], ranks: in
         )
 
 
-def _gathered(
+def sorted_by_expert(
     x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor, count: int, min_rows: int, call: int
 ) -> Gathered:
-    """Sort the rows of all ranks' tokens by expert. count: experts of a layer. min_rows: of a group."""
+    """Sort x [T, H] by experts [T, k], with weights fp32 [T, k]. count: experts of a layer. min_rows: of a
+    group. call: its number, for the handle."""
     groups = group_by_slot(experts.reshape(-1), count, min_rows)
     rows = x.index_select(0, torch.from_numpy(groups.pair_of_row // experts.shape[1]))
     return Gathered(rows, torch.from_numpy(groups.ends), GatherHandle(call, groups.row_of_pair, weights))
@@ -319,14 +325,14 @@ class LocalDispatch:
         self._slots = placement.slots_per_rank
         self._max_tokens = max_tokens
         self._group_rows = group_rows
-        self._calls = _Calls()
+        self._calls = Calls()
         self.served_by: Sequence[IntArray] = ()
 
     def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
         _check_step(tokens, 0, (tokens,) if tokens_by_rank is None else tokens_by_rank, 1, self._max_tokens)
 
     def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
-        _check_experts(experts, self._experts)
+        check_experts(experts, self._experts)
         groups = group_by_slot(self._table[layer][experts.reshape(-1)], self._slots, self._group_rows)
         rows = x.index_select(0, torch.from_numpy(groups.pair_of_row // experts.shape[1]))
         return Dispatched(
@@ -338,8 +344,8 @@ class LocalDispatch:
         return weighted_sum(results.index_select(0, torch.from_numpy(handle.row_of_pair)), weights)
 
     def gather(self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor) -> Gathered:
-        _check_experts(experts, self._experts)
-        return _gathered(x, experts, weights, self._experts, self._group_rows, self._calls.next())
+        check_experts(experts, self._experts)
+        return sorted_by_expert(x, experts, weights, self._experts, self._group_rows, self._calls.next())
 
     def reduce(self, results: torch.Tensor, handle: GatherHandle) -> torch.Tensor:
         self._calls.close(handle)
@@ -386,7 +392,7 @@ class GlooDispatch:
         self._max_tokens = max_tokens
         self._small_gather_bytes = small_gather_bytes
         self._group_rows = group_rows
-        self._calls = _Calls()
+        self._calls = Calls()
         self._step = _Step.of((0,) * group.ranks)
         self._link_seconds = 0.0
         self.served_by: list[IntArray] = []
@@ -398,7 +404,7 @@ class GlooDispatch:
         self._step, self.served_by = _Step.of(tuple(tokens_by_rank)), []
 
     def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
-        _check_experts(experts, self._experts)
+        check_experts(experts, self._experts)
         small = self._step.max_tokens * x.shape[1] * x.element_size() <= self._small_gather_bytes
         everyones_x, ids, _ = self._everyones(x if small else x[:, :0], experts)
         slots = self._sending.slots(layer, self._step.home, ids)
@@ -426,12 +432,12 @@ class GlooDispatch:
         return weighted_sum(back.index_select(0, torch.from_numpy(handle.back_order)), weights)
 
     def gather(self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor) -> Gathered:
-        _check_experts(experts, self._experts)
+        check_experts(experts, self._experts)
         everyones_x, ids, everyones_weights = self._everyones(x, experts, weights)
         if self._link_seconds:
             self._wait(self._link_seconds * len(x) * (self._group.ranks - 1))
         call = self._calls.next()
-        return _gathered(everyones_x, ids, everyones_weights, self._experts, self._group_rows, call)
+        return sorted_by_expert(everyones_x, ids, everyones_weights, self._experts, self._group_rows, call)
 
     def reduce(self, results: torch.Tensor, handle: GatherHandle) -> torch.Tensor:
         self._calls.close(handle)

@@ -18,18 +18,6 @@ from engine_adapter.embedded.arena import map_or_allocate
 from fleet.arrays import IntArray
 
 
-def head_groups(kv_heads: int, ranks: int) -> int:
-    """Return the number of head groups: min(ranks, kv_heads); 1 if neither divides the other, so that
-    tensor-parallel attention is refused (`fleet.layout.tp_refusal`)."""
-    divide = kv_heads % ranks == 0 or ranks % kv_heads == 0
-    return min(ranks, kv_heads) if divide else 1
-
-
-def group_of_rank(rank: int, ranks: int, groups: int) -> int:
-    """Return the head group with which a rank computes tensor-parallel attention."""
-    return rank * groups // ranks
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PageTable:
     """Units of every page, and where attention finds them."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_adapter.embedded.attention import Attention
+from engine_adapter.embedded.attention import Attention, Projection
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.moe import CellMatrices, SparseBlock
 
@@ -47,11 +47,13 @@ def load_layer(
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         rms_eps=config.rms_eps,
-        qkv=torch.cat([read(f"self_attn.{name}_proj.weight") for name in "qkv"]),
-        qkv_bias=(
-            torch.cat([read(f"self_attn.{name}_proj.bias") for name in "qkv"])
-            if config.attention_bias
-            else None
+        qkv=(
+            Projection(
+                torch.cat([read(f"self_attn.{name}_proj.weight") for name in "qkv"]),
+                torch.cat([read(f"self_attn.{name}_proj.bias") for name in "qkv"])
+                if config.attention_bias
+                else None,
+            ),
         ),
         qk_norm=torch.cat(
             [
@@ -59,8 +61,10 @@ def load_layer(
                 read("self_attn.k_norm.weight").expand(config.kv_heads, -1),
             ]
         ),
-        out=read("self_attn.o_proj.weight"),
-        out_bias=read("self_attn.o_proj.bias") if config.attention_bias else None,
+        out=Projection(
+            read("self_attn.o_proj.weight"),
+            read("self_attn.o_proj.bias") if config.attention_bias else None,
+        ),
     )
     gate_up, down = matrices.of_layer(cells, sharded=sharded)
     block = SparseBlock(

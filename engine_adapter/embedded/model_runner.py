@@ -2,8 +2,8 @@
 requests."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine_adapter.embedded.arena import Arena, load_arena, unshardable
-from engine_adapter.embedded.attention import AttentionPlan, Rotary, SequenceSpan, plan_attention
+from engine_adapter.embedded.attention import (
+    Attention,
+    AttentionPlan,
+    Rotary,
+    SequenceSpan,
+    plan_attention,
+)
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint, Qwen3MoeConfig
 from engine_adapter.embedded.dispatch import (
     GROUP_ROWS,
@@ -24,14 +30,17 @@ from engine_adapter.embedded.dispatch import (
     Sending,
     least_rows,
 )
-from engine_adapter.embedded.kv_pool import KvPool, head_groups
+from engine_adapter.embedded.kv_pool import KvPool
 from engine_adapter.embedded.layers import Layer, load_layer
 from engine_adapter.embedded.malloc_tuning import keep_freed_memory
 from engine_adapter.embedded.moe import CellMatrices, SparseBlock
 from engine_adapter.embedded.sequence_parallel import ThreadTeam, share
 from engine_adapter.embedded.step_sync import RankGroup
+from engine_adapter.embedded.tensor_parallel import TensorParallel, part_of_attention
 from engine_adapter.engine import RankMemory
-from fleet.layout import tp_refusal
+from engine_adapter.kv_switch.kv_state import head_groups
+from fleet.experts import ModelShape
+from fleet.layout import AttentionKind, tp_refusal
 from fleet.placement import Placement, linear
 from fleet.timing import EngineSpeed, gathered_bytes
 
@@ -99,7 +108,7 @@ class ModelRunner:
 
     With one torch thread and every matrix product padded to `least_rows`, a token's fp32 results have the
     same bits whatever the rest of the batch and the location of its experts. Only the forms of the layers
-    (whole or sharded) change its last bits.
+    (whole or sharded) and the attention (data-parallel or tensor-parallel) change its last bits.
 
     Where a prompt is cut into chunks changes them in the last bits, because attention computes single tokens
     and chunks by different kernels.
@@ -119,6 +128,7 @@ class ModelRunner:
         cover: bool = False,
         ballast_bytes: int = 0,
         spare_layers: int = 1,
+        check_digest: bool = False,
     ) -> None:
         """Load this rank's weights (of the experts only its own) and allocate `kv_pages` pages of KV (of
         data-parallel attention). The checkpoint may be closed afterwards.
@@ -126,8 +136,8 @@ class ModelRunner:
         group: the other ranks. None for an engine of one rank. max_tokens: limit on the tokens of one rank in
         one step. threads: threads that share a large step of an engine of one rank. close() ends them.
         CheckpointError when a tensor cannot be read. ValueError when placement, group or sizes do not fit the
-        model. cover: as in `GlooDispatch`. ballast_bytes, spare_layers: as in
-        `Arena`.
+        model. cover: as in `GlooDispatch`. ballast_bytes, spare_layers: as in `Arena`. check_digest: as in
+        `TensorParallel`.
         """
         if kv_pages < 1 or max_tokens < 1 or dtype not in RUN_DTYPES:
             raise ValueError(
@@ -138,16 +148,17 @@ class ModelRunner:
             raise ValueError(
                 f"runner: {placement!r} does not fit {1 if group is None else group.ranks} ranks"
             )
-        torch.set_num_threads(1)
-        keep_freed_memory()
         self.config = checkpoint.config
         self.shape = checkpoint.config.shape(dtype)
+        _check_attention(placement, self.shape)
+        torch.set_num_threads(1)
+        keep_freed_memory()
         self.rank = rank
         self.max_tokens = max_tokens
         self._dtype = RUN_DTYPES[dtype]
         self.arena = load_arena(checkpoint, placement, rank, dtype, ballast_bytes, spare_layers)
         self._matrices = CellMatrices(self.arena, self.config.experts)
-        self._group_rows = _group_rows(self.config, self._dtype, self.arena.parts)
+        self._group_rows = _group_rows(self.config, self._dtype, placement.ranks, self.arena.parts)
         self._team = ThreadTeam(threads if group is None else 1)
         # One per thread, since a dispatch is open until its combine. The first one handles whole-step calls.
         self._dispatches: list[Dispatch] = (
@@ -160,25 +171,21 @@ class ModelRunner:
         )
         self._routed_dtype = np.uint8 if self.config.experts <= 256 else np.uint16
         self._load_dense(checkpoint)
-        cells = self.arena.first_cells()
-        layers = [
-            load_layer(
-                checkpoint,
-                layer,
-                self._dtype,
-                self._matrices,
-                cells[layer],
-                sharded=layer in placement.sharded,
+        self._tensor_parallel = (
+            None
+            if group is None or tp_refusal(self.shape, group.ranks)
+            else TensorParallel(
+                group,
+                self._head,
+                experts=self.config.experts,
+                max_tokens=max_tokens,
+                group_rows=self._group_rows,
+                check_digest=check_digest,
             )
-            for layer in range(self.config.layers)
-        ]
-        self._served = PreparedEpoch(
-            placement, _frozen(cells), layers, self._dispatches[0].sending(placement)
         )
+        self._served = self._load_layers(checkpoint, placement)
         self.kv_pool = self._new_pool(kv_pages)
-        self._pages = self.kv_pool.page_table(
-            self.kv_pool.first_units(self.kv_pool.groups), self.kv_pool.groups
-        )
+        self.adopt_kv(self.kv_pool.first_units(self._units_of_page))
 
     def _load_dense(self, checkpoint: Checkpoint) -> None:
         """Load the weights outside of layers."""
@@ -187,11 +194,43 @@ class ModelRunner:
         self._norm = checkpoint.tensor("model.norm.weight", self._dtype)
         self._head = self._embedding if self.config.tied else checkpoint.tensor("lm_head.weight", self._dtype)
 
+    def _load_layers(self, checkpoint: Checkpoint, placement: Placement) -> PreparedEpoch:
+        cells = self.arena.first_cells()
+        layers = [
+            load_layer(
+                checkpoint, at, self._dtype, self._matrices, cells[at], sharded=at in placement.sharded
+            )
+            for at in range(self.config.layers)
+        ]
+        whole = [layer.attention for layer in layers]
+        parts = (
+            whole
+            if self._tensor_parallel is None
+            else [part_of_attention(one, self.rank, placement.ranks) for one in whole]
+        )
+        self._attentions: Mapping[AttentionKind, list[Attention]] = {"dp": whole, "tp": parts}
+        return self._prepared(placement, cells, layers)
+
+    def _prepared(
+        self, placement: Placement, cells: NDArray[np.int32], layers: Sequence[Layer]
+    ) -> PreparedEpoch:
+        """layers: with any attention."""
+        attentions = self._attentions[placement.attention]
+        cells = cells.copy()
+        cells.flags.writeable = False
+        return PreparedEpoch(
+            placement,
+            cells,
+            [replace(layer, attention=one) for layer, one in zip(layers, attentions, strict=True)],
+            self._dispatches[0].sending(placement),
+        )
+
     def _new_pool(self, pages: int) -> KvPool:
+        """pages: of data-parallel attention."""
         config, ranks = self.config, self.placement.ranks
         return KvPool(
             pages=pages,
-            groups=1 if tp_refusal(self.shape, ranks) else head_groups(config.kv_heads, ranks),
+            groups=1 if tp_refusal(self.shape, ranks) else head_groups(ranks, config.kv_heads),
             layers=config.layers,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
@@ -219,6 +258,11 @@ class ModelRunner:
         return self._pages.units
 
     @property
+    def _units_of_page(self) -> int:
+        """Units that this rank has of a page."""
+        return self.kv_pool.groups if self.placement.attention == "dp" else 1
+
+    @property
     def kv_pages(self) -> int:
         """Number of pages that `SequenceWork` may name."""
         return len(self._pages.units)
@@ -230,7 +274,8 @@ class ModelRunner:
         head = 0 if self.config.tied else self._head.nbytes
         return RankMemory(
             attention=self._rotary.nbytes
-            + sum(layer.attention.nbytes + layer.attention_norm.nbytes for layer in layers),
+            + sum(one.nbytes for one in self._attentions["dp"])
+            + sum(layer.attention_norm.nbytes for layer in layers),
             other_weights=self._embedding.nbytes
             + self._norm.nbytes
             + head
@@ -249,38 +294,47 @@ class ModelRunner:
             layer if same else layer.with_cells(self._matrices, cells[at], sharded=at in placement.sharded)
             for at, (layer, same) in enumerate(zip(served.layers, kept.tolist(), strict=True))
         ]
-        return PreparedEpoch(placement, _frozen(cells.copy()), layers, self._dispatches[0].sending(placement))
+        return self._prepared(placement, cells, layers)
 
     def adopt(self, prepared: PreparedEpoch) -> None:
-        """Serve a prepared epoch. Every rank calls it between the same two steps."""
+        """Serve a prepared epoch. Every rank calls it between the same two steps. If the attention changes,
+        every page has other units, so `adopt_kv` follows before the next step."""
         self._served = prepared
         for dispatch in self._dispatches:
             dispatch.adopt(prepared.sending)
 
     def adopt_kv(self, units: NDArray[np.int32]) -> None:
         """Number the pages anew: page p consists of units[p], int32 [pages, units of a page]. Called between
-        two steps. ValueError as for `KvPool.page_table`."""
-        self._pages = self.kv_pool.page_table(units, self.kv_pool.groups)
+        two steps. Under data-parallel attention, a page has a unit of each head group. Under tensor-parallel
+        attention, it has one unit on every rank. ValueError as for `KvPool.page_table`."""
+        self._pages = self.kv_pool.page_table(units, self._units_of_page)
 
     def slow_links(self, seconds: float) -> None:
         """Apply `Dispatch.slow_links` to all threads of this rank. Call it between two steps."""
         for dispatch in self._dispatches:
             dispatch.slow_links(seconds)
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.slow_links(seconds)
 
     def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
-        """Compute one step. All ranks call it for the same step. A rank without work passes an empty
-        sequence.
+        """Compute one step. All ranks call it for the same step. Under data-parallel attention, each brings
+        its own work, and a rank without work passes an empty sequence. Under tensor-parallel attention, all
+        bring the same work and get the same results.
 
-        tokens_by_rank: from the step headers (None: the ranks exchange them again). WorkError and
-        DispatchError are raised before anything is computed or sent. PeerLost and PeerTimeout when another
-        rank fails.
+        tokens_by_rank: from the step headers (None: the ranks exchange them again). Not used under
+        tensor-parallel attention. WorkError and DispatchError are raised before anything is computed or sent.
+        PeerLost and PeerTimeout when another rank fails. StepMismatch as for `TensorParallel.end_step`.
         """
         if torch.get_num_threads() != 1:
             # The setting is per thread, for threads that ran before the runner was created.
             torch.set_num_threads(1)
         self._check(work)
         counts = [len(one.tokens) for one in work]
-        self._dispatches[0].begin_step(sum(counts), tokens_by_rank)
+        sums = self._sums
+        if sums is None:
+            self._dispatches[0].begin_step(sum(counts), tokens_by_rank)
+        else:
+            sums.begin_step(sum(counts))
         parts = [work[part] for part in share(counts, self._team.threads)]
         found = self._team.run(
             [
@@ -293,6 +347,11 @@ class ModelRunner:
         return Forward(
             torch.cat([one.logits for one in found]), np.concatenate([one.routed for one in found])
         )
+
+    @property
+    def _sums(self) -> TensorParallel | None:
+        """Sums over the ranks. None if every rank computes its own tokens."""
+        return self._tensor_parallel if self.placement.attention == "tp" else None
 
     @torch.inference_mode()
     def _compute(self, work: Sequence[SequenceWork], dispatch: Dispatch) -> Forward:
@@ -307,19 +366,26 @@ class ModelRunner:
         routed = np.empty((len(ids), self.config.layers, self.config.top_k), self._routed_dtype)
         for layer in range(self.config.layers):
             routed[:, layer] = self._layer(layer, hidden, len(ids), plan, dispatch)
-        return Forward(self._logits(hidden, work), routed, dispatch.served_by)
+        if self._sums is None:
+            return Forward(self._logits(hidden, work), routed, dispatch.served_by)
+        self._sums.end_step(hidden[: len(ids)])
+        return Forward(self._logits(hidden, work), routed)
 
     def _layer(
         self, at: int, hidden: torch.Tensor, tokens: int, plan: AttentionPlan, dispatch: Dispatch
     ) -> NDArray[Any]:
         """Run one layer on the residual stream [rows, H], in place. Return the chosen experts, [tokens,
         k]."""
-        layer = self._served.layers[at]
+        layer, sums = self._served.layers[at], self._sums
         if tokens:
-            hidden += layer.attention.forward(
-                self._normed(hidden, layer.attention_norm), plan, self.kv_pool.layer(at)
-            )
-        mixed, experts = layer.block.forward(self._normed(hidden, layer.block_norm), tokens, dispatch)
+            normed = self._normed(hidden, layer.attention_norm)
+            mixed = layer.attention.forward(normed, plan, self.kv_pool.layer(at))[:tokens]
+            hidden[:tokens] += mixed if sums is None else sums.total(mixed).to(hidden.dtype)
+        normed = self._normed(hidden, layer.block_norm)
+        if sums is None:
+            mixed, experts = layer.block.forward(normed, tokens, dispatch)
+        else:
+            mixed, experts = layer.block.forward_parts(normed, tokens, sums)
         hidden[:tokens] += mixed.to(hidden.dtype)
         return experts
 
@@ -333,7 +399,10 @@ class ModelRunner:
             return torch.empty((0, self.config.vocabulary), dtype=torch.float32)
         padded = ends_needed + ends_needed[:1] * (self._group_rows - len(ends_needed))
         last = hidden.index_select(0, torch.tensor(padded))
-        return F.linear(self._normed(last, self._norm), self._head)[: len(ends_needed)].to(torch.float32)
+        normed, count = self._normed(last, self._norm), len(ends_needed)
+        sums = self._sums
+        logits = F.linear(normed, self._head)[:count] if sums is None else sums.logits(normed, count)
+        return logits.to(torch.float32)
 
     def _check(self, work: Sequence[SequenceWork]) -> None:
         for at, one in enumerate(work):
@@ -508,17 +577,20 @@ class ModelRunner:
         return seconds / (gathered_bytes(self.shape, ranks, 1) * ranks * (most - few))
 
 
-def _group_rows(config: Qwen3MoeConfig, dtype: torch.dtype, parts: int) -> int:
-    """Return the minimum rows of every product. parts: of an expert of a sharded layer."""
-    narrowest = min(
-        config.expert_intermediate // parts, config.experts, config.heads * config.head_dim, config.vocabulary
-    )
+def _group_rows(config: Qwen3MoeConfig, dtype: torch.dtype, ranks: int, parts: int) -> int:
+    """Return the minimum rows of every product, of a whole matrix or a rank's part. parts: of an expert."""
+    of_head = min(config.heads * config.head_dim, config.vocabulary) // ranks
+    narrowest = min(config.expert_intermediate // parts, config.experts, config.head_dim, max(1, of_head))
     return least_rows(dtype, config.hidden * narrowest)
 
 
-def _frozen(cells: NDArray[np.int32]) -> NDArray[np.int32]:
-    cells.flags.writeable = False
-    return cells
+def _check_attention(placement: Placement, shape: ModelShape) -> None:
+    """Raise ValueError when a model of this shape cannot be computed with the attention of a placement."""
+    if placement.attention == "dp":
+        return
+    reason = tp_refusal(shape, placement.ranks) if placement.sharded else "its layers must be sharded"
+    if reason:
+        raise ValueError(f"runner: {placement!r} with tensor-parallel attention cannot be computed: {reason}")
 
 
 def _check_adoption(served: Placement, proposed: Placement, cells: NDArray[np.int32], arena: Arena) -> None:
@@ -530,6 +602,7 @@ def _check_adoption(served: Placement, proposed: Placement, cells: NDArray[np.in
             f"runner: {proposed!r} cannot follow {served!r}; it must have the same layers, experts, ranks and"
             " slots"
         )
+    _check_attention(proposed, arena.shape)
     if proposed.sharded and arena.parts != proposed.ranks:
         reason = unshardable(arena.shape, proposed.ranks, arena.ballast_bytes)
         raise ValueError(f"runner: layers {list(proposed.sharded)} cannot be sharded: {reason}")

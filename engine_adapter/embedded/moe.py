@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine_adapter.embedded.arena import Arena
-from engine_adapter.embedded.dispatch import Dispatch
+from engine_adapter.embedded.dispatch import Dispatch, PartExchange
 from fleet.sharding import group_of
 
 
@@ -121,13 +121,26 @@ class SparseBlock:
     ) -> tuple[torch.Tensor, NDArray[Any]]:
         """Compute hidden [rows >= tokens, H], where rows beyond `tokens` are padding. Return fp32 [tokens, H]
         and the chosen experts, int64 [tokens, k]."""
-        routing = route(hidden, self.gate, self.top_k, self.normalise)
-        experts, weights = routing.experts[:tokens], routing.weights[:tokens]
         if self.sharded:
-            gathered = dispatch.gather(hidden[:tokens], experts, weights)
-            return dispatch.reduce(self.compute(gathered.rows, gathered.ends), gathered.handle), experts
-        work = dispatch.dispatch(self.layer, hidden[:tokens], experts)
-        return dispatch.combine(self.compute(work.rows, work.ends), weights, work.handle), experts
+            return self.forward_parts(hidden, tokens, dispatch)
+        routing = self._route(hidden, tokens)
+        work = dispatch.dispatch(self.layer, hidden[:tokens], routing.experts)
+        results = self.compute(work.rows, work.ends)
+        return dispatch.combine(results, routing.weights, work.handle), routing.experts
+
+    def forward_parts(
+        self, hidden: torch.Tensor, tokens: int, exchange: PartExchange
+    ) -> tuple[torch.Tensor, NDArray[Any]]:
+        """Compute as `forward`, in a sharded layer."""
+        routing = self._route(hidden, tokens)
+        gathered = exchange.gather(hidden[:tokens], routing.experts, routing.weights)
+        results = self.compute(gathered.rows, gathered.ends)
+        return exchange.reduce(results, gathered.handle), routing.experts
+
+    def _route(self, hidden: torch.Tensor, tokens: int) -> Routing:
+        """Route with the padding, and return the routing of the tokens."""
+        routing = route(hidden, self.gate, self.top_k, self.normalise)
+        return Routing(routing.experts[:tokens], routing.weights[:tokens])
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Apply the experts, or this rank's parts of them, to rows [n, H], sorted by slot, with ends int32

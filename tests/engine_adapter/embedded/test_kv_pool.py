@@ -1,4 +1,4 @@
-"""KV units: which heads they hold, where attention finds them, and that only the content of a page matters to
+"""KV units: where attention finds them, and that only the content of a page matters to
 what is computed, not the units it consists of."""
 
 import mmap
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.embedded.checkpoint import Checkpoint
-from engine_adapter.embedded.kv_pool import KvPool, group_of_rank, head_groups
+from engine_adapter.embedded.kv_pool import KvPool
 from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork
 from fleet.placement import linear
 
@@ -29,25 +29,6 @@ def pool_of(pages=5, groups=2, layers=3, kv_heads=4, dtype=torch.float32) -> KvP
         page_tokens=16,
         dtype=dtype,
     )
-
-
-@given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 12))
-def test_a_ranks_group_has_the_kv_heads_of_its_query_heads(share, kv_heads, ranks):
-    """The rule without groups: query head q uses KV head q * kv_heads // heads."""
-    heads = share * kv_heads
-    groups = head_groups(kv_heads, ranks)
-    if kv_heads % ranks and ranks % kv_heads:
-        assert groups == 1
-        return
-    assert kv_heads % groups == 0
-    if heads % ranks:
-        return
-    for rank in range(ranks):
-        queries = range(rank * heads // ranks, (rank + 1) * heads // ranks)
-        group, size = group_of_rank(rank, ranks, groups), kv_heads // groups
-        assert {query * kv_heads // heads for query in queries} == set(
-            range(group * size, (group + 1) * size)
-        )
 
 
 @given(st.data(), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**32 - 1))
