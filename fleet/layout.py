@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import IntArray
 from fleet.experts import BYTES_PER_VALUE, ModelShape
 
 ALIGNED = 64
@@ -25,6 +26,7 @@ def check_ascending(layers: Sequence[int], where: str) -> None:
 
 
 AttentionKind = Literal["dp", "tp"]
+ATTENTION_NAMES: dict[AttentionKind, str] = {"dp": "data-parallel", "tp": "tensor-parallel"}
 
 
 class AttentionLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -168,7 +170,9 @@ def layers_named(text: str, layers: int) -> tuple[int, ...]:
     for part in text.split(","):
         first, dash, last = (number.strip() for number in part.partition("-"))
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"layout {text!r}: use ep, experts-tp, or the layers to be sharded, e.g. 0-3,7")
+            raise ValueError(
+                f"layout {text!r}: use ep, experts-tp, tp, or the layers to be sharded, e.g. 0-3,7"
+            )
         begin, end = int(first), int(last) if dash else int(first)
         if begin > end or end >= layers:
             raise ValueError(
@@ -177,6 +181,14 @@ def layers_named(text: str, layers: int) -> tuple[int, ...]:
             )
         found.update(range(begin, end + 1))
     return tuple(sorted(found))
+
+
+def layout_named(text: str, layers: int) -> Layout:
+    """Parse a layout: tp, or with data-parallel attention what `layers_named` reads.
+
+    layers: MoE layers of the model. ValueError names what cannot be read, and the remedy.
+    """
+    return tp(layers) if text == "tp" else Layout("dp", layers_named(text, layers))
 
 
 def layer_ranges(numbers: Sequence[int]) -> str:
@@ -188,3 +200,29 @@ def layer_ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+# KV (decision 0020)
+
+
+def head_groups(kv_heads: int, ranks: int) -> int:
+    """Return the groups into which tensor-parallel attention divides KV heads: min(ranks, kv_heads). 1 where
+    neither divides the other, so that it is refused (`tp_refusal`), or the heads are not stated (0)."""
+    divide = kv_heads > 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+    return min(ranks, kv_heads) if divide else 1
+
+
+def kv_units_read(pages: Sequence[int], after: AttentionKind, ranks: int, groups: int) -> IntArray:
+    """Return the KV units that each rank reads from others as the attention changes: int64 [ranks].
+
+    A unit is a page of one head group. after: the attention to come. pages: used pages of each target before:
+    of each rank for tp, of the engine for dp. To tp, a rank reads its group of every page that another rank
+    has. To dp, each rank gets an even share of the pages, and reads the groups that it lacks. Pages that are
+    merged to tp, or copied to several ranks to dp, are not known here, and are not counted.
+    """
+    total = sum(pages)
+    if after == "tp":
+        return total - np.asarray(pages, np.int64)
+    shares = np.full(ranks, total // ranks, np.int64)
+    shares[: total % ranks] += 1
+    return shares * (groups - 1)

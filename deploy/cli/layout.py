@@ -1,4 +1,4 @@
-"""`roost layout`: show which layers of an engine are whole or sharded, and turn layers over.
+"""`roost layout`: show and change the layout of an engine: which layers are sharded, and its attention.
 
 Implementations are imported when the command runs, because not every command needs the NATS client.
 """
@@ -16,7 +16,8 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="LAYOUT",
-        help="Turn layers over until these are sharded: ep (none), experts-tp (all), or numbers, e.g. 0-3,7.",
+        help="Turn layers over until these are sharded: ep (none), experts-tp (all), or numbers, e.g. 0-3,7."
+        " tp: all, and attention is tensor-parallel too.",
     ),
 ]
 NowOption = Annotated[
@@ -27,7 +28,7 @@ NowOption = Annotated[
     ),
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Show bytes by link, seconds and cells. Nothing is moved.")
+    bool, typer.Option("--dry-run", help="Show bytes by link, seconds, cells and KV. Nothing is moved.")
 ]
 MemoryOption = Annotated[
     bool,
@@ -53,13 +54,18 @@ def layout(
     as_json: JsonOption = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show the layout of each engine: which MoE layers are sharded, and which layouts it can change to.
+    """Show the layout of each engine: which MoE layers are sharded, its attention, and which layouts it can
+    change to.
 
     With --set: change it while the engine serves, by a plan of handovers like a migration. Each turns over as
     many layers as the ranks have spare cells for, within the planner's byte budget. Layers that become whole
     get an even share of their experts on each rank. `roost rollback` undoes it. A switch that waits for the
     byte budget is replaced, or ended by --set with the layout that is served. Ctrl-C ends this command; the
     switch continues.
+
+    The attention changes in a handover of its own, while all layers are sharded: to tensor-parallel as the
+    last one, to data-parallel as the first one. Requests keep their KV, which ranks read from each other in
+    the step that changes it.
 
     With --memory: expert cells in service (by the form of their layer), spare and in staging, other weights,
     the KV pool, and communicators: connections to other ranks and agents of transfers, measured as what the

@@ -15,7 +15,7 @@ from fleet.facts.migrations import (
     PlanEvaluated,
 )
 from fleet.facts.placements import HomesPublished, PlacementCommitted
-from fleet.layout import layer_ranges
+from fleet.layout import ATTENTION_NAMES, layer_ranges
 from fleet.placement import PlacementRecord
 from fleet.text import byte_size, counted, listed
 
@@ -48,6 +48,8 @@ def _migration_line(message: Message) -> str | None:
                 for layers, form in ((message.to_sharded, "sharded"), (message.to_whole, "whole"))
                 if layers
             )
+            if message.attention is not None:
+                turns += f", attention becomes {ATTENTION_NAMES[message.attention]}"
             return (
                 f"{message.engine}: plan {message.plan} of the {message.origin} begins,"
                 f" {copied}{turns}{predicted}"
@@ -116,8 +118,9 @@ def _operator_line(message: Message) -> str | None:
 
 
 def _forms(placement: PlacementRecord) -> str:
-    """Return which layers of an epoch are sharded; empty: none."""
-    return f"; layers {layer_ranges(placement.sharded)} are sharded then" if placement.sharded else ""
+    """Return which layers of an epoch are sharded, and whether its attention is; empty: nothing is."""
+    sharded = f"; layers {layer_ranges(placement.sharded)} are sharded then" if placement.sharded else ""
+    return sharded + ("; attention is tensor-parallel then" if placement.attention == "tp" else "")
 
 
 def _change(before: LoopFigures, after: LoopFigures) -> str:

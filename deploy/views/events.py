@@ -121,8 +121,9 @@ def _value(value: Any) -> str:
             return _table_word(value)
         case PlacementRecord():
             sharded = f", layers {layer_ranges(value.sharded)} sharded" if value.sharded else ""
+            attention = ", tensor-parallel attention" if value.attention == "tp" else ""
             slots = f"{value.ranks}x{value.slots_per_rank} slots"
-            return f"[epoch {value.epoch}: {value.layers} layers, {slots}{sharded}]"
+            return f"[epoch {value.epoch}: {value.layers} layers, {slots}{sharded}{attention}]"
         case ClusterRecord():
             return (
                 f"[version {value.version}: {value.clusters} clusters of {value.layers}x{value.experts},"

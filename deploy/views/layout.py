@@ -49,7 +49,7 @@ def offered(one: Placements) -> tuple[LayoutChoice, ...]:
     joined = one.joined
     if joined.shape is None or joined.attention is None:
         return ()
-    return choices(joined.shape, one.now.layout, one.now.ranks, joined.unshardable)
+    return choices(joined.shape, one.now.layout, one.now.ranks, joined.unshardable, joined.tp_refusal)
 
 
 def as_record(one: Placements) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.output import USAGE, console, fail, in_json, note, show
 from deploy.views import map_files
 from fleet.experts import ExpertId
-from fleet.layout import layers_named
+from fleet.layout import layout_named
 from fleet.requests.plans import (
     ApplyMap,
     ApplyPlan,
@@ -37,7 +37,7 @@ from fleet.requests.plans import (
     SetLayout,
     SwitchEstimate,
 )
-from fleet.text import byte_size, counted
+from fleet.text import byte_size, counted, duration
 from migration.model.plan import Plan
 
 LOOK_SECONDS = 0.1
@@ -130,18 +130,18 @@ def show_map(
 def show_switch(
     bus_config: BusConfig, engine: str | None, wanted: str, form: OutputForm, *, now: bool, dry_run: bool
 ) -> None:
-    """Turn layers of an engine, or (None) of the only one with experts, over until `wanted` is its layout
-    (`fleet.layout.layers_named`). now: without waiting for the byte budget."""
+    """Change the layout of an engine, or (None) of the only one with experts, until it is `wanted`
+    (`fleet.layout.layout_named`). now: without waiting for the byte budget."""
 
     async def ask(bus: Bus, subjects: Subjects) -> SetLayout:
         found = await engine_named(bus, subjects, engine)
         if found.shape is None:
             raise NoSuchEngine(f"engine {found.engine!r} states no experts")
         try:
-            sharded = layers_named(wanted, found.shape.layers)
+            layout = layout_named(wanted, found.shape.layers)
         except ValueError as error:
             fail(f"--set: {error}", USAGE)
-        order = SetLayout(engine=found.engine, sharded=sharded, now=now)
+        order = SetLayout(engine=found.engine, sharded=layout.sharded, attention=layout.attention, now=now)
         _show_preview(await preview(bus, subjects, order, note), form, dry_run=dry_run)
         return order
 
@@ -158,7 +158,16 @@ def switch_lines(switch: SwitchEstimate) -> Iterator[str]:
         yield "byte budget: it is 0 (planner.budget_bytes), and permits nothing without --now"
     elif switch.budget_seconds:
         yield f"byte budget: it takes at least {switch.budget_seconds:.0f} s within it; --now ignores it"
-    yield f"cells: a rank fills up to {switch.cells} in a handover, of at least {switch.free} that are free"
+    if switch.cells:
+        yield (
+            f"cells: a rank fills up to {switch.cells} in a handover, of at least {switch.free} that are free"
+        )
+    if switch.kv is not None:
+        yield (
+            f"KV: with {counted(switch.kv.pages, 'page')} in use, as now, ranks read"
+            f" {byte_size(switch.kv.bytes)} from each other as the attention changes: a pause of about"
+            f" {duration(switch.kv.seconds)}"
+        )
 
 
 def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, form: OutputForm) -> None:

@@ -225,7 +225,8 @@ def _step(step: StepRecord) -> tuple[str, ...]:
         byte_size(step.bytes) if step.bytes else "-",
         duration(step.gain_seconds) if step.gain_seconds else "-",
     )
-    return (str(step.number), str(step.layer), step.kind, step.what, size, gain, step.why)
+    layer = "-" if step.layer < 0 else str(step.layer)
+    return (str(step.number), layer, step.kind, step.what, size, gain, step.why)
 
 
 def _print_homes(record: PlanRecord) -> None:

@@ -118,7 +118,14 @@ def check_terms(
             f"a placement of (layers, experts, ranks, slots per rank) {shape}, and this engine has {present};"
             " plan anew",
         )
-    if (changed := turned(served, proposed)) and parts != served.ranks:
+    changed = turned(served, proposed)
+    if changed and served.attention == proposed.attention == "tp":
+        raise CannotStage(
+            StagingFault.PLACEMENT,
+            f"layers {list(changed)} would change their form while attention is tensor-parallel; make it"
+            " data-parallel first",
+        )
+    if changed and parts != served.ranks:
         raise CannotStage(
             StagingFault.PLACEMENT,
             f"layers {list(changed)} change between whole and sharded, but the memory of this engine does not"

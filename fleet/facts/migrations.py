@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from fleet.event import Event
+from fleet.layout import AttentionKind
 from fleet.placement import PlacementRecord
 
 
@@ -83,6 +84,8 @@ class MigrationPlanned(Event, frozen=True, kw_only=True):
     """MoE layers that the plan turns from whole to sharded"""
     to_whole: tuple[int, ...] = ()
     """MoE layers that the plan turns from sharded to whole"""
+    attention: AttentionKind | None = None
+    """attention after the plan; None: as before"""
     paced: bool = False
     """its handovers wait until the byte budget of automatic plans permits them, and count towards it"""
 

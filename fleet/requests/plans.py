@@ -3,6 +3,7 @@
 import msgspec
 
 from fleet.event import Event
+from fleet.layout import AttentionKind
 from fleet.placement import PlacementRecord
 
 
@@ -76,15 +77,18 @@ class ApplyPlan(Event, frozen=True, kw_only=True):
 
 
 class SetLayout(Event, frozen=True, kw_only=True):
-    """Request to the migration service: turn layers over until exactly these are sharded. Answered with
-    `MigrationAccepted`. Replaces a plan that waits for the byte budget; if these layers are sharded already,
-    that plan only ends.
+    """Request to the migration service: turn layers over until exactly these are sharded, and change the
+    attention. Answered with `MigrationAccepted`. Replaces a plan that waits for the byte budget; if the
+    engine has this layout already, that plan only ends.
     """
 
     engine: str
     sharded: tuple[int, ...]
     """MoE layers to be sharded, ascending. The others become whole, with an even share of their experts on
     each rank
+    """
+    attention: AttentionKind = "dp"
+    """tp needs all layers sharded. The attention changes in a handover of its own, while all layers are
     """
     now: bool = False
     """turn the layers over one after another without waiting for the byte budget"""
@@ -103,6 +107,17 @@ class RollBack(Event, frozen=True, kw_only=True):
     """plan id; empty: the last plan with a committed handover"""
 
 
+class KvMove(msgspec.Struct, frozen=True, kw_only=True):
+    """KV that ranks read from each other in the step in which the attention changes."""
+
+    pages: int
+    """pages in use, those kept for reuse included, by the last load reports"""
+    bytes: int
+    """KV that ranks read from each other, if no page is on several of them"""
+    seconds: float
+    """expected pause: the time in which the rank that reads most does so"""
+
+
 class SwitchEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Cost of a switch of layout."""
 
@@ -118,6 +133,8 @@ class SwitchEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """most cells that a rank fills in one handover"""
     free: int
     """fewest free cells of any rank"""
+    kv: KvMove | None = None
+    """None: the attention does not change, or its engine does not report the pages in use or their size"""
 
 
 class MigrationAccepted(Event, frozen=True, kw_only=True):

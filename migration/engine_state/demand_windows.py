@@ -284,6 +284,15 @@ class DemandWindows:
         rank.report(rates)
         rank.version, rank.reported_at, rank.stated_pairs = report.version, now, report.pairs
 
+    def kv_pages(self, worker_id: int, targets: int) -> list[int] | None:
+        """Return the KV pages in use at each target, as last reported; None: not all are known. targets: of
+        the served layout."""
+        engine = self._engines.get(worker_id)
+        loads = [] if engine is None else [rank.load for rank in engine.ranks[:targets]]
+        used = [None if load is None else load.kv_used_blocks for load in loads]
+        known = [pages for pages in used if pages is not None]
+        return known if known and len(known) == len(used) else None
+
     def load(self, report: KvMetrics, now: float) -> None:
         """Apply the load report of a rank. Reports of engines that are not tracked are ignored."""
         if report.worker_id in self._engines:

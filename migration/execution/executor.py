@@ -41,7 +41,7 @@ from migration.handover.handover_messages import (
     received,
 )
 from migration.handover.rank_progress import ENGINE_GONE, HandoverFailure
-from migration.model.plan import Handover, Inapplicable, Plan, applied
+from migration.model.plan import NO_LAYER, Handover, Inapplicable, Plan, applied
 from migration.model.plan_log import PlanEntry, PlanRun
 from migration.telemetry.metrics import MigrationMetrics
 from migration.telemetry.tracing import MigrationTracing, PlanTrace
@@ -341,7 +341,7 @@ class PlanExecutor:
             run, plan = self.log.plans.engines[engine].under_way, self._plans.get(engine)
             left = () if run is None or plan is None else plan.handovers[run.progress.next :]
             pending = 0 if run is None else run.planned.handovers - run.progress.next
-            layers = len({step.layer for handover in left for step in handover.steps})
+            layers = len({step.layer for handover in left for step in handover.steps} - {NO_LAYER})
             self._metrics.pending(engine, now - self._since.get(engine, now), pending, layers)
 
     def _gone(self, engine: str, worker_id: int) -> str:

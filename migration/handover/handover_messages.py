@@ -16,8 +16,9 @@ from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry
 from migration.handover.coordinator import HandoverSpec, OpenHandover
 from migration.handover.rank_progress import HandoverFailure
-from migration.model.plan import Handover, Plan, PlanStep
+from migration.model.plan import NO_LAYER, Handover, Plan, PlanStep
 from migration.model.plan_log import PlanRun
+from migration.model.plan_record import StepRecord
 from migration.planning.plan_report import steps
 
 MAX_DESCRIBED_STEPS = 16
@@ -208,6 +209,7 @@ def announced(
         policy=policy,
         to_sharded=plan.turned("shard"),
         to_whole=plan.turned("gather"),
+        attention=plan.attention,
         paced=paced,
     )
 
@@ -222,8 +224,12 @@ def accepted(entry: EngineEntry, plan: Plan, switch: SwitchEstimate | None = Non
         copies=plan.transfers,
         bytes=plan.bytes,
         switch=switch,
-        what=tuple(f"layer {step.layer}: {step.what}" for step in steps(plan)[:MAX_DESCRIBED_STEPS]),
+        what=tuple(map(_described, steps(plan)[:MAX_DESCRIBED_STEPS])),
     )
+
+
+def _described(step: StepRecord) -> str:
+    return step.what if step.layer == NO_LAYER else f"layer {step.layer}: {step.what}"
 
 
 def dropped(run: PlanRun, failure: HandoverFailure) -> MigrationAborted:

@@ -96,10 +96,17 @@ class DispatchWindows:
             )
 
     def placed(self, entry: EngineEntry) -> None:
-        """Record a new epoch of an engine. Measurements begin anew where layers change their form."""
+        """Record a new epoch of an engine. Measurements begin anew where layers change their form, and with
+        other attention."""
         engine = self._engines.get(entry.worker_id)
-        if engine is not None and engine.sharded != entry.placement.sharded:
-            engine.sharded, engine.first = entry.placement.sharded, entry.epoch
+        if engine is None:
+            return
+        if (engine.targets, engine.sharded) != (entry.targets, entry.placement.sharded):
+            engine.targets, engine.sharded, engine.first = (
+                entry.targets,
+                entry.placement.sharded,
+                entry.epoch,
+            )
             for one in [one for one in engine.slices if one.epoch < engine.first]:
                 engine.slices.remove(one)
 

@@ -65,10 +65,12 @@ def changed_since(plans: EnginePlans, run: PlanRun) -> bool:
 
 
 def turned_since(plans: EnginePlans, run: PlanRun) -> bool:
-    """Return True if a later plan changed the form of layers after this one."""
+    """Return True if a later plan changed the form of layers, or the attention, after this one."""
     later = takewhile(lambda other: other is not run, _newest_first(plans))
     return any(
-        other.progress.numbers and (other.planned.to_sharded or other.planned.to_whole) for other in later
+        other.progress.numbers
+        and (other.planned.to_sharded or other.planned.to_whole or other.planned.attention is not None)
+        for other in later
     )
 
 

@@ -17,10 +17,13 @@ from numpy.typing import NDArray
 
 from fleet.arrays import SlotTable
 from fleet.experts import ExpertId
+from fleet.layout import ATTENTION_NAMES, AttentionKind
 from fleet.placement import EMPTY, Placement, Split
 from migration.model.cost_model import Figures, Payback
 
-StepKind = Literal["reweight", "replicate", "swap", "move", "drop", "shard", "gather"]
+StepKind = Literal["reweight", "replicate", "swap", "move", "drop", "shard", "gather", "attention"]
+NO_LAYER = -1
+"""layer of an `attention` step"""
 Link = Literal["same-node", "cross-node", "checkpoint"]
 """path of a copy. checkpoint: no rank holds the expert any more, so its weights are read from storage"""
 
@@ -50,7 +53,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
 
 
 class PlanStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One change of one layer. Its effect by kind:
+    """One change of one layer, or of the attention. Its effect by kind:
 
     - `reweight`: change how the replicas of the layer share its tokens; nothing is copied.
     - `replicate`: put `expert` into `slot`, replacing `evicted`.
@@ -59,12 +62,15 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     - `drop`: remove `expert` from `slot`, which becomes empty.
     - `shard`: cut the layer's experts, so that every rank holds a part of each.
     - `gather`: make the sharded layer whole, with the experts in `slots`.
+    - `attention`: change the attention to `attention`, while all layers are sharded.
 
-    A `shard` or `gather` is the only step of its layer in a handover.
+    A `shard` or `gather` is the only step of its layer in a handover, an `attention` step the only one of its
+    handover.
     """
 
     kind: StepKind
     layer: int
+    """`NO_LAYER` for an `attention` step"""
     slot: int | None = None
     expert: int | None = None
     evicted: int | None = None
@@ -78,6 +84,8 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     """the row of a layer that becomes whole: int16 little endian, [ranks * slots_per_rank], -1 is empty"""
     parts: tuple[PartsMoved, ...] = ()
     """the parts that a turned layer moves, by path"""
+    attention: AttentionKind | None = None
+    """attention after an `attention` step"""
     gain: float = 0.0
     """expected reduction of the engine step, in seconds"""
     why: str
@@ -143,6 +151,11 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """how replicas share tokens afterwards; None: evenly, in every layer"""
 
     @property
+    def attention(self) -> AttentionKind | None:
+        """Attention afterwards; None: as before."""
+        return next((step.attention for step in self.steps if step.kind == "attention"), None)
+
+    @property
     def bytes(self) -> int:
         return sum(step.bytes for step in self.steps)
 
@@ -193,6 +206,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def local_bytes(self) -> int:
         """Bytes that ranks copy within their memory."""
         return sum(step.local_bytes for step in self.steps)
+
+    @property
+    def attention(self) -> AttentionKind | None:
+        """Attention afterwards; None: as before."""
+        changed = [one.attention for one in self.handovers if one.attention is not None]
+        return changed[-1] if changed else None
 
     def turned(self, kind: StepKind) -> tuple[int, ...]:
         """Return the layers that steps of this kind turn over, ascending. kind: shard or gather."""
@@ -254,6 +273,8 @@ class PlanCause(StrEnum):
     """the rank would hold the expert twice"""
     COPY = "copy"
     """the copies of a step do not match its writes"""
+    ATTENTION = "attention"
+    """the attention does not change so from what is served, or layers turn over that need other attention"""
     PLACEMENT = "placement"
     """the resulting placement would be invalid: an expert without a holder, or a split that does not add up
     """
@@ -317,7 +338,7 @@ def applied(placement: Placement, handover: Handover) -> Placement:
             split=split,
             duplicates=placement.duplicates,
             sharded=tuple(sorted(sharded)),
-            attention=placement.attention,
+            attention=handover.attention or placement.attention,
         )
     except ValueError as error:
         raise Inapplicable(PlanCause.PLACEMENT, handover, None, str(error)) from error
@@ -335,6 +356,9 @@ class _Check:
 
     def carry_out(self, step: PlanStep) -> None:
         """Apply a step to the table. Raises Inapplicable if it does not apply."""
+        if step.kind == "attention":
+            self._change_attention(step)
+            return
         if not 0 <= step.layer < self.base.layers:
             raise self._no(PlanCause.SHAPE, f"layer {step.layer} does not exist")
         if step.turns:
@@ -372,8 +396,29 @@ class _Check:
                 self._write(step.layer, step.other_slot, EMPTY, there)
                 self._copies(step, {step.slot: step.expert, int(step.other_slot or 0): there})
 
+    def _change_attention(self, step: PlanStep) -> None:
+        """Check a change of attention."""
+        if len(self.handover.steps) > 1 or step.copies or step.parts:
+            raise self._no(PlanCause.ATTENTION, "attention changes together with something else; plan anew")
+        if step.attention is None or step.attention == self.base.attention:
+            raise self._no(
+                PlanCause.ATTENTION, f"attention is {ATTENTION_NAMES[self.base.attention]} already; plan anew"
+            )
+        if len(self.base.whole):
+            raise self._no(
+                PlanCause.ATTENTION,
+                f"attention changes while {len(self.base.whole)} layers are whole; make all layers sharded"
+                " first",
+            )
+
     def _turn(self, step: PlanStep) -> None:
         """Change the form of a layer."""
+        if self.base.attention == "tp":
+            raise self._no(
+                PlanCause.ATTENTION,
+                f"layer {step.layer} turns over while attention is tensor-parallel; make it data-parallel"
+                " first",
+            )
         if sum(other.layer == step.layer for other in self.handover.steps) > 1:
             raise self._no(
                 PlanCause.SLOT, f"layer {step.layer} turns over, and has other steps in the same handover"

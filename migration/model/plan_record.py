@@ -28,8 +28,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     kind: str
-    """reweight, replicate, swap, move, drop, shard or gather"""
+    """reweight, replicate, swap, move, drop, shard, gather or attention"""
     layer: int
+    """-1 for attention"""
     copies: int
     bytes: int
     gain_seconds: float

@@ -330,9 +330,10 @@ def restoring_plan(placement: Placement, goal: Placement, undoes: str, room: Sta
             f" engine has {now}: it was restarted with another configuration"
         )
     handovers = _moves_back(placement, goal, room)
-    if turned(placement, goal):
+    if placement.layout != goal.layout:
         moved = replay(placement, planned(placement, handovers))[-1] if handovers else placement
-        handovers += switch(moved, goal.sharded, room, goal=goal).plan.handovers
+        switched = switch(moved, goal.sharded, room, attention=goal.attention, goal=goal)
+        handovers += switched.plan.handovers
     if not handovers:
         raise ValueError(f"the engine serves what it served before plan {undoes} already")
     return checked(

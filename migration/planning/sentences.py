@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from fleet.layout import ATTENTION_NAMES
 from fleet.placement import EMPTY
 from fleet.text import byte_size, counted, duration, listed
 from migration.model.placement_changes import ChangeKind
@@ -176,7 +177,10 @@ def recovery_summary(way: Recovery) -> str:
 
 
 def step_text(step: PlanStep, per: int) -> str:
-    """Describe the expert that a step moves, and between which ranks. per: slots of a rank."""
+    """Describe the expert that a step moves, and between which ranks; or what else it changes. per: slots of
+    a rank."""
+    if step.attention is not None:
+        return f"attention becomes {ATTENTION_NAMES[step.attention]}"
     if step.turns:
         return "becomes sharded" if step.kind == "shard" else "becomes whole"
     if step.kind == "reweight" or step.slot is None:

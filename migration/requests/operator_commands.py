@@ -1,5 +1,5 @@
-"""Requests of operators to move experts and to turn layers over: make a plan, start it and confirm, or refuse
-with a reason."""
+"""Requests of operators to move experts and to change the layout: make a plan, start it and confirm, or
+refuse with a reason."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,11 +11,13 @@ from bus import Bus, BusError, Message
 from bus.protocol.subjects import Subjects
 from fleet.facts.migrations import MigrationPlanned, Origin
 from fleet.facts.placements import PlacementCommitted
+from fleet.layout import head_groups, kv_units_read
 from fleet.placement import Placement
 from fleet.requests.handovers import HandoverDescribed
 from fleet.requests.plans import (
     ApplyMap,
     ApplyPlan,
+    KvMove,
     MigrateExpert,
     MigrationAccepted,
     RollBack,
@@ -32,7 +34,7 @@ from migration.handover.handover_messages import accepted
 from migration.model.cost_model import LinkSpeeds
 from migration.model.plan import PART_LINKS, Plan
 from migration.model.plan_log import PlanRun
-from migration.planning.layout_switch import Switch, switch, turning_refusal
+from migration.planning.layout_switch import Switch, attention_refusal, switch, turning_refusal
 from migration.planning.operator_maps import one_expert_of_a_map, requested_map, restoring_map
 from migration.planning.operator_plans import one_expert, plan_to_undo, read, restoring_plan
 from migration.planning.staging_capacity import StagingRoom
@@ -98,8 +100,11 @@ class OperatorCommands:
                 return await self._end(entry, waiting, dry_run=dry_run)
             statuses = await self._executor.survey(entry, ASK_SECONDS)
             made = await self._plan(entry, message, statuses)
-            if any(step.turns for step in made.plan.steps):
-                self._check_turning(entry)
+            self._check_legal(
+                entry,
+                turns=any(step.turns for step in made.plan.steps),
+                attends=made.plan.attention is not None,
+            )
             if dry_run:
                 return _replacing(accepted(entry, made.plan, made.switch), waiting)
             paced = isinstance(message, SetLayout) and not message.now
@@ -162,15 +167,21 @@ class OperatorCommands:
             )
         return entry
 
-    def _check_turning(self, entry: EngineEntry) -> None:
-        """Raise ValueError if an engine cannot turn layers over."""
-        if entry.joined is None or entry.joined.shape is None:
+    def _check_legal(self, entry: EngineEntry, *, turns: bool, attends: bool) -> None:
+        """Raise ValueError if an engine cannot turn layers over, or change its attention, as a plan does."""
+        if not turns and not attends:
+            return
+        joined, placement = entry.joined, entry.placement
+        if joined is None or joined.shape is None:
             raise ValueError(f"the join of engine {entry.engine!r} is not known yet; try again")
-        refusal = turning_refusal(
-            entry.joined.shape, entry.placement.attention, entry.placement.ranks, entry.joined.unshardable
+        reason = turns and turning_refusal(
+            joined.shape, placement.attention, placement.ranks, joined.unshardable, joined.tp_refusal
         )
-        if refusal:
-            raise ValueError(f"engine {entry.engine!r} cannot turn layers over: {refusal}")
+        if reason:
+            raise ValueError(f"engine {entry.engine!r} cannot turn layers over: {reason}")
+        reason = attends and attention_refusal(joined.shape, placement.ranks, joined.tp_refusal)
+        if reason:
+            raise ValueError(f"engine {entry.engine!r} cannot change its attention: {reason}")
 
     async def _plan(
         self,
@@ -200,9 +211,13 @@ class OperatorCommands:
                 )
                 return _Made(plan)
             case SetLayout():
-                self._check_turning(entry)
-                room = self._room(entry, statuses)
-                found = await asyncio.to_thread(switch, entry.placement, request.sharded, room)
+                turns = set(request.sharded) != set(entry.placement.sharded)
+                attends = request.attention != entry.placement.attention
+                self._check_legal(entry, turns=turns or not attends, attends=attends)
+                room = self._room(entry, statuses, receives=turns)
+                found = await asyncio.to_thread(
+                    switch, entry.placement, request.sharded, room, attention=request.attention
+                )
                 return _Made(found.plan, switch=self._estimate(entry, found, room))
         planned = plan_to_undo(self._executor.log.plans.engines[entry.engine], request.plan)
         goal = await self.before(planned)
@@ -228,7 +243,21 @@ class OperatorCommands:
             measured=bool(speed),
             cells=found.cells,
             free=room.staging or 0,
+            kv=self._kv_move(entry, found.plan, links),
         )
+
+    def _kv_move(self, entry: EngineEntry, plan: Plan, links: LinkSpeeds) -> KvMove | None:
+        """Estimate the KV that ranks read as a plan changes the attention. None: it does not, or too little
+        is reported."""
+        joined, after = entry.joined, plan.attention
+        if after is None or joined is None or joined.shape is None or not joined.kv_block_bytes:
+            return None
+        pages = self._demand.kv_pages(entry.worker_id, entry.targets)
+        if pages is None:
+            return None
+        ranks, groups = entry.placement.ranks, head_groups(joined.shape.kv_heads, entry.placement.ranks)
+        sizes = kv_units_read(pages, after, ranks, groups) * (joined.kv_block_bytes // groups)
+        return KvMove(pages=sum(pages), bytes=int(sizes.sum()), seconds=float(sizes.max()) / links.same_node)
 
     async def undoing(
         self,
@@ -240,10 +269,14 @@ class OperatorCommands:
         """Make the plan that restores the placement before another plan. Raises ValueError if there is
         none."""
         make = restoring_map if entry.rearranges else restoring_plan
-        return await asyncio.to_thread(make, entry.placement, goal, planned.plan, self._room(entry, statuses))
+        receives = bool(len(entry.placement.whole) or len(goal.whole))
+        room = self._room(entry, statuses, receives=receives)
+        return await asyncio.to_thread(make, entry.placement, goal, planned.plan, room)
 
-    def _room(self, entry: EngineEntry, statuses: Sequence[HandoverDescribed]) -> StagingRoom:
-        """Return the staging capacity of an engine.
+    def _room(
+        self, entry: EngineEntry, statuses: Sequence[HandoverDescribed], *, receives: bool = True
+    ) -> StagingRoom:
+        """Return the staging capacity of an engine. receives: ranks are to receive experts.
 
         Raises RankFull if a rank has no free cell, and ValueError if the engine is not tracked.
         """
@@ -256,6 +289,8 @@ class OperatorCommands:
         if entry.rearranges:
             return StagingRoom(node=node, expert_bytes=shape.expert_bytes)
         least = min(statuses, key=lambda status: status.free)
+        if not receives:
+            return StagingRoom(node=node, expert_bytes=shape.expert_bytes)
         if least.free < 1:
             held = f"{least.quarantined} are in quarantine, {least.draining} drain"
             raise RankFull(
@@ -287,7 +322,7 @@ def _ends(request: Order, waiting: PlanRun, placement: Placement) -> bool:
     or to roll back a plan that has changed nothing yet."""
     match request:
         case SetLayout():
-            return request.sharded == placement.sharded
+            return (request.attention, request.sharded) == (placement.attention, placement.sharded)
         case RollBack():
             return not waiting.progress.numbers and request.plan in ("", waiting.plan)
     return False

@@ -22,7 +22,7 @@ from fleet.facts.migrations import (
     PlanEvaluated,
 )
 from fleet.handover import CoordinatorEvent
-from fleet.layout import layer_ranges
+from fleet.layout import AttentionKind, layer_ranges
 from migration.handover.coordinator import HandoverSpec, HandoverState, Transition
 from migration.model.plan import Plan
 
@@ -69,7 +69,7 @@ class MigrationTracing:
             "roost.bytes": plan.bytes,
         }
         about |= {"roost.handovers": len(plan.handovers), "roost.epoch.base": plan.base_epoch}
-        about |= _turned(plan.turned("shard"), plan.turned("gather"))
+        about |= _turned(plan.turned("shard"), plan.turned("gather"), plan.attention)
         return PlanTrace(self, self.span("roost.plan", about, self._context(parent)))
 
     def resumed(self, planned: MigrationPlanned) -> "PlanTrace":
@@ -80,7 +80,7 @@ class MigrationTracing:
             "roost.origin": planned.origin,
             "roost.bytes": planned.bytes,
         }
-        about |= _turned(planned.to_sharded, planned.to_whole)
+        about |= _turned(planned.to_sharded, planned.to_whole, planned.attention)
         return PlanTrace(
             self,
             self.span(
@@ -189,10 +189,14 @@ class HandoverTrace:
             _end(self._span, ends[-1])
 
 
-def _turned(to_sharded: tuple[int, ...], to_whole: tuple[int, ...]) -> Attributes:
-    """Return the layers that a plan turns over, as text; nothing where there are none."""
+def _turned(
+    to_sharded: tuple[int, ...], to_whole: tuple[int, ...], attention: AttentionKind | None
+) -> Attributes:
+    """Return the layers that a plan turns over, as text, and the attention that it leads to; nothing where
+    there are none."""
     both = (("roost.to_sharded", to_sharded), ("roost.to_whole", to_whole))
-    return {name: layer_ranges(layers) for name, layers in both if layers}
+    about: Attributes = {name: layer_ranges(layers) for name, layers in both if layers}
+    return about if attention is None else {**about, "roost.attention": attention}
 
 
 def _figures(prefix: str, figures: LoopFigures | None) -> Attributes:

@@ -1,10 +1,13 @@
 """Which layouts are legal for a model and a number of ranks."""
 
 import msgspec
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fleet.experts import ModelShape
-from fleet.layout import sharding_refusal, tp_refusal
+from fleet.layout import head_groups, kv_units_read, sharding_refusal, tp_refusal
 
 
 @pytest.mark.parametrize(
@@ -46,3 +49,53 @@ def test_attention_is_split_only_where_heads_divide(
     )
     found = tp_refusal(shape, ranks)
     assert reason in found if reason else not found
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks", "groups"),
+    [(8, 4, 4), (8, 8, 8), (4, 8, 4), (1, 4, 1), (2, 4, 2), (6, 4, 1), (0, 4, 1), (4, 1, 1)],
+)
+def test_kv_heads_are_divided_into_as_many_groups_as_can_be(kv_heads: int, ranks: int, groups: int) -> None:
+    assert head_groups(kv_heads, ranks) == groups
+
+
+@given(
+    st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (8, 8)]),
+    st.lists(st.integers(0, 9), min_size=8, max_size=8),
+    st.booleans(),
+)
+def test_ranks_read_the_units_that_they_need_and_do_not_hold(
+    width: tuple[int, int], used: list[int], to_tp: bool
+) -> None:
+    ranks, groups = width
+    group_of_rank = [rank * groups // ranks for rank in range(ranks)]
+    pages = used[:ranks] if to_tp else [sum(used)]
+    read = [0] * ranks
+    for number in range(sum(pages)):
+        if to_tp:
+            owner = int(np.searchsorted(np.cumsum(pages), number, side="right"))
+            held = {(owner, group) for group in range(groups)}
+            needed = set(enumerate(group_of_rank))
+        else:
+            held = set(enumerate(group_of_rank))
+            needed = {(number % ranks, group) for group in range(groups)}
+        for rank, _ in needed - held:
+            read[rank] += 1
+    assert kv_units_read(pages, "tp" if to_tp else "dp", ranks, groups).tolist() == read
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "page", "to_tp", "to_dp"),
+    [(4, 188, 329, 141), (4, 96, 168, 72), (8, 72, 63, 63), (8, 224, 196, 196)],
+)
+def test_models_move_as_much_as_can_be_counted_by_hand(
+    kv_heads: int, page: int, to_tp: int, to_dp: int
+) -> None:
+    """KiB per token of models on 8 ranks: all that is held becomes a page here."""
+    groups = head_groups(kv_heads, 8)
+    pages = [groups] * 8
+    for moved, found in (
+        (to_tp, kv_units_read(pages, "tp", 8, groups)),
+        (to_dp, kv_units_read([sum(pages)], "dp", 8, groups)),
+    ):
+        assert found.sum() * page / groups / sum(pages) == moved

@@ -17,9 +17,9 @@ from fleet.experts import ModelShape
 from fleet.facts.engines import EngineJoined
 from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import DP_ATTENTION
-from fleet.placement import linear, with_rows
-from fleet.requests.plans import MigrationAccepted, SetLayout, SwitchEstimate
+from fleet.layout import DP_ATTENTION, TP_ATTENTION
+from fleet.placement import linear, with_attention, with_rows
+from fleet.requests.plans import KvMove, MigrationAccepted, SetLayout, SwitchEstimate
 from tests.deploy.bus_responder import on_nats
 from tests.deploy.commands import roost
 
@@ -131,7 +131,7 @@ def test_layouts_are_shown_with_those_that_cannot_be_set_and_why(nats_url: str, 
         shown = roost("layout", "--nats", nats_url)
         assert shown.exit_code == 0, shown.output
         assert "engine-0: epoch 5, 4 MoE layers, dp, layers 0-1, 3 sharded" in shown.stdout
-        assert "no: attention does not change while an engine runs" in shown.stdout
+        assert "no: its agent does not change its attention" in shown.stdout
         found = json.loads(roost("layout", "e0", "--json", "--nats", nats_url).stdout)["engine-0"]
         assert (found["epoch"], found["attention"], found["sharded"]) == (5, "dp", [0, 1, 3])
         assert [found["refused"][name] for name in ("ep", "experts-tp", "some layers")] == [None] * 3
@@ -154,6 +154,22 @@ def test_a_switch_is_shown_asked_for_and_followed_to_its_end(nats_url: str, spac
         assert line in done.stdout
     order = SetLayout(engine="engine-0", sharded=(0, 1, 2), now=True)
     assert received == [msgspec.structs.replace(order, dry_run=True), order]
+
+
+def test_a_switch_of_attention_is_asked_for_with_all_layers_and_its_kv_is_shown(
+    nats_url: str, space: str
+) -> None:
+    assert ACCEPTED.switch is not None
+    kv = KvMove(pages=12, bytes=3_000_000, seconds=0.002)
+    estimate = msgspec.structs.replace(ACCEPTED.switch, cells=0, kv=kv)
+    received: list[Message] = []
+    with planner(nats_url, space, received, msgspec.structs.replace(ACCEPTED, switch=estimate)):
+        done = roost("layout", "--set", "tp", "--dry-run", "--nats", nats_url)
+    assert done.exit_code == 0, done.output
+    assert "KV: with 12 pages in use" in done.stdout
+    assert "a pause of about 2 ms" in done.stdout
+    assert "cells:" not in done.stdout
+    assert received == [SetLayout(engine="engine-0", sharded=(0, 1, 2, 3), attention="tp", dry_run=True)]
 
 
 def test_a_request_that_only_ends_a_waiting_plan_is_done_at_once(nats_url: str, space: str) -> None:
@@ -185,7 +201,7 @@ def test_a_dry_run_asks_for_nothing_and_prints_json_for_programs(nats_url: str, 
     ("arguments", "words"),
     [
         (("--set", "0-9"), "the model has MoE layers 0 to 3"),
-        (("--set", "tp"), "use ep, experts-tp, or the layers"),
+        (("--set", "all"), "use ep, experts-tp, tp, or the layers"),
         (("--now",), "belongs to --set LAYOUT"),
     ],
 )
@@ -216,6 +232,19 @@ def test_events_name_the_layers_whose_form_changes() -> None:
     assert str(event_line(staged)).endswith("; layers 0-1, 3 are sharded then")
 
 
+def test_events_name_the_attention_that_changes() -> None:
+    planned = msgspec.structs.replace(PLANNED, to_whole=(), attention="tp")
+    assert str(event_line(planned)).endswith("layers 0-2 become sharded, attention becomes tensor-parallel")
+    every = with_attention(with_rows(FIRST, dict.fromkeys(range(4)), epoch=6), "tp", epoch=7).record()
+    staged = MigrationStaged(
+        engine="engine-0", worker_id=7, plan="cafe", handover=4, number=1, epoch=7, placement=every,
+        copies=0, bytes=0, seconds=0.1,
+    )  # fmt: skip
+    assert str(event_line(staged)).endswith(
+        "; layers 0-3 are sharded then; attention is tensor-parallel then"
+    )
+
+
 async def test_status_shows_the_forms_of_the_served_epoch() -> None:
     bus, subjects = MemoryBus(), Subjects()
     await bus.record(subjects.membership("engine-0"), JOINED)
@@ -228,4 +257,14 @@ async def test_status_shows_the_forms_of_the_served_epoch() -> None:
     (after,) = await members(bus, subjects)
     assert "dp, layers 0-1, 3 sharded" in next(engine_lines(after, each=False)).plain
     assert as_record(after)["layout"] == after.layout
+    every = with_rows(FIRST, dict.fromkeys(range(4)), epoch=6)
+    switched = PlacementCommitted(
+        engine="engine-0",
+        worker_id=7,
+        attention=TP_ATTENTION,
+        placement=with_attention(every, "tp", epoch=7).record(),
+    )
+    await bus.record(subjects.placements("engine-0"), switched)
+    (last,) = await members(bus, subjects)
+    assert "tp, layers 0-3 sharded" in next(engine_lines(last, each=False)).plain
     await bus.close()

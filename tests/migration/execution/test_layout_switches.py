@@ -14,9 +14,11 @@ import pytest
 from bus import Bus, Declined, Message
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.experts import ModelShape
+from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned
-from fleet.layout import TP_EP
-from fleet.placement import Placement, linear
+from fleet.facts.placements import PlacementCommitted
+from fleet.layout import TP_EP, Layout, experts_tp, tp
+from fleet.placement import Placement, linear, with_attention, with_rows
 from fleet.requests.handovers import CommitHandover, ProposeHandover
 from fleet.requests.plans import ApplyPlan, MigrateExpert, RollBack, SetLayout
 from migration.config import MigrationConfig
@@ -90,6 +92,80 @@ async def test_an_engine_changes_to_experts_tp_and_back_one_layer_at_a_time() ->
         assert ranks.placement.sharded == (1,)
         assert np.array_equal(ranks.placement.expert_of_slot[[0, 2]], FIRST.expert_of_slot[[0, 2]])
         assert at_rest(broker, ranks)
+
+
+async def report_pages(bus: Bus, *used: int) -> None:
+    """Report the KV pages in use of the first ranks."""
+    publisher = bus.publisher(SUBJECTS.kv_metrics)
+    for rank, pages in enumerate(used):
+        await publisher.publish(KvMetrics(worker_id=1, dp_rank=rank, kv_used_blocks=pages))
+    await asyncio.sleep(0.1)
+
+
+@pytest.mark.looptime
+async def test_an_engine_changes_to_tp_and_back_and_a_rollback_restores_each() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    shape = msgspec.structs.replace(SHAPE, heads=4, kv_heads=2)
+    fields = {"shape": shape, "tp_refusal": "", "kv_block_bytes": 1000}
+    async with engine(broker, **fields) as ranks, leading(bus) as service:
+        await report_pages(bus, 10, 30)
+        accepted = await ask(bus, every(attention="tp"))
+        assert (accepted.handovers, accepted.bytes) == (4, 3 * LAYER)
+        assert accepted.what[-1] == "attention becomes tensor-parallel"
+        assert accepted.switch is not None
+        assert accepted.switch.kv is not None
+        assert (accepted.switch.kv.pages, accepted.switch.kv.bytes) == (40, 40 * 500)
+        assert accepted.switch.kv.seconds == pytest.approx(30 * 500 / CONFIG.rank_bytes_per_second)
+        await asyncio.sleep(6)
+        assert ranks.placement.layout == service.placements.engines()["a"].layout == tp(3)
+        proposed = [one for rank, one in ranks.commands if isinstance(one, ProposeHandover) and rank == 0]
+        assert [one.placement.attention for one in proposed] == ["dp"] * 3 + ["tp"]
+        assert (await planned(bus))[0].attention == "tp"
+        (committed,) = [
+            one.message
+            async for one in bus.replay(SUBJECTS.placements("a"), latest=True, follow=False)
+            if isinstance(one.message, PlacementCommitted)
+        ]
+        assert (committed.layout, committed.placement.attention) == (tp(3), "tp")
+        assert "are sharded, and attention is tensor-parallel, already" in await refusal(
+            bus, every(attention="tp")
+        )
+        await report_pages(bus, 40)
+        back = await ask(bus, SetLayout(engine="a", sharded=(1,), now=True))
+        assert back.what[0] == "attention becomes data-parallel"
+        assert back.switch is not None
+        assert back.switch.kv is not None
+        assert (back.switch.kv.pages, back.switch.kv.bytes) == (40, 40 * 500)
+        await asyncio.sleep(6)
+        assert ranks.placement.layout == Layout("dp", (1,))
+        second = (await planned(bus))[1].plan
+        await ask(bus, RollBack(engine="a", plan=second))
+        await asyncio.sleep(6)
+        assert ranks.placement.layout == tp(3)
+        await ask(bus, RollBack(engine="a", plan=(await planned(bus))[0].plan))
+        await asyncio.sleep(6)
+        assert ranks.placement.sharded == ()
+        assert np.array_equal(ranks.placement.expert_of_slot, FIRST.expert_of_slot)
+        assert at_rest(broker, ranks)
+
+
+@pytest.mark.looptime
+async def test_only_the_attention_changes_where_layers_need_not_turn_over_and_no_cell_is_free() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    first = with_rows(FIRST, dict.fromkeys(range(3)), epoch=0)
+    async with engine(broker, first, tp_refusal="", layout=experts_tp(3)) as ranks, leading(bus):
+        ranks.free = 0
+        accepted = await ask(bus, every(attention="tp"))
+        assert (accepted.handovers, accepted.bytes) == (1, 0)
+        assert accepted.switch is not None
+        assert (accepted.switch.kv, accepted.switch.cells) == (None, 0)
+        await asyncio.sleep(4)
+        assert ranks.placement.layout == tp(3)
+        await ask(bus, RollBack(engine="a"))
+        await asyncio.sleep(4)
+        assert ranks.placement == with_attention(first, "dp", epoch=2)
 
 
 @pytest.mark.looptime
@@ -387,6 +463,28 @@ async def test_a_switch_that_an_engine_cannot_make_is_refused_with_the_reason(
         plan = switch(FIRST, (0,), StagingRoom(np.zeros(2, np.intp), SHAPE.expert_bytes)).plan
         if free == 6:
             assert words in await refusal(bus, ApplyPlan(engine="a", plan=msgspec.json.encode(plan)))
+        assert ranks.served == [0]
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "cannot change its attention: its agent does not change its attention"),
+        (
+            {"tp_refusal": "", "shape": msgspec.structs.replace(SHAPE, heads=3)},
+            "3 attention heads do not divide among 2 ranks",
+        ),
+        ({"tp_refusal": "", "unshardable": "its agent is old"}, "cannot turn layers over: its agent is old"),
+    ],
+)
+async def test_attention_that_an_engine_cannot_have_is_refused_before_anything_changes(
+    fields: dict[str, Any], words: str
+) -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with engine(broker, **fields) as ranks, leading(bus):
+        assert words in await refusal(bus, every(attention="tp"))
         assert ranks.served == [0]
 
 

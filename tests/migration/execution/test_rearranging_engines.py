@@ -28,7 +28,7 @@ from tests.migration.executor_fixture import SUBJECTS, apply, ask, in_words, key
 from tests.voting_workers import Links, Voters
 
 ROW = [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]
-FIRST = Placement(np.array([ROW, ROW]), experts=8, ranks=2, epoch=1)
+FIRST = Placement(np.array([ROW, ROW]), experts=8, ranks=2, epoch=1, attention="tp")
 STEP_SECONDS = 0.05
 
 
@@ -196,7 +196,7 @@ async def test_a_worker_that_rejects_the_map_aborts_the_plan_before_the_decision
     bus = MemoryBus(broker)
     async with deployment(broker) as engine, leading(bus):
         engine.voters.workers[1].map = Placement(
-            FIRST.expert_of_slot[::-1, ::-1], experts=8, ranks=2, epoch=1
+            FIRST.expert_of_slot[::-1, ::-1], experts=8, ranks=2, attention="tp", epoch=1
         )
         await apply(bus, plan())
         await asyncio.sleep(3)
@@ -288,7 +288,7 @@ async def test_an_engine_that_restarts_amid_a_decided_plan_serves_its_own_map_un
         assert left.state is CoordinatorState.COMMITTING
         recorded = [entry for entry in await log(bus) if isinstance(entry, PlacementCommitted)]
         epoch = epoch_above(max(entry.placement.epoch for entry in recorded), left.epoch)
-        again = Placement(FIRST.expert_of_slot, experts=8, ranks=2, epoch=epoch)
+        again = Placement(FIRST.expert_of_slot, experts=8, ranks=2, epoch=epoch, attention="tp")
         async with deployment(broker, 2, again) as engine:
             await asyncio.sleep(5)
             assert (standing := key(broker)) is not None

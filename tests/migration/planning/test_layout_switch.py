@@ -1,5 +1,7 @@
 """Switches of layout: what their handovers lead to, what they move, and what is refused."""
 
+import re
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -9,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.experts import ModelShape
-from fleet.layout import Layout, layer_ranges, layers_named
-from fleet.placement import EMPTY, Placement, linear, with_rows
+from fleet.layout import EP, AttentionKind, Layout, experts_tp, layer_ranges, layers_named, layout_named, tp
+from fleet.placement import EMPTY, Placement, linear, with_attention, with_rows
 from migration.model.cost_model import LinkSpeeds
 from migration.model.placement_changes import taken
 from migration.model.plan import Inapplicable, PartsMoved, Plan, PlanCause, planned, replay
@@ -80,6 +82,52 @@ def test_a_switch_leads_to_the_forms_wanted_and_leaves_other_layers_alone(
         assert held.sum() == placement.experts, "without replicas"
 
 
+@given(engines(), st.booleans(), st.booleans(), st.sets(st.integers(0, 4)))
+@settings(max_examples=60, deadline=None)
+def test_attention_changes_alone_in_one_handover_while_all_layers_are_sharded(
+    drawn: tuple[Placement, StagingRoom, np.random.Generator], before: bool, after: bool, some: set[int]
+) -> None:
+    placement, room, _ = drawn
+    every = tuple(range(placement.layers))
+    if before:
+        placement = with_attention(with_rows(placement, dict.fromkeys(every), epoch=7), "tp", epoch=7)
+    attention: AttentionKind = "tp" if after else "dp"
+    wanted = Layout(attention, every if after else tuple(sorted(some & set(every))))
+    if wanted == placement.layout:
+        with pytest.raises(ValueError, match="already; nothing would change"):
+            switch(placement, wanted.sharded, room, attention=attention)
+        return
+    found = switch(placement, wanted.sharded, room, attention=attention)
+    assert read(msgspec.json.encode(found.plan), placement) == found.plan
+    epochs = [placement, *replay(placement, found.plan)]
+    assert epochs[-1].layout == wanted
+    switches = [two for one, two in pairwise(epochs) if one.attention != two.attention]
+    assert len(switches) == (before or after), "never both there and back, except to turn layers over between"
+    for one, two in pairwise(epochs):
+        if one.attention != two.attention:
+            assert with_attention(one, two.attention, epoch=two.epoch) == two, "and nothing else"
+            assert one.sharded == every
+    assert found.plan.attention == (attention if before != after else None)
+    end = epochs[-1]
+    back = restoring_plan(end, placement, "x", room)
+    assert replay(end, back)[-1].layout == placement.layout
+    assert _held(replay(end, back)[-1]) == _held(placement)
+    assert _shares(replay(end, back)[-1]) == _shares(placement)
+
+
+def test_a_switch_to_tensor_parallel_attention_needs_all_layers_sharded() -> None:
+    placement = linear(layers=3, experts=4, ranks=2)
+    room = StagingRoom(np.zeros(2, np.intp), 100)
+    with pytest.raises(ValueError, match="needs all 3 layers sharded, not 0-1"):
+        switch(placement, (0, 1), room, attention="tp")
+    assert [len(one.steps) for one in switch(placement, range(3), room, attention="tp").plan.handovers] == [
+        1,
+        1,
+        1,
+        1,
+    ]
+
+
 @given(engines(), st.sets(st.integers(0, 4)))
 @settings(max_examples=60, deadline=None)
 def test_after_moves_and_switches_a_rollback_restores_every_expert_and_share(
@@ -142,7 +190,8 @@ def test_a_switch_there_and_back_moves_the_bytes_that_can_be_counted_by_hand() -
     [
         ({}, ""),
         ({"ranks": 1}, "one rank"),
-        ({"attention": "tp"}, "tensor-parallel"),
+        ({"attention": "tp"}, "its attention is tensor-parallel, .* and its heads do not divide"),
+        ({"attention": "tp", "tp_refusal": ""}, ""),
         ({"unshardable": "its agent cannot"}, "its agent cannot"),
         ({"ranks": 5}, "do not divide into parts for 5 ranks"),
     ],
@@ -153,16 +202,40 @@ def test_why_an_engine_cannot_turn_layers_over_is_said(fields: dict[str, Any], r
         "attention": "dp",
         "ranks": 4,
         "unshardable": "",
+        "tp_refusal": "its heads do not divide",
         **fields,
     }
-    assert reason in turning_refusal(**about)
+    assert re.search(reason, turning_refusal(**about))
     assert bool(reason) == bool(turning_refusal(**about))
     others = {name: value for name, value in about.items() if name != "attention"}
     by_name = {choice.name: choice.refusal for choice in choices(**others, layout=Layout(about["attention"]))}
     dp = about["attention"] == "dp"
-    assert (by_name["ep"] == "") is dp, "the present layout is never refused"
-    assert bool(by_name["experts-tp"]) == bool(reason)
-    assert "attention" in by_name["tp"] or "divide" in by_name["tp"]
+    if dp:
+        assert by_name["ep"] == "", "the present layout is never refused"
+        assert bool(by_name["experts-tp"]) == bool(reason)
+    if about["tp_refusal"]:
+        assert "attention" in by_name["tp"] or "divide" in by_name["tp"]
+
+
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["", "its agent is old"]),
+    st.sampled_from(["", "its heads do not divide"]),
+    st.sampled_from([EP, Layout("dp", (0, 2)), experts_tp(4), tp(4)]),
+)
+def test_every_layout_but_the_present_one_is_refused_for_the_changes_that_lead_there(
+    ranks: int, unshardable: str, tp_refusal: str, layout: Layout
+) -> None:
+    named = {"ep": EP, "experts-tp": experts_tp(4), "some layers": Layout("dp", (0, 2)), "tp": tp(4)}
+    for choice in choices(SHAPE, layout, ranks, unshardable, tp_refusal):
+        wanted = named[choice.name]
+        turns = wanted.sharded != layout.sharded
+        switches = wanted.attention != layout.attention
+        lone = ranks == 1 and (turns or switches)
+        assert bool(choice.refusal) == bool(lone or (turns and unshardable) or (switches and tp_refusal)), (
+            choice,
+            layout,
+        )
 
 
 def _spoilt(plan: Plan, **fields: Any) -> Plan:
@@ -209,6 +282,31 @@ def test_a_switch_does_not_apply_to_what_it_was_not_made_for() -> None:
         assert refused.value.cause == cause
 
 
+def test_attention_does_not_change_together_with_anything_else() -> None:
+    placement = with_rows(linear(layers=2, experts=4, ranks=2), {0: None, 1: None}, epoch=3)
+    room = StagingRoom(np.array([0, 0]), 100, 2)
+    plan = switch(placement, (0, 1), room, attention="tp").plan
+    (end,) = replay(placement, plan)
+    whole = switch(placement, (), room).plan
+    late = msgspec.structs.replace(whole.handovers[0], epoch=end.epoch + 1)
+    doubled = msgspec.structs.replace(plan.handovers[0], steps=plan.steps + whole.steps)
+    for base, handovers, words in (
+        (placement, (doubled,), "together with something else"),
+        (placement, _spoilt(plan, attention="dp").handovers, "attention is data-parallel already"),
+        (with_attention(end, "tp", epoch=3), plan.handovers, "attention is tensor-parallel already"),
+        (linear_at(3), plan.handovers, "while 2 layers are whole"),
+        (end, (late,), "turns over while attention is tensor-parallel"),
+    ):
+        with pytest.raises(Inapplicable, match=words) as refused:
+            replay(base, msgspec.structs.replace(plan, handovers=handovers))
+        assert refused.value.cause == PlanCause.ATTENTION
+
+
+def linear_at(epoch: int) -> Placement:
+    whole = linear(layers=2, experts=4, ranks=2)
+    return Placement(whole.expert_of_slot, experts=4, ranks=2, epoch=epoch)
+
+
 def _of(handover: Any, layer: int) -> Any:
     """Return the steps of a handover as if they were of another layer."""
     return tuple(msgspec.structs.replace(step, layer=layer) for step in handover.steps)
@@ -226,6 +324,15 @@ def test_layers_are_named_in_one_way() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             layers_named(text, 4)
+
+
+def test_layouts_are_named_in_one_way() -> None:
+    assert [layout_named(text, 3) for text in ("ep", "experts-tp", "tp", "0,2")] == [
+        EP,
+        experts_tp(3),
+        tp(3),
+        Layout("dp", (0, 2)),
+    ]
 
 
 # Oracles
