@@ -8,6 +8,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import msgspec
 from tokenizers import Tokenizer
 
 _LONGEST_CHARACTER = 8
@@ -15,9 +16,36 @@ _LONGEST_CHARACTER = 8
 and one byte may be one ID."""
 
 
+class PendingIds(msgspec.Struct, frozen=True, array_like=True):
+    """What a detokenizer holds back."""
+
+    pending: bytes = b""
+    """Bytes of an unfinished character."""
+    window: tuple[int, ...] = ()
+    emitted: int = 0
+
+
+class TextState(msgspec.Struct, frozen=True, array_like=True):
+    """State of a `TextStream`, for another process to continue with."""
+
+    ids: PendingIds
+    stops: tuple[int, ...]
+    """Letters of each stop string that the text ends with."""
+    held: str
+    matched: bool
+    decoded: int
+
+
 class Detokenizer(Protocol):
     """Convert IDs to text incrementally. Never raises, whatever the IDs. Holds back the bytes of an
     unfinished character."""
+
+    @property
+    def state(self) -> PendingIds: ...
+
+    def restore(self, state: PendingIds) -> None:
+        """Continue from the state of another detokenizer of the same tokenizer."""
+        ...
 
     def feed(self, token: int) -> str: ...
 
@@ -34,6 +62,13 @@ class ByteDetokenizer:
         self._bytes = token_bytes
         self._special = special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def state(self) -> PendingIds:
+        return PendingIds(pending=self._decoder.getstate()[0])
+
+    def restore(self, state: PendingIds) -> None:
+        self._decoder.setstate((state.pending, 0))
 
     def feed(self, token: int) -> str:
         if token in self._special or token >= len(self._bytes):
@@ -53,6 +88,13 @@ class WindowDetokenizer:
         self._window: list[int] = []
         self._emitted = 0
         """IDs of the window whose text has been emitted."""
+
+    @property
+    def state(self) -> PendingIds:
+        return PendingIds(window=tuple(self._window), emitted=self._emitted)
+
+    def restore(self, state: PendingIds) -> None:
+        self._window, self._emitted = list(state.window), state.emitted
 
     def feed(self, token: int) -> str:
         self._window.append(token)
@@ -87,6 +129,15 @@ class StopStrings:
         self._states = [0] * len(stops)
         self._held = ""
         self.matched = False
+
+    @property
+    def state(self) -> tuple[tuple[int, ...], str]:
+        """Letters of each stop string that the text ends with, and the text held back."""
+        return tuple(self._states), self._held
+
+    def restore(self, states: Sequence[int], held: str, matched: bool) -> None:
+        """Continue from the state of another cut of the same stop strings."""
+        self._states, self._held, self.matched = list(states), held, matched
 
     def feed(self, text: str) -> str:
         """Add text and return what can be emitted now. Returns nothing after a match."""
@@ -145,6 +196,18 @@ class TextStream:
         text = self._detokenizer.feed(token)
         self.decoded += len(text)
         return self._stops.feed(text) if text else ""
+
+    @property
+    def state(self) -> TextState:
+        """State after the IDs fed so far."""
+        stops, held = self._stops.state
+        return TextState(self._detokenizer.state, stops, held, self._stops.matched, self.decoded)
+
+    def restore(self, state: TextState) -> None:
+        """Continue from the state of another stream with the same tokenizer and stop strings."""
+        self._detokenizer.restore(state.ids)
+        self._stops.restore(state.stops, state.held, state.matched)
+        self.decoded = state.decoded
 
     def finish(self) -> str:
         """End the answer. Return the held-back text that is not part of a stop string."""

@@ -28,6 +28,7 @@ class Overloaded(Exception):
             f"the rank is full and {max_waiting} requests are waiting, which is the limit (max_waiting);"
             " retry later or elsewhere"
         )
+        self.max_waiting = max_waiting
 
 
 @dataclass(slots=True, eq=False)

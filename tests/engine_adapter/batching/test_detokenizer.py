@@ -8,11 +8,12 @@ import time
 import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.batching.detokenizer import StopStrings, TextStream
+from engine_adapter.batching.detokenizer import StopStrings, TextState, TextStream
 from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
 
 STOPS = ["ab", "aba", "\u00fc", "the ", "\ufffd\ufffd", "\n\n"]
@@ -49,6 +50,29 @@ def odd_ids(tokenizer: CheckpointTokenizer, draws: random.Random, length: int) -
         else:
             ids.append(draws.randrange(tokenizer.vocabulary))
     return ids
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), stops=st.lists(st.sampled_from(STOPS), max_size=3))
+def test_a_stream_that_moves_to_another_process_at_any_token_has_the_unbroken_text(
+    tokenizer: CheckpointTokenizer, seed: int, stops: list[str]
+) -> None:
+    draws = random.Random(seed)
+    ids = odd_ids(tokenizer, draws, draws.randint(1, 40))
+    stays, travels = (TextStream(tokenizer.detokenizer(), stops) for _ in range(2))
+    text = ""
+    for token in ids:
+        text += travels.feed(token)
+        stays.feed(token)
+        packed = msgspec.msgpack.encode(travels.state)
+        travels = TextStream(tokenizer.detokenizer(), stops)
+        travels.restore(msgspec.msgpack.decode(packed, type=TextState))
+        assert (travels.stopped, travels.decoded) == (stays.stopped, stays.decoded)
+        if travels.stopped:
+            break
+    else:
+        text += travels.finish()
+    assert text == feed_all(TextStream(tokenizer.detokenizer(), stops), ids)
 
 
 @settings(max_examples=300, deadline=None)
