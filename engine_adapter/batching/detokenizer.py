@@ -17,7 +17,7 @@ and one byte may be one ID."""
 
 
 class PendingIds(msgspec.Struct, frozen=True, array_like=True):
-    """What a detokenizer holds back."""
+    """IDs and bytes that a detokenizer holds back."""
 
     pending: bytes = b""
     """Bytes of an unfinished character."""

@@ -21,7 +21,8 @@ from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.expert_handover import RankExperts
 from engine_adapter.embedded.setup import RankSetup, SetupBuilder, build_setup
-from engine_adapter.embedded.step_loop import EmbeddedSequence, PeerLeft, StepLoop, StepReport
+from engine_adapter.embedded.step_loop import PeerLeft, StepLoop, StepReport
+from engine_adapter.embedded.travelling import EmbeddedSequence, SequenceCodec
 from engine_adapter.engine import EngineDescription, EngineFailed, RankFacts
 from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
 from engine_adapter.serving.fact_log import FACT_BLOCKS_PER_PAGE, FactLog
@@ -83,13 +84,14 @@ def _load(
         capabilities=Capabilities(isolates_tenants=True),
         shape=setup.shape,
         unshardable=setup.unshardable,
+        tp_refusal=setup.tp_refusal,
         dispatch=config.dispatch,
         speed=setup.speed,
         tokenizer=tokenizer.archive,
         weights_digest=setup.weights_digest,
         memory=setup.memory,
     )
-    steps = StepLoop(setup, config, facts, report, rank)
+    steps = StepLoop(setup, config, facts, report, SequenceCodec(tokenizer, setup.shape), rank)
     return _Loaded(
         setup,
         tokenizer,
@@ -146,9 +148,9 @@ class EmbeddedEngine:
 
     @property
     def handover_seconds(self) -> float:
-        """Return 0: experts are copied parallel to the steps, and the switch to another epoch takes no
-        measurable time."""
-        return 0.0
+        """Duration of the last switch of attention, while another one is pending. Otherwise 0: experts are
+        copied parallel to the steps, and the switch to their new epoch takes no measurable time."""
+        return self._alive.steps.pause_seconds
 
     @property
     def experts(self) -> RankExperts | None:
@@ -185,7 +187,7 @@ class EmbeddedEngine:
 
     async def submit(self, request: GenerationRequest) -> AnswerStream:
         self._refuse_if_failed()
-        if len(self._open) >= self.config.max_running + self.config.max_waiting:
+        if len(self._open) >= self._alive.steps.max_open:
             raise Overloaded(self.config.max_waiting)
         request.check_bounds(max_context=self.description.max_context, vocabulary=self.vocabulary)
         answer = AnswerStream(self._cancel)

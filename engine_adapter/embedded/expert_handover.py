@@ -34,7 +34,9 @@ class RankExperts:
         return self._experts.cells
 
     async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> PreparedEpoch:
-        """Implement the port. ValueError when the placement or the cells do not fit the served epoch."""
+        """Implement the port. ValueError when the placement or the cells do not fit the served epoch, or when
+        the open requests would not fit its layout of attention."""
+        self._steps.check(placement)
         return await asyncio.to_thread(self._experts.prepare, placement, cells)
 
     async def adopt(self, adoption: Adoption) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -15,15 +15,19 @@ from numpy.typing import NDArray
 
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.arena import unshardable
-from engine_adapter.embedded.checkpoint import Checkpoint
+from engine_adapter.embedded.attention_switch import AttentionSwitch
+from engine_adapter.embedded.checkpoint import Checkpoint, Qwen3MoeConfig
 from engine_adapter.embedded.model_runner import Forward, ModelRunner, PreparedEpoch, SequenceWork
+from engine_adapter.embedded.peer_pools import PeerPools
 from engine_adapter.embedded.step_sync import RankGroup, StepSync
 from engine_adapter.engine import ExpertMemory, RankMemory
 from engine_adapter.initial_placement import initial, resumed
 from engine_adapter.resident_memory import resident_memory
+from engine_adapter.transfer.port import TransferError
 from fleet.dispatch import COVER
 from fleet.experts import ModelShape
-from fleet.facts.engines import UNSHARDABLE
+from fleet.facts.engines import FIXED_ATTENTION, UNSHARDABLE
+from fleet.layout import tp_refusal
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
@@ -68,6 +72,10 @@ class RankSetup:
     """None: the experts cannot be moved."""
     unshardable: str = UNSHARDABLE
     """`EngineJoined.unshardable`."""
+    attention: AttentionSwitch | None = None
+    """None: attention cannot be changed."""
+    tp_refusal: str = FIXED_ATTENTION
+    """`EngineJoined.tp_refusal`."""
     step_sync: StepSync
     kv_block_bytes: int = 0
     """Memory of one KV block over all layers, in bytes. 0: unknown."""
@@ -103,22 +111,10 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
         with Checkpoint(Path(config.folder)) as checkpoint:
             about = checkpoint.config
             weights = checkpoint.digest(config.dtype) if rank == 0 else None
-            refusal = unshardable(about.shape(config.dtype), config.ranks, config.ballast_bytes)
-            placement = resumed(
-                directory,
-                initial(
-                    None if config.placement is None else Path(config.placement),
-                    layers=about.layers,
-                    experts=about.experts,
-                    ranks=config.ranks,
-                    slots_per_rank=config.slots_per_rank,
-                    unshardable=refusal,
-                ),
-                refusal,
-            )
+            start = _start(config, about, directory)
             runner = ModelRunner(
                 checkpoint,
-                placement,
+                start.placement,
                 rank=rank,
                 group=group,
                 kv_pages=config.kv_blocks,
@@ -130,22 +126,65 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
                 spare_layers=config.spare_layers,
             )
         opened.callback(runner.close)
+        attention, fixed = _attention(runner, start, group, step_sync, config)
         speed = _with_links(runner, config, runner.measure_speed())
         return RankSetup(
             shape=runner.shape,
             vocabulary=about.vocabulary,
             max_context=about.max_positions,
-            placement=placement,
+            placement=start.placement,
             speed=speed,
             kv_block_bytes=runner.kv_pool.page_bytes,
             memory=runner.memory._replace(communicators=communicators, runtime=before.private),
             weights_digest=weights,
             runner=runner,
             experts=runner,
-            unshardable=refusal,
+            unshardable=start.unshardable,
+            attention=attention,
+            tp_refusal=fixed,
             step_sync=step_sync,
             close=opened.pop_all().close,
         )
+
+
+class _Start(NamedTuple):
+    """Placement that a rank starts with, and what its model cannot be served with."""
+
+    placement: Placement
+    unshardable: str
+    """`EngineJoined.unshardable`."""
+    tp_refusal: str
+    """`EngineJoined.tp_refusal`."""
+
+
+def _start(config: EmbeddedConfig, model: Qwen3MoeConfig, directory: Path) -> _Start:
+    shape = model.shape(config.dtype)
+    refusal = unshardable(shape, config.ranks, config.ballast_bytes)
+    fixed = refusal or tp_refusal(shape, config.ranks) or ("it has one rank" if config.ranks == 1 else "")
+    first = initial(
+        None if config.placement is None else Path(config.placement),
+        layers=model.layers,
+        experts=model.experts,
+        ranks=config.ranks,
+        slots_per_rank=config.slots_per_rank,
+        unshardable=refusal,
+        tp_refusal=fixed,
+    )
+    return _Start(resumed(directory, first, refusal, fixed), refusal, fixed)
+
+
+def _attention(
+    runner: ModelRunner, start: _Start, group: RankGroup | None, step_sync: StepSync, config: EmbeddedConfig
+) -> tuple[AttentionSwitch | None, str]:
+    """Return the switch of attention, or why there is none."""
+    if group is None or start.tp_refusal:
+        return None, start.tp_refusal
+    try:
+        peers = PeerPools.meet(runner.kv_pool, group)
+    except TransferError as error:
+        log.warning("attention of this engine cannot change: %s", error)
+        return None, f"its ranks cannot read each other's KV memory: {error}"
+    return AttentionSwitch(runner, peers, step_sync, config, start.placement.attention), ""
 
 
 def _with_links(runner: ModelRunner, config: EmbeddedConfig, measured: EngineSpeed) -> EngineSpeed:

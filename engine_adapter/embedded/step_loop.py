@@ -1,15 +1,19 @@
 """Step thread of one rank: takes orders, plans, computes, samples, and reports the results. All state here
 belongs to that thread.
 
-A step: take orders -> plan -> exchange headers with the other ranks -> forward -> sample -> update state ->
-report. A rank without work takes part with an empty batch. When no rank has work, all sleep until one is
-nudged. A rank that is ready for the next epoch announces it in its headers. In the first step in which every
-rank is ready, all switch between the headers and the forward pass.
+A step: take orders -> plan -> exchange headers and notes with the other ranks -> forward -> sample -> update
+state -> report. A rank without work takes part with an empty batch. When no rank has work, all sleep until
+one is nudged. A rank that is ready for the next epoch announces it in its headers. In the first step in which
+every rank is ready, all switch between the headers and the forward pass. A step that switches attention
+computes nothing.
+
+Under tensor-parallel attention rank 0 owns all requests. It plans, and its note brings the plan to the other
+ranks, which compute the same tokens and report nothing (docs/decisions/0020).
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,20 +21,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.batching.kv_cache import KvCache
-from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.batching.sampling import Draw, logprobs, sample
-from engine_adapter.batching.scheduler import BatchScheduler, Overloaded, SequenceState, Slice
+from engine_adapter.batching.scheduler import Slice
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.dispatch_stats import DispatchLog, FinishedStep
 from engine_adapter.embedded.model_runner import Forward, PreparedEpoch, SequenceWork
+from engine_adapter.embedded.rank_requests import RankRequests
+from engine_adapter.embedded.request_relay import News
 from engine_adapter.embedded.setup import RankSetup
+from engine_adapter.embedded.step_notes import StepNote, decoded, encoded
 from engine_adapter.embedded.step_sync import StepHeader
+from engine_adapter.embedded.travelling import EmbeddedSequence, SequenceCodec
 from engine_adapter.engine import DispatchCounts
 from engine_adapter.serving.fact_log import DecodeSteps, FactLog
-from engine_adapter.serving.generation import AnswerDelta, AnswerStream, ScoredToken
-from engine_adapter.serving.sequences import ServedSequence
-from fleet.blocks import BLOCK_SIZE
+from engine_adapter.serving.generation import ScoredToken
 from fleet.handover import flips
 from fleet.placement import Placement
 from fleet.routings import count_pairs
@@ -43,15 +47,11 @@ class PeerLeft(Exception):
     """Another rank of this engine stopped intentionally."""
 
 
-EmbeddedSequence = ServedSequence[RoutedTrace]
-"""One request with all its state on the step thread."""
-
-
 @dataclass(slots=True)
 class StepReport:
     """Results of one step for the event loop."""
 
-    news: list[tuple[AnswerStream, AnswerDelta | Exception]] = field(default_factory=list)
+    news: list[News] = field(default_factory=list)
     facts: bool = False
     """True if there are new facts to take."""
     flipped: PreparedEpoch | None = None
@@ -63,9 +63,20 @@ class _Order(NamedTuple):
     cancel: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """Result of the exchange at the beginning of a step."""
+
+    tokens_by_rank: list[int]
+    work: Sequence[SequenceWork]
+    """Work of this rank: under tensor-parallel attention that of the engine."""
+    awake: bool
+    """A rank has work, or something to tell."""
+
+
 class StepLoop:
-    """Step loop. `run` is for the step thread. `submit`, `cancel`, `adopt`, `leave`, `take_sent`, `placement`
-    and `stepping_since` are thread-safe."""
+    """Step loop. `run` is for the step thread. `submit`, `cancel`, `check`, `adopt`, `leave`, `take_sent`,
+    `placement`, `max_open`, `pause_seconds` and `stepping_since` are thread-safe."""
 
     def __init__(
         self,
@@ -73,19 +84,15 @@ class StepLoop:
         config: EmbeddedConfig,
         facts: FactLog,
         report: Callable[[StepReport], None],
+        codec: SequenceCodec,
         rank: int = 0,
     ) -> None:
         self._setup = setup
         self._facts = facts
         self._report = report
-        self._cache = KvCache(config.kv_blocks, BLOCK_SIZE)
-        self._scheduler = BatchScheduler(
-            self._cache,
-            max_batch_tokens=config.max_batch_tokens,
-            max_running=config.max_running,
-            max_waiting=config.max_waiting,
-        )
-        self._sequences: dict[SequenceState, EmbeddedSequence] = {}
+        attention, switch = setup.placement.attention, setup.attention
+        pages = config.kv_blocks if switch is None else switch.pages(attention)
+        self._requests = RankRequests(config, rank, codec, attention, pages)
         self._orders: deque[_Order] = deque()
         self._step = 0
         self._ready: PreparedEpoch | None = None
@@ -108,6 +115,26 @@ class StepLoop:
     def cancel(self, sequence: EmbeddedSequence) -> None:
         """Free what the request holds before the next step."""
         self._order(_Order(sequence, cancel=True))
+
+    @property
+    def max_open(self) -> int:
+        """Requests that may be open on this rank."""
+        return self._requests.max_open
+
+    @property
+    def pause_seconds(self) -> float:
+        """Time for which no step computes in the switch that is pending. 0: none is, or it takes no time."""
+        switch, pending = self._setup.attention, self._ready
+        changes = pending is not None and pending.placement.attention != self.placement.attention
+        return switch.seconds if changes and switch is not None else 0.0
+
+    def check(self, placement: Placement) -> None:
+        """Raise ValueError if the open requests would not fit the layout of attention of a placement."""
+        if placement.attention == self.placement.attention:
+            return
+        if self._setup.attention is None:
+            raise ValueError("embedded engine: its attention cannot be changed; see the log of its start")
+        self._setup.attention.check(placement.attention)
 
     def adopt(self, prepared: PreparedEpoch) -> None:
         """Switch to this epoch at the first step at which every rank is ready. A report announces the switch.
@@ -133,18 +160,17 @@ class StepLoop:
             self._communicated = self._setup.step_sync.communication_seconds
             report = StepReport()
             self._take_orders(report)
-            slices = self._scheduler.plan()
-            tokens_by_rank = self._exchange(sum(one.count for one in slices), report)
-            if tokens_by_rank is None:
+            slices = self._requests.scheduler.plan()
+            agreed = self._exchange(slices, report)
+            if agreed is None:
                 return
-            awake = any(tokens_by_rank)
-            if awake:
-                forward = self._compute(slices, tokens_by_rank, report)
-                self._note_step(slices, tokens_by_rank, forward)
+            if any(agreed.tokens_by_rank):
+                forward = self._compute(slices, agreed, report)
+                self._note_step(slices, agreed.tokens_by_rank, forward)
             self._publish(report)
             self._step += 1
-            if not awake:
-                self._scheduler.check_idle()
+            if not agreed.awake:
+                self._requests.scheduler.check_idle()
                 self.stepping_since = None
                 self._setup.step_sync.sleep(self._step)
 
@@ -153,7 +179,10 @@ class StepLoop:
         computes at most `max_running` tokens."""
         now = time.monotonic()
         seconds = now - (now if self.stepping_since is None else self.stepping_since)
-        if all(one.count == 1 for one in slices) and max(tokens_by_rank) <= self._scheduler.max_running:
+        if (
+            all(one.count == 1 for one in slices)
+            and max(tokens_by_rank) <= self._requests.scheduler.max_running
+        ):
             self._decoding.note(now, seconds)
         communication = self._setup.step_sync.communication_seconds - self._communicated
         self._sent.add(
@@ -171,18 +200,21 @@ class StepLoop:
         with suppress(OSError):
             self._setup.step_sync.nudge()
 
-    def _exchange(self, tokens: int, report: StepReport) -> list[int] | None:
-        """Exchange headers and return every rank's tokens of this step. None when this rank leaves.
-        Afterwards, all ranks serve the same epoch."""
+    def _exchange(self, slices: list[Slice], report: StepReport) -> _Agreed | None:
+        """Exchange headers and notes. None when this rank leaves. Afterwards, all ranks serve the same
+        epoch."""
         leaving, next_up, served = self.leaving, self._ready, self.placement.epoch
         ready = self.placement if next_up is None else next_up.placement
+        note = encoded(self._requests.note(slices))
         mine = StepHeader(
             step=self._step,
-            tokens=tokens,
+            tokens=sum(one.count for one in slices),
             flags=LEAVING if leaving else 0,
             epoch_served=served,
             epoch_ready=ready.epoch,
             digest=ready.digest,
+            note_bytes=len(note),
+            held=self._requests.cache.held,
         )
         headers = self._setup.step_sync.exchange(mine)
         left = [rank for rank, header in enumerate(headers) if header.flags & LEAVING]
@@ -192,9 +224,39 @@ class StepLoop:
             raise PeerLeft(
                 f"rank {left[0]} of this engine stopped; an engine serves with all of its ranks or not at all"
             )
+        if self._setup.attention is not None:
+            self._setup.attention.heard(headers)
+        sizes = [header.note_bytes for header in headers]
+        plan = self._hear(self._setup.step_sync.share(note, sizes) if any(sizes) else [], report)
+        tokens = [header.tokens for header in headers]
         if next_up is not None and flips(served, tuple(header.epoch_ready for header in headers)):
+            if next_up.placement.attention != self.placement.attention:
+                # What was planned belongs to the old layout. The next step plans anew.
+                self._change_attention(next_up, report)
+                return _Agreed([0] * len(tokens), (), awake=True)
             self._flip(next_up, report)
-        return [header.tokens for header in headers]
+        own = [SequenceWork(one.tokens, one.start, one.sequence.table.pages, one.last) for one in slices]
+        work = own if self.placement.attention == "dp" else [one.work for one in plan.plan]
+        return _Agreed(tokens, work, awake=any(tokens) or any(sizes))
+
+    def _hear(self, notes: Sequence[bytes], report: StepReport) -> StepNote:
+        """Take the notes of all ranks. Return that of rank 0, which plans for all under tensor-parallel
+        attention."""
+        heard = [decoded(note) for note in notes] or [StepNote()]
+        for rank, note in enumerate(heard):
+            report.news += self._requests.hear(rank, note)
+        return heard[0]
+
+    def _change_attention(self, prepared: PreparedEpoch, report: StepReport) -> None:
+        """Serve the other layout of attention from here on, with all requests and their KV."""
+        if self._setup.attention is None:
+            raise RuntimeError("step loop: the attention of this engine cannot be changed")
+        self._drop_cancelled(report)
+        to = prepared.placement.attention
+        switched = self._setup.attention.run(to, self._requests)
+        report.news += switched.news
+        self._flip(prepared, report)
+        self._setup.attention.adopt(to, switched)
 
     def _flip(self, prepared: PreparedEpoch, report: StepReport) -> None:
         if self._setup.experts is None:
@@ -204,34 +266,32 @@ class StepLoop:
         self._setup.experts.adopt(prepared)
         self.placement, self._ready, report.flipped = prepared.placement, None, prepared
 
+    def _drop_cancelled(self, report: StepReport) -> None:
+        for sequence in self._requests.take_cancelled():
+            self._report_end(sequence, report)
+
     def _take_orders(self, report: StepReport) -> None:
+        self._drop_cancelled(report)
         while self._orders:
             sequence, cancel = self._orders.popleft()
             if cancel:
-                self._end(sequence, report)
-                continue
-            try:
-                self._scheduler.submit(sequence.state)
-            except (Overloaded, ValueError) as refusal:
-                report.news.append((sequence.answer, refusal))
-            else:
-                self._sequences[sequence.state] = sequence
+                if (over := self._requests.cancel(sequence)) is not None:
+                    self._report_end(over, report)
+            elif (refusal := self._requests.accept(sequence)) is not None:
+                report.news.append(refusal)
 
-    def _end(self, sequence: EmbeddedSequence, report: StepReport) -> None:
-        """Free everything that a request holds, and report what it computed. Idempotent, because a request
-        can finish and be cancelled in the same step."""
-        if self._sequences.pop(sequence.state, None) is not None and (ended := sequence.ended()) is not None:
+    def _report_end(self, sequence: EmbeddedSequence, report: StepReport) -> None:
+        """Report what a request computed that is over."""
+        if (ended := sequence.ended()) is not None:
             self._facts.add_ended(ended)
             report.facts = True
-        self._scheduler.remove(sequence.state)
 
-    def _compute(self, slices: list[Slice], tokens_by_rank: list[int], report: StepReport) -> Forward:
-        work = [SequenceWork(one.tokens, one.start, one.sequence.table.pages, one.last) for one in slices]
+    def _compute(self, slices: list[Slice], agreed: _Agreed, report: StepReport) -> Forward:
         self._note_admissions(slices)
-        forward = self._setup.runner.forward(work, tokens_by_rank)
+        forward = self._setup.runner.forward(agreed.work, agreed.tokens_by_rank)
         now = time.time_ns()
         self._book(slices, forward.routed)
-        rows = [self._sequences[one.sequence] for one in slices if one.last]
+        rows = [self._requests.of(one.sequence) for one in slices if one.last]
         if rows:
             self._advance(rows, forward.logits.numpy(), now, report)
         return forward
@@ -240,8 +300,8 @@ class StepLoop:
         """Update pages and routing after the slices were computed."""
         at = 0
         for one in slices:
-            self._scheduler.computed(one)
-            self._sequences[one.sequence].trace.note(one.start, routed[at : at + one.count])
+            self._requests.scheduler.computed(one)
+            self._requests.of(one.sequence).trace.note(one.start, routed[at : at + one.count])
             at += one.count
         if at:
             self._facts.add_activations(count_pairs(routed, self._setup.shape.experts), at)
@@ -249,7 +309,7 @@ class StepLoop:
     def _note_admissions(self, slices: list[Slice]) -> None:
         """Record admissions before the forward pass: a request that fails in it did not fail in the queue."""
         for one in slices:
-            if cached := self._sequences[one.sequence].admit(self._began):
+            if cached := self._requests.of(one.sequence).admit(self._began):
                 self._facts.add_cached(cached)
 
     def _advance(
@@ -261,11 +321,11 @@ class StepLoop:
         )
         scored = self._score(rows, logits, tokens)
         for row, (sequence, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            self._scheduler.append(sequence.state, token)
+            self._requests.scheduler.append(sequence.state, token)
             delta = sequence.emit(token, now, scored.get(row, []))
-            report.news.append((sequence.answer, delta))
-            if delta.outcome is not None:
-                self._end(sequence, report)
+            report.news += self._requests.tell(sequence, delta)
+            if delta.outcome is not None and self._requests.end(sequence) is not None:
+                self._report_end(sequence, report)
 
     def _score(
         self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], tokens: NDArray[np.int64]
@@ -282,9 +342,10 @@ class StepLoop:
         }
 
     def _publish(self, report: StepReport) -> None:
-        changes = self._cache.take_changes()
-        self._facts.add_kv(changes, self._cache.restated)
-        load = self._scheduler.load(self._decoding.median(time.monotonic()))
+        cache = self._requests.cache
+        changes = cache.take_changes()
+        self._facts.add_kv(changes, cache.restated)
+        load = self._requests.scheduler.load(self._decoding.median(time.monotonic()))
         report.facts = self._facts.set_load(load) or bool(changes) or report.facts
         if report.facts or report.news or report.flipped:
             self._report(report)

@@ -2,7 +2,8 @@
 sleep while no rank has work.
 
 **Step.** All ranks run the same numbered steps. A step begins with one all_gather of the ranks' headers
-(`StepSync.exchange`).
+(`StepSync.exchange`). A header says how long its rank's *note* is: what it has to tell the other ranks beside
+the header. If any rank has one, a second collective brings all notes to all ranks (`StepSync.share`).
 
 **Sleep.** When the headers of a step show that no rank has work, all ranks sleep before the next step n,
 outside any collective (where gloo would raise or block for minutes). A rank that gets work sends `wake(n)` to
@@ -18,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -69,6 +71,10 @@ class StepHeader(NamedTuple):
     digest: int = 0
     """`Placement.digest` of `epoch_ready`, so that ranks whose placements or sharded layers differ end before
     they serve that epoch."""
+    note_bytes: int = 0
+    """Length of this rank's note."""
+    held: int = 0
+    """KV pages that this rank's requests hold."""
 
 
 class RankGroup:
@@ -120,6 +126,20 @@ class RankGroup:
             lambda: self._group.alltoall_base(found, outgoing, list(receive), list(send)).wait(), "all_to_all"
         )
         return found.view(rows.dtype)
+
+    def share(self, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
+        """Bring bytes of every rank to every rank, in rank order. sizes: lengths by rank, known to all."""
+        copies = torch.frombuffer(bytearray(mine) * self.ranks or bytearray(1), dtype=torch.uint8)
+        outgoing = copies[: len(mine) * self.ranks].view(-1, 1)
+        found = self.all_to_all(outgoing, [len(mine)] * self.ranks, sizes)
+        flat, ends = found.numpy().reshape(-1), list(accumulate(sizes))
+        return [flat[end - size : end].tobytes() for size, end in zip(sizes, ends, strict=True)]
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the int64 numbers of every rank, in rank order. No rank returns before all have called
+        it."""
+        found: list[list[int]] = self.all_gather(torch.tensor(list(numbers), dtype=torch.int64)).tolist()
+        return found
 
     def close(self) -> None:
         """Leave the group. The others get PeerLost in their next call."""
@@ -233,6 +253,15 @@ class StepSync:
                 f" digests {known.digest} and {other.digest}; the engine must be restarted"
             )
         return headers
+
+    def share(self, note: bytes, sizes: Sequence[int]) -> list[bytes]:
+        """Bring every rank's note to every rank, in rank order. sizes: as in the headers. All ranks call it
+        together. PeerLost, PeerTimeout."""
+        return [note] if self._group is None else self._group.share(note, sizes)
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """As `RankGroup.gather`."""
+        return [list(numbers)] if self._group is None else self._group.gather(numbers)
 
     def sleep(self, step: int) -> None:
         """Block without CPU use until this rank is nudged (it then wakes all others) or another rank wakes it

@@ -98,7 +98,7 @@ class _SharedBackend:
         return address.inode, address.cells
 
     def connect(self, address: MemoryAddress) -> "_Mapping":
-        return _Mapping(self._memory, _mapped(address))
+        return _Mapping(self._memory, map_memory(address))
 
     def disconnect(self, address: MemoryAddress) -> None:
         """Do nothing: the reader thread holds the last reference to the mapping."""
@@ -128,7 +128,7 @@ class _Mapping:
         return True
 
 
-def _mapped(address: MemoryAddress) -> NDArray[np.uint8]:
+def map_memory(address: MemoryAddress) -> NDArray[np.uint8]:
     """Map the memory at an address, uint8 [cells * cell_bytes], read-only. PeerGone when the process or the
     file has been replaced."""
     path, size = f"/proc/{address.pid}/fd/{address.descriptor}", address.cells * address.cell_bytes

@@ -45,12 +45,25 @@ def pair(tmp_path):
 
 
 @settings(deadline=None)
-@given(st.lists(FIELD, min_size=6, max_size=6))
+@given(st.lists(FIELD, min_size=8, max_size=8))
 def test_a_header_survives_the_wire(fields):
     header = StepHeader(*fields)
     wire = torch.tensor(header, dtype=torch.int64)
-    assert wire.shape == (6,)
+    assert wire.shape == (8,)
     assert StepHeader(*wire.tolist()) == header
+
+
+@pytest.mark.parametrize("notes", [(b"", b""), (b"plan", b""), (b"", b"x" * 70_000), (b"a" * 3, b"b" * 5)])
+def test_every_rank_hears_every_note_in_rank_order(pair, notes):
+    steps, pool = pair
+    sizes = [len(note) for note in notes]
+    assert list(pool.map(StepSync.share, steps, notes, [sizes, sizes])) == [list(notes)] * 2
+
+
+def test_numbers_are_gathered_in_rank_order(pair):
+    steps, pool = pair
+    assert list(pool.map(StepSync.gather, steps, [[1, 2], [3, 4]])) == [[[1, 2], [3, 4]]] * 2
+    assert list(pool.map(StepSync.gather, steps, [[], []])) == [[[], []]] * 2
 
 
 def test_every_rank_hears_every_header_in_rank_order(pair):
