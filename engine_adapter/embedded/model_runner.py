@@ -1,13 +1,14 @@
 """Forward pass of one rank: work in, logits and routing out. Handles pages and positions; knows no
 requests."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -22,14 +23,14 @@ from engine_adapter.embedded.attention import (
     plan_attention,
 )
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint, Qwen3MoeConfig
-from engine_adapter.embedded.dispatch import (
-    GROUP_ROWS,
-    Dispatch,
-    GlooDispatch,
-    LocalDispatch,
-    Sending,
-    least_rows,
+from engine_adapter.embedded.component_speeds import (
+    dispatch_seconds,
+    fastest_seconds,
+    gather_byte_seconds,
+    pair_seconds,
+    read_seconds,
 )
+from engine_adapter.embedded.dispatch import Dispatch, GlooDispatch, LocalDispatch, Sending, least_rows
 from engine_adapter.embedded.kv_pool import KvPool
 from engine_adapter.embedded.layers import Layer, load_layer
 from engine_adapter.embedded.malloc_tuning import keep_freed_memory
@@ -41,16 +42,16 @@ from engine_adapter.engine import RankMemory
 from engine_adapter.kv_switch.kv_state import head_groups
 from fleet.experts import ModelShape
 from fleet.layout import AttentionKind, tp_refusal
-from fleet.placement import Placement, linear
-from fleet.timing import EngineSpeed, gathered_bytes
+from fleet.placement import Placement, with_attention, with_rows
+from fleet.timing import EngineSpeed
 
 PAGE_TOKENS = 16
 """Positions per KV page. Equal to the block size of block hashes."""
 _MANY_SEQUENCES = 32
 """Sequences in the step that is compared with a step of one, to measure the cost per sequence. With fewer,
 that cost is below the noise of a busy machine."""
-_FEW_PAIRS, _MANY_PAIRS = 16, 144
-"""Rows of one expert in the two calls that are compared to measure the cost per row."""
+_SEQUENCE_PAGES = 16
+"""Most pages of a sequence in the steps that are compared to measure the cost per page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,23 +428,89 @@ class ModelRunner:
                 )
 
     def measure_speed(self) -> EngineSpeed:
-        """Time this rank's own steps, which takes a few hundred milliseconds for a small model. All ranks
-        call it together.
+        """Time this rank's own steps under data-parallel attention, which takes a few hundred milliseconds
+        for a small model. All ranks call it together.
 
         Overwrites KV pages, so call it before serving. Every rank runs the same number of steps, independent
         of the clock.
         """
-        sequences = min(_MANY_SEQUENCES, self.kv_pages, self.max_tokens)
-        pages = max(1, min(16, self.kv_pages // sequences, self.config.max_positions // PAGE_TOKENS))
-        prompt = min(128, self.max_tokens, self.kv_pages * PAGE_TOKENS, self.config.max_positions)
-        prefill = _fastest_seconds(
+        served, dispatch = self._served, self._dispatches[0]
+        with self._serving(with_attention(served.placement, "dp", epoch=served.placement.epoch)):
+            steps = self._measure_steps(self.max_tokens, 15)
+            blocks = self._blocks(sharded=False)
+            with torch.inference_mode():
+                return msgspec.structs.replace(
+                    steps,
+                    dispatch=dispatch_seconds(
+                        dispatch, served.placement, served.sending, self.shape, self.rank, self.max_tokens
+                    ),
+                    expert_read=read_seconds(blocks, self.shape, served.placement.slots_per_rank),
+                    expert_pair=pair_seconds(blocks[0], self.shape, served.placement.slots_per_rank),
+                    gather_byte=gather_byte_seconds(
+                        dispatch, self.shape, served.placement.ranks, self.max_tokens
+                    ),
+                )
+
+    def measure_tp_speed(self) -> EngineSpeed | None:
+        """Time the steps of all ranks under tensor-parallel attention, like `measure_speed`. None when the
+        ranks cannot compute it, and for an engine of one rank.
+
+        What ranks send one another is part of the steps, so it costs nothing beside them.
+        """
+        placement = self.placement
+        if self._tensor_parallel is None or self.arena.parts != placement.ranks:
+            return None
+        sharded = with_rows(placement, dict.fromkeys(range(placement.layers)), epoch=placement.epoch)
+        with self._serving(with_attention(sharded, "tp", epoch=placement.epoch)):
+            steps = self._measure_steps(self.max_tokens * placement.ranks, 7)
+            with torch.inference_mode():
+                read = read_seconds(self._blocks(sharded=True), self.shape, placement.experts)
+        return msgspec.structs.replace(
+            steps, dispatch=0.0, expert_read=read, expert_pair=0.0, gather_byte=0.0
+        )
+
+    @contextmanager
+    def _serving(self, placement: Placement) -> Iterator[None]:
+        """Serve another placement for measurements, with meaningless weights in layers of another form. KV is
+        lost."""
+        served, units = self._served, self.kv_units
+        layers = [
+            layer.with_cells(self._matrices, cells, sharded=at in placement.sharded)
+            for at, (layer, cells) in enumerate(zip(served.layers, served.cells, strict=True))
+        ]
+        self.adopt(self._prepared(placement, served.cells, layers))
+        self.adopt_kv(self.kv_pool.first_units(self._units_of_page))
+        try:
+            yield
+        finally:
+            self.adopt(served)
+            self.adopt_kv(units)
+            # Meaningless weights can leave values behind that are no numbers. A weight of zero would not hide
+            # them where padding is read.
+            self.kv_pool.values[: _MANY_SEQUENCES * _SEQUENCE_PAGES * self.kv_pool.groups].zero_()
+
+    def _blocks(self, *, sharded: bool) -> list[SparseBlock]:
+        """Return the blocks of all layers in one form. Of layers in the other form, the weights are then
+        meaningless: for measurements only."""
+        return [
+            layer.with_cells(self._matrices, cells, sharded=sharded).block
+            for layer, cells in zip(self._served.layers, self.cells, strict=True)
+        ]
+
+    def _measure_steps(self, max_tokens: int, times: int) -> EngineSpeed:
+        """Measure what whole steps cost. max_tokens: of a step."""
+        sequences = min(_MANY_SEQUENCES, self.kv_pages, max_tokens)
+        pages = min(_SEQUENCE_PAGES, self.kv_pages // sequences, self.config.max_positions // PAGE_TOKENS)
+        pages = max(1, pages)
+        prompt = min(128, max_tokens, self.kv_pages * PAGE_TOKENS, self.config.max_positions)
+        prefill = fastest_seconds(
             lambda: self.forward(
                 [SequenceWork([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), needs_logits=True)]
             ),
-            5,
+            max(3, times // 3),
         )
         alone, together, longer = self._fastest_steps(
-            [self._decodes(1, 1), self._decodes(sequences, 1), self._decodes(sequences, pages)], 15
+            [self._decodes(1, 1), self._decodes(sequences, 1), self._decodes(sequences, pages)], times
         )
         sequence = max(0.0, together - alone) / max(1, sequences - 1)
         step = max(0.0, alone - sequence)
@@ -453,19 +520,7 @@ class ModelRunner:
             step=step,
             decode_sequence=sequence,
             decode_block=block,
-            dispatch=self._dispatch_seconds(),
-            expert_read=self._read_seconds(),
-            expert_pair=self._pair_seconds(),
-            gather_byte=self._gather_byte_seconds(),
         )
-
-    def _whole_blocks(self) -> list[SparseBlock]:
-        """Return the blocks of all layers as if they were whole. Of a sharded layer, the weights are then
-        meaningless: for measurements only."""
-        return [
-            (layer.with_cells(self._matrices, cells, sharded=False) if layer.block.sharded else layer).block
-            for layer, cells in zip(self._served.layers, self.cells, strict=True)
-        ]
 
     def _decodes(self, sequences: int, pages: int) -> list[SequenceWork]:
         return [
@@ -476,105 +531,8 @@ class ModelRunner:
     def _fastest_steps(self, works: Sequence[Sequence[SequenceWork]], times: int) -> list[float]:
         """Minimum seconds of each work, measured in turn. Load that arises meanwhile thus slows all of them,
         and only their differences matter."""
-        taken = [[_fastest_seconds(partial(self.forward, work), 1) for work in works] for _ in range(times)]
+        taken = [[fastest_seconds(partial(self.forward, work), 1) for work in works] for _ in range(times)]
         return [min(seconds) for seconds in zip(*taken, strict=True)]
-
-    @torch.inference_mode()
-    def _pair_seconds(self) -> float:
-        """Cost of one more row for an expert that already has rows: the load of a pair that other ranks do
-        not have."""
-        block = self._whole_blocks()[0]
-        slots = self.placement.slots_per_rank
-
-        def compute(rows: int) -> None:
-            block.compute(
-                torch.zeros((rows, self.config.hidden), dtype=self._dtype),
-                torch.full((slots,), rows, dtype=torch.int32),
-            )
-
-        return _more_seconds(lambda: compute(_FEW_PAIRS), lambda: compute(_MANY_PAIRS), 25) / (
-            _MANY_PAIRS - _FEW_PAIRS
-        )
-
-    @torch.inference_mode()
-    def _read_seconds(self) -> float:
-        """Cost of one more distinct expert in a step's batch: the same rows, spread over all slots of a layer
-        instead of one slot.
-
-        Layers alternate, so that weights come from memory as in a real step and not from the nearest cache.
-        """
-        slots = self.placement.slots_per_rank
-        if slots < 2:
-            return 0.0
-        rows = torch.zeros((slots * GROUP_ROWS, self.config.hidden), dtype=self._dtype)
-        spread = torch.arange(1, slots + 1, dtype=torch.int32) * GROUP_ROWS
-        single = torch.full((slots,), slots * GROUP_ROWS, dtype=torch.int32)
-        blocks = self._whole_blocks()
-
-        def every_layer(ends: torch.Tensor) -> None:
-            for block in blocks:
-                block.compute(rows, ends)
-
-        return _more_seconds(lambda: every_layer(single), lambda: every_layer(spread), 15) / (
-            (slots - 1) * len(blocks)
-        )
-
-    @torch.inference_mode()
-    def _dispatch_seconds(self) -> float:
-        """Cost per token, layer and remote rank of sending a token there and back, compared to a local
-        dispatch.
-
-        Measured with a full step of tokens, because the fixed cost of a collective hides the cost of a few
-        tokens.
-        """
-        placement, tokens = self.placement, self.max_tokens
-        if placement.ranks == 1:
-            return 0.0
-        # As if every layer were whole and experts were in order: of sharded layers nothing is dispatched.
-        in_order = linear(
-            layers=placement.layers,
-            experts=placement.experts,
-            ranks=placement.ranks,
-            slots_per_rank=placement.slots_per_rank,
-        )
-        here = in_order.replicas_on_rank[0, self.rank].astype(bool)
-        own, away = np.flatnonzero(here), np.flatnonzero(~here)
-        x = torch.zeros((tokens, self.config.hidden), dtype=self._dtype)
-        dispatch = self._dispatches[0]
-
-        def there_and_back(candidates: NDArray[np.int64]) -> None:
-            experts = np.resize(candidates, (tokens, self.config.top_k))
-            weights = torch.ones((tokens, self.config.top_k))
-            dispatch.begin_step(tokens, [tokens] * placement.ranks)
-            sent = dispatch.dispatch(0, x, experts)
-            dispatch.combine(sent.rows, weights, sent.handle)
-
-        dispatch.adopt(dispatch.sending(in_order))
-        try:
-            seconds = _more_seconds(lambda: there_and_back(own), lambda: there_and_back(away), 25)
-        finally:
-            dispatch.adopt(self._served.sending)
-        return seconds / (tokens * min(placement.ranks - 1, self.config.top_k))
-
-    @torch.inference_mode()
-    def _gather_byte_seconds(self) -> float:
-        """Cost of one more byte that a rank moves in the collectives of a sharded layer
-        (`fleet.timing.gathered_bytes`). Their fixed cost is about that of a whole layer's."""
-        ranks, most = self.placement.ranks, self.max_tokens
-        few = max(1, most // 16)
-        if ranks == 1 or few == most:
-            return 0.0
-        dispatch = self._dispatches[0]
-
-        def gather_and_reduce(tokens: int) -> None:
-            # One expert per token, so that sorting the rows costs little.
-            x = torch.zeros((tokens, self.config.hidden), dtype=self._dtype)
-            dispatch.begin_step(tokens, [tokens] * ranks)
-            gathered = dispatch.gather(x, np.zeros((tokens, 1), np.int64), torch.ones((tokens, 1)))
-            dispatch.reduce(gathered.rows, gathered.handle)
-
-        seconds = _more_seconds(lambda: gather_and_reduce(few), lambda: gather_and_reduce(most), 25)
-        return seconds / (gathered_bytes(self.shape, ranks, 1) * ranks * (most - few))
 
 
 def _group_rows(config: Qwen3MoeConfig, dtype: torch.dtype, ranks: int, parts: int) -> int:
@@ -616,21 +574,3 @@ def _check_adoption(served: Placement, proposed: Placement, cells: NDArray[np.in
             f"runner: every slot needs a cell of its own, from 0 to {arena.cells - 1}; given were"
             f" {cells.tolist()}"
         )
-
-
-def _more_seconds(less: Callable[[], object], more: Callable[[], object], times: int) -> float:
-    """Difference between the minimum durations of two calls, measured in turn, so that load that arises
-    meanwhile slows both."""
-    pairs = [(_fastest_seconds(less, 1), _fastest_seconds(more, 1)) for _ in range(times)]
-    return max(0.0, min(slow for _, slow in pairs) - min(fast for fast, _ in pairs))
-
-
-def _fastest_seconds(call: Callable[[], object], times: int) -> float:
-    """Minimum wall-clock seconds of several calls. Engines start together, and load at the start must not be
-    mistaken for a slow machine."""
-    taken = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - begin)
-    return min(taken)

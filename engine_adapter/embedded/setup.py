@@ -67,6 +67,9 @@ class RankSetup:
     placement: Placement
     """Initial placement."""
     speed: EngineSpeed
+    """Of steps under data-parallel attention."""
+    tp_speed: EngineSpeed | None = None
+    """Of steps under tensor-parallel attention. None: the ranks cannot compute it."""
     runner: ForwardPass
     experts: MovableExperts | None = None
     """None: the experts cannot be moved."""
@@ -134,6 +137,7 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
             max_context=about.max_positions,
             placement=start.placement,
             speed=speed,
+            tp_speed=runner.measure_tp_speed(),
             kv_block_bytes=runner.kv_pool.page_bytes,
             memory=runner.memory._replace(communicators=communicators, runtime=before.private),
             weights_digest=weights,

@@ -52,6 +52,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
+    monkeypatch.setattr(ModelRunner, "measure_tp_speed", lambda self: None)
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""Products with the parts of experts give a row the same bits alone and in any batch, for every shape of a
-part."""
+"""Products with the parts of experts and of attention give a row the same bits alone and in any batch, for
+every shape of a part."""
 
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine_adapter.embedded.arena import Arena, unshardable
+from engine_adapter.embedded.attention import Projection
 from engine_adapter.embedded.dispatch import GROUP_ROWS, group_by_slot, least_rows
 from engine_adapter.embedded.moe import GroupedMatrices, NonEmpty, SparseBlock
 from fleet.experts import ModelShape
@@ -155,6 +156,36 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(batch: Batch) -> None:
 @given(_batches())
 def test_a_row_has_the_same_bits_alone_and_in_any_batch_of_many(batch: Batch) -> None:
     check(batch)
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from([2, 4, 8]),
+    st.integers(1, 4),
+    st.sampled_from([8, 16, 32, 128]),
+    st.integers(4, 64).map(lambda eighth: 8 * eighth),
+    st.sampled_from(sorted(DTYPES)),
+    st.integers(0, 2**31),
+)
+def test_a_row_has_the_same_bits_with_a_ranks_part_of_attention(
+    ranks: int, heads: int, head_dim: int, hidden: int, dtype: str, seed: int
+) -> None:
+    """Products with some of the rows of a matrix, and with some of its columns."""
+    torch.set_num_threads(1)
+    width, random = heads * head_dim, np.random.default_rng(seed)
+    rank = int(random.integers(ranks))
+    taken = slice(rank * width, (rank + 1) * width)
+    least = least_rows(DTYPES[dtype], hidden * head_dim)
+    into = torch.randn(ranks * width, hidden).to(DTYPES[dtype])[taken]
+    out = torch.randn(hidden, ranks * width).to(DTYPES[dtype])[:, taken]
+    for part in (into, out):
+        pool, matrix, *_ = _cancelling(POOL, part.shape[1], len(part), DTYPES[dtype], seed)
+        part.copy_(matrix.t())
+        projection = Projection(part, None)
+        alone = torch.stack([projection.product(row.expand(least, -1))[0] for row in pool])
+        for count in (least, least + 1, 33, 300):
+            which = torch.from_numpy(random.integers(0, POOL, count))
+            assert torch.equal(projection.product(pool[which]), alone[which])
 
 
 def test_groups_of_four_rows_suffice_but_for_tiny_matrices_of_short_numbers() -> None:

@@ -358,3 +358,45 @@ def test_attention_that_the_ranks_cannot_share_is_refused(
     assert runner.kv_units.shape == (256, 2 if not sharded else 1)
     with pytest.raises(ValueError, match=message):
         threads[2].load(tmp_path, after)
+
+
+@pytest.mark.parametrize("sharded", [(), (0,), (0, 1)])
+def test_its_speed_is_measured_whatever_is_served(
+    threads: dict[int, RankThreads], tmp_path: Path, sharded: tuple[int, ...]
+) -> None:
+    """Also with ballast, whose bytes are no numbers where a layer of another form has weights."""
+    write_tiny(tmp_path)
+    placement = with_rows(linear(layers=2, experts=6, ranks=2), dict.fromkeys(sharded), epoch=3)
+    runners = threads[2].load(tmp_path, placement, kv_pages=16, ballast_bytes=4096)
+    for speed in threads[2].each(lambda rank: runners[rank].measure_tp_speed()):
+        assert speed is not None
+        assert 0 < speed.step < 1
+        assert speed.dispatch == speed.gather_byte == 0
+    for runner in runners:
+        assert runner.placement == placement
+        assert runner.kv_units.shape == (16, 2)
+        assert runner.kv_pool.values.isfinite().all()
+
+
+def test_the_speed_of_an_engine_that_cannot_compute_it_is_unknown(
+    threads: dict[int, RankThreads], tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("one", "heads", "experts")]
+    write_tiny(folders[0])
+    write_tiny(folders[1], num_attention_heads=3, num_key_value_heads=1)
+    write_tiny(folders[2], moe_intermediate_size=15)
+    for ranks, folder in zip((1, 2, 2), folders, strict=True):
+        runners = threads[ranks].load(folder, linear(layers=2, experts=6, ranks=ranks), kv_pages=4)
+        assert runners[0].measure_tp_speed() is None
+
+
+def test_an_engine_that_begins_with_it_measures_both_speeds(
+    threads: dict[int, RankThreads], tmp_path: Path
+) -> None:
+    write_tiny(tmp_path)
+    served = Served(threads[2], tmp_path)
+    served.adopt("tp")
+    for speed in threads[2].each(lambda rank: served.runners[rank].measure_speed()):
+        assert 0 < speed.step < 1
+    assert served.runners[0].placement.attention == "tp"
+    assert served.runners[0].kv_units.shape == (2 * PAGES, 1)

@@ -266,6 +266,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
+    monkeypatch.setattr(ModelRunner, "measure_tp_speed", lambda self: None)
 
 
 async def walks(model: Model, folder: Path, ranks: int, seed: int, count: int) -> Walker:
