@@ -2,7 +2,8 @@
 first tensor is read."""
 
 import json
-from collections.abc import Iterator, Mapping
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,16 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
-from engine_adapter.embedded.weights import weights_digest
 from fleet.experts import ModelShape
 
 RUN_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Compute dtypes of weights, by the name used in `ModelShape.dtype`."""
+
+_DIGEST_PIECE = 64 * 1024 * 1024
+"""Bytes hashed at a time. The GIL is released meanwhile."""
 
 _STORED_DTYPES = ("F32", "BF16", "F16")
 _EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -108,7 +112,7 @@ class Checkpoint:
         self._open.close()
 
     def digest(self, dtype: str) -> str:
-        """Return the `weights.weights_digest` of weights computed as `dtype`. CheckpointError when a file can
+        """Return the `weights_digest` of weights computed as `dtype`. CheckpointError when a file can
         no longer be read."""
         try:
             return weights_digest(
@@ -398,3 +402,26 @@ def _harmless(name: str) -> bool:
     """True for tensors that some writers add and that change nothing: a tied output projection, and tables
     computed from the config."""
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+
+
+def weights_digest(files: Iterable[Path], settings: str) -> str:
+    """Return the xxh3-128 digest (32 hexadecimal digits) of whole safetensors files, ordered by name, and of
+    the settings that change the results.
+
+    settings: the config's values, the compute dtype, and the quantization. All bytes of the files count, so
+    an edited tensor gives another digest. Equal weights in other shards also give another digest. That only
+    costs a continuation and never confuses two models. The digest distinguishes checkpoints. It does not
+    protect against a malicious author of checkpoints. OSError when a file cannot be read.
+    """
+    digest = xxhash.xxh3_128(settings.encode())
+    for path in sorted(files, key=lambda path: path.name):
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+            memoryview(content) as view,
+        ):
+            digest.update(len(path.name).to_bytes(8) + path.name.encode() + len(view).to_bytes(8))
+            for start in range(0, len(view), _DIGEST_PIECE):
+                with view[start : start + _DIGEST_PIECE] as piece:
+                    digest.update(piece)
+    return digest.hexdigest()

@@ -85,7 +85,7 @@ class RankSetup:
     memory: RankMemory | None = None
     """None: unknown."""
     weights_digest: str | None = None
-    """`weights.weights_digest`. None on all ranks but the first, which represents the engine."""
+    """`checkpoint.weights_digest`. None on all ranks but the first, which represents the engine."""
     close: Callable[[], None]
     """Release all resources. The other ranks then detect that this one is gone."""
 
