@@ -41,6 +41,23 @@ SHAPES = [
 """Ranks, and what differs from the tiny model: fewer KV heads than ranks, as many, and more."""
 
 
+def random_shape(seed: int) -> tuple[int, dict[str, Any]]:
+    """Ranks and changes of the tiny model, as in `SHAPES`."""
+    random = np.random.default_rng(seed)
+    ranks = int(random.choice([2, 4]))
+    kv_heads = int(random.choice([count for count in (1, 2, 4, 8) if count <= 2 * ranks]))
+    return ranks, {
+        "num_attention_heads": max(ranks, kv_heads) * int(random.integers(1, 4)),
+        "num_key_value_heads": kv_heads,
+        "head_dim": int(random.choice([8, 16, 24, 32])),
+        "hidden_size": int(random.choice([32, 48, 96])),
+        "vocab_size": int(random.integers(61, 90)),
+        "num_experts": int(random.integers(4, 12)),
+        "attention_bias": bool(random.integers(2)),
+        "tie_word_embeddings": bool(random.integers(2)),
+    }
+
+
 @dataclass
 class Forced:
     """A text whose tokens are given."""
@@ -184,7 +201,10 @@ def test_it_computes_what_transformers_computes(threads: dict[int, RankThreads],
         assert furthest(text, model) < TOLERANCE
 
 
-@pytest.mark.parametrize(("ranks", "changes"), SHAPES)
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [*SHAPES, *(pytest.param(*random_shape(seed), marks=pytest.mark.slow) for seed in range(40))],
+)
 def test_kv_of_one_attention_serves_the_other(
     threads: dict[int, RankThreads], tmp_path: Path, ranks: int, changes: dict[str, Any]
 ) -> None:
