@@ -224,7 +224,8 @@ class RankFacts:
     """Events of a rank since the last `take_facts`, in order."""
 
     kv: tuple[KvChange | Literal["cleared"], ...]
-    """Stored and removed blocks, in order. The string "cleared" means that all blocks were removed."""
+    """Stored and removed blocks, in order. The string "cleared" means that all blocks were removed. After a
+    change of attention it comes first, no earlier than `Engine.placement` is the new one."""
     load: RankLoad
     activations: Activations | None
     ended: tuple[EndedRequest, ...] = ()

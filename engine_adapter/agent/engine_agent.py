@@ -53,7 +53,7 @@ class Agent:
         self._context = context
         self._engine = engine
         self._config = config
-        self._kv = KvReports(context) if about.capabilities.kv_events else None
+        self._kv = KvReports(context, _epoch(engine.placement)) if about.capabilities.kv_events else None
         self._load = LoadReports(context, config.load_seconds)
         self._activity = ActivityReports(context, config.experts_seconds, _epoch(engine.placement))
         self._dispatch = DispatchReports(context, config.experts_seconds)
@@ -112,7 +112,7 @@ class Agent:
                     await self._engine.wait_facts()
             facts, placement, now = self._engine.take_facts(), self._engine.placement, clock()
             if self._kv is not None and facts.kv:
-                await self._kv.publish(facts.kv)
+                await self._kv.publish(facts.kv, _epoch(placement))
             await self._load.update(facts.load, now)
             await self._activity.add(facts.activations, _epoch(placement), now)
             if self._context.about.capabilities.experts:

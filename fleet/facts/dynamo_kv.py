@@ -54,6 +54,10 @@ class RoutedKvEvent(msgspec.Struct, frozen=True, kw_only=True):
     event: KvEvent
     storage_tier: str = "device"
     residency_domain: str = "worker"
+    epoch: int = 0
+    """placement epoch in which the rank's cache was last cleared, or in which it began to report. Roost's
+    addition, which other readers ignore: after a change of attention, events of older epochs say nothing
+    """
 
 
 class KvMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,6 +34,8 @@ class KvSnapshot(Event, frozen=True, kw_only=True):
     sequence: int
     """last kv-events message included; -1: none was sent yet"""
     events: tuple[KvEvent, ...]
+    epoch: int = 0
+    """as in `fleet.facts.dynamo_kv.RoutedKvEvent`"""
 
 
 class DescribeMemory(Event, frozen=True, kw_only=True):

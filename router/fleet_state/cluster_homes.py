@@ -39,7 +39,7 @@ def homes_of(published: HomesPublished, ranks: int) -> ClusterHomes:
     """Decode the published homes of an engine with `ranks` ranks. ValueError if they are inconsistent or do
     not fit the engine.
     """
-    if published.ranks != ranks:
+    if published.homes and published.ranks != ranks:
         raise ValueError(f"homes of engine {published.engine!r} on {published.ranks} ranks; it has {ranks}")
     if published.version < 0 or published.epoch < 0:
         raise ValueError(

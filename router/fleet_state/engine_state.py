@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array, FloatArray
 from fleet.facts.engines import EngineJoined
-from fleet.layout import EP, Layout
+from fleet.layout import EP, Layout, head_groups
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import gathered_bytes
@@ -121,6 +121,28 @@ class EngineState:
         one_target = self.layout is not None and not self.layout.targets_are_ranks
         told_apart = bool(self.joined.rank_header) or len(set(self.joined.urls)) > 1
         return len(self.joined.urls) if told_apart and not one_target else 1
+
+    @property
+    def shared_ranks(self) -> int:
+        """Number of ranks that compute every request of a target together and whose limits add up: all of an
+        engine that states limits by rank and has tensor-parallel attention; otherwise 1.
+        """
+        one_target = self.layout is not None and not self.layout.targets_are_ranks
+        return len(self.joined.urls) if one_target else 1
+
+    @property
+    def kv_blocks(self) -> int:
+        """KV blocks of a target; 0: unknown."""
+        shape, ranks = self.joined.shape, self.shared_ranks
+        if shape is None or ranks == 1:
+            return self.joined.kv_blocks
+        return self.joined.kv_blocks * head_groups(shape.kv_heads, ranks)
+
+    @property
+    def max_requests(self) -> int:
+        """Concurrent requests that a target declares; MAX_REQUESTS: none."""
+        declared = self.joined.max_requests
+        return MAX_REQUESTS if declared is None else declared * self.shared_ranks
 
     @property
     def is_one_of_many(self) -> bool:
@@ -275,8 +297,9 @@ def _columns(
     targets = tuple(_target(state, rank) for state, rank in ranks)
     sizes = [state.joined.block_size for state, _ in ranks]
     contexts = [state.contexts[model] for state, _ in ranks]
-    kv_blocks = [state.joined.kv_blocks or inf for state, _ in ranks]
-    requests = [state.joined.max_requests or MAX_REQUESTS for state, _ in ranks]
+    kv_blocks = [state.kv_blocks or inf for state, _ in ranks]
+    shared = [state.shared_ranks for state, _ in ranks]
+    requests = [state.max_requests for state, _ in ranks]
     return TargetTable(
         model=model,
         dialect=dialect,
@@ -287,6 +310,7 @@ def _columns(
         rows=np.array([state.rows[rank] for state, rank in ranks], np.intp),
         block_size=np.array(sizes, np.int64),
         max_context=np.array(contexts, np.int64),
+        ranks=np.array(shared, np.int64),
         max_requests=np.array(requests, np.int64),
         stated=np.array([state.joined.speed is not None for state, _ in ranks], np.bool_),
         prefill_token_s=column(speed.prefill_token for speed in speeds),

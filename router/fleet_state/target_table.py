@@ -89,8 +89,10 @@ class TargetTable:
     """columns of the load tables"""
     block_size: NDArray[np.int64]
     max_context: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    """ranks whose limits add up: those of an engine with tensor-parallel attention; otherwise 1"""
     max_requests: NDArray[np.int64]
-    """concurrent requests that each rank declares; MAX_REQUESTS: none declared"""
+    """concurrent requests that the ranks of each target declare; MAX_REQUESTS: none declared"""
     stated: NDArray[np.bool_]
     """the engine states its speed; otherwise the next ones come from `REFERENCE`"""
     prefill_token_s: NDArray[np.float64]
@@ -142,7 +144,7 @@ class TargetTable:
     largest_context: int
     smallest_context: int
     kv_blocks: NDArray[np.float64]
-    """KV blocks of each rank; inf if unknown"""
+    """KV blocks of each target; inf if unknown"""
     min_kv_blocks: float
     min_requests: int
     """least of `max_requests`"""

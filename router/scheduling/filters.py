@@ -23,14 +23,14 @@ class SaturationLimits(NamedTuple):
     """Limits beyond which a rank is saturated."""
 
     requests: int
-    """concurrent requests per rank, unless the rank declares fewer"""
+    """concurrent requests per rank, unless the rank declares fewer. Those of `TargetTable.ranks` add up"""
     queue_seconds: float
     kv_share: float = 1.0
     """share of its KV blocks; 1: no limit"""
 
     def max_requests(self, target_table: TargetTable) -> NDArray[np.int64]:
         """Return the number of requests at which each rank is saturated, int64 [targets]."""
-        return np.minimum(target_table.max_requests, self.requests)
+        return np.minimum(target_table.max_requests, self.requests * target_table.ranks)
 
     def blocks(self, target_table: TargetTable) -> NDArray[np.float64]:
         """Return the number of held KV blocks beyond which each rank is saturated, float64 [targets]; inf: no
@@ -215,7 +215,7 @@ def _reason(
 ) -> str:
     if target_table.max_context[at] < needed_context:
         return f"its context of {target_table.max_context[at]} tokens is too small for {needed_context}"
-    most = min(limits.requests, int(target_table.max_requests[at]))
+    most = int(limits.max_requests(target_table)[at])
     if load[SEQUENCES, at] >= most:
         return f"saturated: {load[SEQUENCES, at]} requests of at most {most}"
     if load[BLOCKS, at] > limits.blocks(target_table)[at]:

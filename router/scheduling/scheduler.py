@@ -242,7 +242,7 @@ class Scheduler(BookingObserver):
         if lap is not None:
             lap("predict")
         known = self.speeds.known(target_table)
-        held = self._affinity.rank(need.keys.session, now)
+        held = self._session_rank(target_table, need.keys.session, now)
         conditions = Conditions(
             load,
             self.view.handovers(target_table),
@@ -256,6 +256,11 @@ class Scheduler(BookingObserver):
         if lap is not None:
             lap("score")
         return decision
+
+    def _session_rank(self, target_table: TargetTable, session: int, now: float) -> RankKey | None:
+        """Return the last rank of a session, or its engine if that is one target now; None: there is none."""
+        rank = self._affinity.rank(session, now)
+        return rank if rank is None or rank in target_table.index else (rank[0], 0)
 
     def places(self, model: str, now: float) -> int | None:
         """Return an upper bound on the further requests that the model's ranks accept before all are
@@ -390,6 +395,15 @@ class Scheduler(BookingObserver):
         models = self.view.models(live=False)
         self._turns = {model: turn for model, turn in self._turns.items() if model in models}
         self.health.forget_worker(worker_id)
+        self.speeds.forget_worker(worker_id)
+        self._busy_until = {key: until for key, until in self._busy_until.items() if key[0] != worker_id}
+
+    def attention_changed(self, worker_id: int) -> None:
+        """Drop what is known of the ranks of an engine whose attention has changed: its requests and their
+        KV are on other ranks now, or on all. Sessions stay with an engine that is one target."""
+        state = self.view.engine(worker_id)
+        if state is None or state.layout is None or state.layout.targets_are_ranks:
+            self._affinity.forget_worker(worker_id)
         self.speeds.forget_worker(worker_id)
         self._busy_until = {key: until for key, until in self._busy_until.items() if key[0] != worker_id}
 

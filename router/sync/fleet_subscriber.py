@@ -193,6 +193,7 @@ class FleetSubscriber:
         known = self._view.engine(joined.worker_id)
         if known is not None and known.joined == joined and known.status is not EngineStatus.LEFT:
             return
+        before = self._served(joined.worker_id)
         for superseded in self._view.join(joined, self._clock()):
             log.info(
                 "engine %s came back as worker %d; worker %d is forgotten",
@@ -208,6 +209,7 @@ class FleetSubscriber:
         if joined.capabilities.kv_events:
             for rank in range(len(joined.urls)):
                 self.kv.add((joined.worker_id, rank), joined.engine)
+        self._compare_attention(joined.worker_id, before)
         self._unpriced.ask(joined.worker_id)
         if joined.shape is not None:
             self.tracker.add(joined.model)
@@ -240,8 +242,27 @@ class FleetSubscriber:
                     self._unpriced.ask(state.joined.worker_id)
 
     def _placed(self, committed: PlacementCommitted) -> None:
-        if self._view.place(committed.worker_id, Placement.from_record(committed.served), committed.layout):
+        """Apply a newly served placement."""
+        before = self._served(committed.worker_id)
+        placement = Placement.from_record(committed.served)
+        if self._view.place(committed.worker_id, placement, committed.layout):
             self._unpriced.ask(committed.worker_id)
+            self._compare_attention(committed.worker_id, before)
+
+    def _served(self, worker_id: int) -> Placement | None:
+        """Return the last known placement of an engine; None: there is none."""
+        state = self._view.engine(worker_id)
+        return None if state is None else state.placement
+
+    def _compare_attention(self, worker_id: int, before: Placement | None) -> None:
+        """Forget what was known of the ranks of an engine if its attention has changed since a placement."""
+        now = self._served(worker_id)
+        if before is None or now is None or now.attention == before.attention:
+            return
+        log.info("worker %d serves %s attention from epoch %d on", worker_id, now.attention, now.epoch)
+        # It may have changed in an earlier epoch than the newest, which alone is known.
+        self.kv.restart(worker_id, before.epoch + 1)
+        self._scheduler.attention_changed(worker_id)
 
     def _homes(self, published: HomesPublished) -> None:
         """Apply the planner's homes of an engine. ValueError when they are inconsistent, or do not fit the

@@ -58,6 +58,10 @@ class _Feed:
     next: int = 0
     late: deque[tuple[int, int, Batch]] | None = field(default_factory=deque)
     blocks: int = 0
+    epoch: int = 0
+    """that of the last event or snapshot (`RoutedKvEvent.epoch`)"""
+    least_epoch: int = 0
+    """snapshots of older epochs are not used"""
 
     @property
     def missed(self) -> int:
@@ -99,6 +103,19 @@ class KvEventSubscriber:
     def forget_worker(self, worker_id: int) -> None:
         for rank in [rank for rank in self._feeds if rank[0] == worker_id]:
             self.late_blocks -= self._feeds.pop(rank).blocks
+
+    def restart(self, worker_id: int, epoch: int) -> None:
+        """Forget what the ranks of a worker held before an epoch, in which its attention changed.
+
+        A rank whose events are of that epoch already keeps its blocks; the others are asked for a snapshot.
+        """
+        for rank, feed in self._feeds.items():
+            if rank[0] == worker_id and epoch > feed.least_epoch:
+                feed.least_epoch = epoch
+                if feed.epoch < epoch or feed.late is not None:
+                    feed.late = deque() if feed.late is None else feed.late
+                    self._index.clear(rank)
+                    self._ask(rank, "attention")
 
     def in_step(self, rank: RankKey) -> bool:
         """True when the index contains all events that the rank has sent."""
@@ -186,6 +203,7 @@ class KvEventSubscriber:
             self._metrics.kv_snapshots.labels("bad_event").inc()
             self._due.ask_later(rank, _BAD_EVENT_SECONDS)
         else:
+            feed.epoch = batch[-1].epoch
             self._metrics.kv_events.inc(len(batch))
             self._applied(rank)
 
@@ -235,19 +253,30 @@ class KvEventSubscriber:
             return  # forgotten during the request
         self._index.clear(rank)
         for part in _sliced(answer.events):
+            _check_epoch(rank, feed, answer)
             self._index.follow(rank, part)
             await asyncio.sleep(0)
             if self._feeds.get(rank) is not feed:
                 return
+        _check_epoch(rank, feed, answer)
         self._resume(rank, feed, answer)
 
     def _resume(self, rank: RankKey, feed: _Feed, answer: KvSnapshot) -> None:
         """Continue after the snapshot, and process the messages held back as if they arrived now."""
-        feed.publisher_id, feed.next = answer.publisher_id, answer.sequence + 1
+        feed.publisher_id, feed.next, feed.epoch = answer.publisher_id, answer.sequence + 1, answer.epoch
         self._applied(rank)
         for publisher_id, sequence, batch in self._let_go(feed):
             if publisher_id == answer.publisher_id:
                 self._take(rank, feed, publisher_id, sequence, batch)
+
+
+def _check_epoch(rank: RankKey, feed: _Feed, answer: KvSnapshot) -> None:
+    """Raise BusError for a snapshot of before the rank's attention changed, perhaps while it is applied."""
+    if answer.epoch < feed.least_epoch:
+        raise BusError(
+            f"the snapshot of worker {rank[0]} rank {rank[1]} is of epoch {answer.epoch}, before its"
+            f" attention changed in epoch {feed.least_epoch}"
+        )
 
 
 def _sliced(events: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:

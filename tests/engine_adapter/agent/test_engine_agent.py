@@ -32,7 +32,7 @@ from fleet.facts.demand import ClustersPublished
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvMetrics, KvRemoved, KvStored, RoutedKvEvent
 from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.layout import EP
-from fleet.placement import Placement, linear
+from fleet.placement import Placement, linear, with_attention
 from fleet.requests.demand import DescribeClusters
 from fleet.requests.engines import DescribeEngine, DescribeMemory, KvSnapshot, KvSnapshotRequested
 from fleet.requests.handovers import DescribeHandover, HandoverDescribed
@@ -276,6 +276,49 @@ async def test_a_snapshot_of_a_moment_ago_answers_those_who_missed_nothing_later
         engine.did(stored(4))
         await next_of(feed, tuple)
         assert await sequence_for(None) == 1
+
+
+async def test_kv_events_and_snapshots_name_the_epoch_in_which_the_cache_was_last_cleared(
+    broker: MemoryBroker,
+) -> None:
+    bus, engine = MemoryBus(broker), PuppetEngine(rank=1, ranks=2)
+    first = linear(layers=2, experts=4, ranks=2)
+    engine.placement = with_attention(first, "dp", epoch=3)
+    request, subject = KvSnapshotRequested(worker_id=WORKER, rank=1), SUBJECTS.kv_snapshot("a", WORKER, 1)
+    async with bus.subscribe(SUBJECTS.kv_events) as feed, running(broker, engine, identity(ranks=2)):
+        found = [await bus.request(subject, request)]
+        engine.placement = with_attention(first, "dp", epoch=4)
+        engine.did(stored(1, 2))
+        one = await next_of(feed, tuple)
+        assert await bus.request(subject, KvSnapshotRequested(worker_id=WORKER, rank=1, after=0))
+        engine.placement = with_attention(first, "tp", epoch=5)
+        engine.did(stored(3), "cleared", stored(4))
+        two = await next_of(feed, tuple)
+        found.append(await bus.request(subject, KvSnapshotRequested(worker_id=WORKER, rank=1, after=0)))
+    events = [*one.message, *two.message]  # type: ignore[misc]
+    assert [event.epoch for event in events] == [3, 3, 5, 5]
+    assert [answer.epoch for answer in found if isinstance(answer, KvSnapshot)] == [3, 5]
+    assert isinstance(found[1], KvSnapshot)
+    assert [event.data for event in found[1].events] == [stored(4)]
+
+
+@pytest.mark.parametrize(("tp_refusal", "most"), [("", 128), ("its heads do not divide", 64)])
+async def test_rank_0_reports_the_blocks_of_an_engine_that_can_have_tensor_parallel_attention(
+    broker: MemoryBroker, tp_refusal: str, most: int
+) -> None:
+    bus, engine = MemoryBus(broker), PuppetEngine(ranks=2)
+    shape = msgspec.structs.replace(engine.description.shape, heads=4, kv_heads=2)
+    engine.description = msgspec.structs.replace(engine.description, shape=shape, tp_refusal=tp_refusal)
+    blocks = tuple(KvBlock(hash_, hash_) for hash_ in range(1, 200))
+    single = tuple(KvChange(stored=KvStored(blocks=(block,))) for block in blocks)
+    async with bus.subscribe(SUBJECTS.kv_events) as feed, running(broker, engine, identity(ranks=2)):
+        engine.did(*single)
+        await next_of(feed, tuple)
+        answer = await bus.request(
+            SUBJECTS.kv_snapshot("a", WORKER, 0), KvSnapshotRequested(worker_id=WORKER, rank=0)
+        )
+    assert isinstance(answer, KvSnapshot)
+    assert len(answer.events) == most
 
 
 async def test_a_snapshot_holds_what_the_last_published_message_left(broker: MemoryBroker) -> None:

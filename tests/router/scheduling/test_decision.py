@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fleet.dispatch import ROW_HASH
 from fleet.facts.engines import Capabilities
 from fleet.layout import EP, TP_EP, Layout, experts_tp, tp
-from fleet.placement import Placement, linear, with_rows
+from fleet.placement import Placement, linear, with_attention, with_rows
 from router.fleet_state.dispatch_cost import (
     DispatchCost,
     DispatchInputs,
@@ -26,7 +26,7 @@ from router.prediction.predictor import NO_GAIN, UNKNOWN_MODEL
 from router.scheduling.cost import TERMS, Weights, score, uncached_tokens
 from router.scheduling.decision import Conditions, TargetPredictions, decide
 from router.scheduling.decision_record import DecisionRecord
-from router.scheduling.filters import candidates
+from router.scheduling.filters import SaturationLimits, candidates
 from router.scheduling.policies import PolicyRules
 from tests.router.decision_builders import LIMITS, SLOW, ask, decided, prediction_of, view_of
 from tests.router.learnt_tables import clusters, halves
@@ -488,6 +488,30 @@ def test_under_tensor_parallel_attention_an_engine_is_one_target() -> None:
     view, _ = view_of({"ranks": 4, "layout": tp(2)})
     assert [target.name for target in view.target_table("demo").targets] == ["e0/0"]
     assert "sharded" in str(view.target_table("demo").targets[0].note)
+
+
+def test_an_engine_that_is_one_target_has_the_capacity_of_its_ranks_together() -> None:
+    shape = msgspec.structs.replace(SHAPE, heads=8, kv_heads=2)
+    about = {"ranks": 4, "shape": shape, "kv_blocks": 100, "max_requests": 8}
+    view, _ = view_of(about)
+    dp = view.target_table("demo")
+    assert (dp.kv_blocks.tolist(), dp.max_requests.tolist()) == ([100.0] * 4, [8] * 4)
+    every = with_rows(linear(layers=2, experts=4, ranks=4), {0: None, 1: None}, epoch=1)
+    view.place(1, with_attention(every, "tp", epoch=1), tp(2))
+    one = view.target_table("demo")
+    assert one is not dp
+    assert [target.name for target in one.targets] == ["e0/0"]
+    assert (one.kv_blocks.tolist(), one.max_requests.tolist()) == ([200.0], [32])
+    assert SaturationLimits(5, 1.0).max_requests(one).tolist() == [20]
+    view.place(1, with_attention(every, "dp", epoch=2), experts_tp(2))
+    assert (view.target_table("demo").kv_blocks == dp.kv_blocks).all()
+
+
+def test_an_engine_that_states_itself_as_one_target_states_its_own_capacity() -> None:
+    placement = linear(layers=2, experts=4, ranks=2).record()
+    view, _ = view_of({"ranks": 1, "layout": TP_EP, "placement": placement, "max_requests": 8})
+    table = view.target_table("demo")
+    assert (table.kv_blocks.tolist(), table.max_requests.tolist()) == ([1000.0], [8])
 
 
 def test_an_older_placement_never_replaces_a_newer_one() -> None:

@@ -16,12 +16,14 @@ from fleet.facts.demand import ClustersPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.facts.placements import HomesPublished, PlacementCommitted
-from fleet.layout import DP_ATTENTION
-from fleet.placement import Placement, linear
+from fleet.layout import DP_ATTENTION, AttentionLayout
+from fleet.placement import Placement, linear, with_attention, with_rows
 from fleet.requests.demand import DescribeClusters, DescribeProfile, DescribeTables
 from fleet.requests.engines import DescribeEngine, KvSnapshot
 from router.config import RouterConfig
+from router.prediction.predictor import PredictionKeys
 from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.decision import Decision
 from router.scheduling.scheduler import RoutingRequest
 from router.service import RouterService
 from tests.name_claims import claim_name
@@ -378,6 +380,65 @@ async def test_the_cached_prefix_of_a_rank_wins_the_decision(fleet: Fleet) -> No
     assert decision.cached_tokens == 80
     fleet.service.forget_worker(joined.worker_id)
     assert fleet.service.scheduler.kv.block_index.overlaps(TokenPrompt(tokens).chained(4)) == {}
+
+
+async def test_an_engine_that_changes_its_attention_becomes_one_target_and_its_sessions_stay_with_it() -> (
+    None
+):
+    fleet, tokens = Fleet(session_affinity_seconds=60.0), list(range(100))
+    about = {"capabilities": Capabilities(), "tp_refusal": "", "unshardable": ""}
+    one, other = [await fleet.join(text_engine(name, **about)) for name in ("a", "b")]
+    every = with_rows(linear(layers=2, experts=4, ranks=2), {0: None, 1: None}, epoch=1)
+    epochs = {one.worker_id: 0, other.worker_id: 0}
+    event = stored(local_hashes(tokens, 4)[:20], worker=one.worker_id, rank=1)
+
+    async def snapshot(request: Any) -> Message:
+        return KvSnapshot(
+            worker_id=request.worker_id,
+            rank=request.rank,
+            publisher_id=5,
+            sequence=0,
+            events=(event.event,) if (request.worker_id, request.rank) == (one.worker_id, 1) else (),
+            epoch=epochs[request.worker_id],
+        )
+
+    def decision(session: int = 0) -> Decision:
+        request = RoutingRequest(
+            "demo", TokenPrompt(tokens), 120, 10, None, keys=PredictionKeys(session=session)
+        )
+        return fleet.service.decide(request, "d")
+
+    async def serve(placement: Placement) -> None:
+        attention = AttentionLayout(kind=placement.attention)
+        committed = PlacementCommitted(
+            engine="a", worker_id=one.worker_id, attention=attention, placement=placement.record()
+        )
+        await fleet.bus.record(fleet.subjects.placements("a"), committed)
+        await until(lambda: fleet.target().epoch == placement.epoch)
+
+    async with running(fleet.service), contextlib.AsyncExitStack() as stack:
+        for joined in (one, other):
+            await fleet.beat(joined)
+            for rank in (0, 1):
+                subject = fleet.subjects.kv_snapshot(joined.engine, joined.worker_id, rank)
+                await stack.enter_async_context(fleet.bus.serve(subject, snapshot))
+        assert fleet.service.fleet_subscriber is not None
+        feeds = fleet.service.fleet_subscriber.kv
+        await until(lambda: len(fleet.names()) == 4 and not feeds.out_of_step())
+        first = decision(session=7)
+        assert (first.target.name, first.cached_tokens) == ("a/1", 80)
+        fleet.service.scheduler.book(first, TokenPrompt(tokens), fleet.clock())
+        await serve(every)
+        assert decision().cached_tokens == 80, "layers that turn over leave the KV alone"
+        await serve(with_attention(every, "tp", epoch=2))
+        assert fleet.names() == ["a/0", "b/0", "b/1"]
+        assert decision(session=7).cached_tokens == 0, "what was known is of the epoch before"
+        assert decision(session=7).record().session_rank == "a/0"
+        epochs[one.worker_id] = 2
+        await until(lambda: not feeds.out_of_step())
+        await serve(with_attention(every, "dp", epoch=3))
+        assert fleet.names() == ["a/0", "a/1", "b/0", "b/1"]
+        assert decision(session=7).record().session_rank is None, "its KV may be on any rank"
 
 
 async def test_the_service_leaves_nothing_running(byte_archive: bytes) -> None:

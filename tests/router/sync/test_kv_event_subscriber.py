@@ -5,6 +5,7 @@ events.
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +39,7 @@ class Rank:
         self.publisher = bus.publisher(broker.subjects.kv_events)
         self.sent: list[KvEvent] = []
         self.snapshots = 0
+        self.epoch = 0
         self.answering = asyncio.Event()
         self.answering.set()
 
@@ -46,12 +48,19 @@ class Rank:
         if lost:
             self.publisher.number()
         else:
-            await self.publisher.publish(events)
+            await self.publisher.publish(
+                tuple(msgspec.structs.replace(event, epoch=self.epoch) for event in events)
+            )
+
+    async def switch(self, epoch: int, *blocks: RoutedKvEvent) -> None:
+        """Begin an epoch with other attention: clear the cache, and store what is there now."""
+        self.epoch, self.sent = epoch, []
+        await self.say(cleared(), *blocks)
 
     async def answer(self, request: Message) -> Message:
         assert isinstance(request, KvSnapshotRequested)
         self.snapshots += 1
-        events, sequence = tuple(self.sent), self.publisher.sequence - 1
+        events, sequence, epoch = tuple(self.sent), self.publisher.sequence - 1, self.epoch
         await self.answering.wait()
         return KvSnapshot(
             worker_id=WORKER,
@@ -59,7 +68,12 @@ class Rank:
             publisher_id=self.publisher.publisher_id,
             sequence=sequence,
             events=events,
+            epoch=epoch,
         )
+
+
+def cleared() -> RoutedKvEvent:
+    return RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=1, data="cleared", dp_rank=0))
 
 
 class World:
@@ -257,6 +271,91 @@ async def test_nonsense_from_ranks_is_counted_and_changes_nothing(world: World) 
     await until(lambda: world.overlap == 2)
     assert metric(world.metrics, "bus_messages_refused_total") == 1
     assert overlap(world.index.block_index, CHAINED) == {(WORKER, 0): 2}
+
+
+# Changes of attention
+
+
+async def test_events_of_the_new_attention_that_came_before_the_news_of_it_are_kept(world: World) -> None:
+    world.feeds.add((WORKER, 0), "e")
+    await world.rank.say(stored(LOCAL[:6]))
+    await until(lambda: world.overlap == 6)
+    await world.rank.switch(4, stored(LOCAL[:3]))
+    await until(lambda: world.overlap == 3)
+    world.feeds.restart(WORKER, 4)
+    assert (world.overlap, world.in_step, world.rank.snapshots) == (3, True, 1)
+    await world.rank.say(stored(LOCAL[3:5], LOCAL[:3]))
+    await until(lambda: world.overlap == 5)
+
+
+async def test_nothing_of_before_a_change_of_attention_counts_after_the_news_of_it(world: World) -> None:
+    world.feeds.add((WORKER, 0), "e")
+    await world.rank.say(stored(LOCAL[:6]))
+    await until(lambda: world.overlap == 6)
+    world.feeds.restart(WORKER, 4)
+    assert world.overlap == 0
+    await world.rank.say(stored(LOCAL[6:8], LOCAL[:6]))  # the last of the epoch before
+    await until(lambda: world.rank.snapshots >= 2)
+    assert (world.overlap, world.in_step) == (0, False), "its snapshot is of the epoch before"
+    await world.rank.switch(4, stored(LOCAL[:3]))
+    await until(lambda: world.in_step)
+    assert world.overlap == 3
+    assert world.requested("attention") == 1
+    world.feeds.restart(WORKER, 4)
+    assert world.in_step, "the same news again"
+
+
+async def test_a_snapshot_that_was_under_way_as_the_attention_changed_is_not_used(world: World) -> None:
+    world.rank.answering.clear()
+    await world.rank.say(stored(LOCAL[:6]))
+    world.feeds.add((WORKER, 0), "e")
+    await until(lambda: world.rank.snapshots == 1)
+    world.feeds.restart(WORKER, 4)
+    world.rank.answering.set()
+    await until(lambda: world.rank.snapshots >= 2)
+    assert world.overlap == 0
+    await world.rank.switch(4, stored(LOCAL[:2]))
+    await until(lambda: world.in_step)
+    assert world.overlap == 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(["store", "switch", "news", "lose", "wait"]), min_size=4, max_size=14))
+def test_in_whatever_order_news_and_events_come_only_the_newest_known_epoch_counts(steps: list[str]) -> None:
+    async def walk() -> None:
+        world, started = World(), asyncio.Event()
+        task = asyncio.create_task(world.live(started))
+        await started.wait()
+        world.feeds.add((WORKER, 0), "e")
+        rank, known, stored_blocks = world.rank, 0, 0
+        for step in [*steps, "news"]:
+            match step:
+                case "store" | "lose":
+                    await rank.say(
+                        stored(LOCAL[stored_blocks : stored_blocks + 1], LOCAL[:stored_blocks]),
+                        lost=step == "lose",
+                    )
+                    stored_blocks += 1
+                case "switch" if known == rank.epoch:
+                    stored_blocks = 1
+                    await rank.switch(rank.epoch + 1, stored(LOCAL[:1]))
+                case "news" if known < rank.epoch:
+                    known = rank.epoch
+                    world.feeds.restart(WORKER, known)
+                case "wait":
+                    await until(lambda: world.in_step)
+            stored_blocks %= len(LOCAL)
+            if not stored_blocks:
+                break
+            if world.in_step:
+                assert world.overlap <= max(stored_blocks, 1) or known < rank.epoch
+        await rank.say(removed(LOCAL, []))
+        await until(lambda: world.in_step and world.overlap == min(stored_blocks, len(LOCAL)))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    if steps.count("store") + steps.count("lose") < len(LOCAL):
+        asyncio.run(walk())
 
 
 # Approximate index
