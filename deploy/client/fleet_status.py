@@ -41,6 +41,18 @@ class EngineNow:
         """Layout of the served epoch; None: the engine reports no experts."""
         return self.joined.layout if self.committed is None else self.committed
 
+    @property
+    def targets(self) -> int:
+        """Number of targets of requests."""
+        return len(self.joined.urls) // self.joined.shared_ranks(self.layout)
+
+    @property
+    def loads(self) -> dict[int, KvMetrics]:
+        """Return the last load of each target, by rank: of rank 0 alone where it speaks for all ranks."""
+        if self.joined.shared_ranks(self.layout) == 1:
+            return self.load
+        return {rank: load for rank, load in self.load.items() if rank == 0}
+
     def drained(self, rank: int) -> str | None:
         """Return the reason why a rank is drained; None: it is not."""
         return self.drains.get(None, self.drains.get(rank))
@@ -67,7 +79,7 @@ class EngineNow:
     def complete(self) -> bool:
         """Return whether a heartbeat and the load of every rank have arrived."""
         return self.heartbeat is not None and (
-            not self.joined.capabilities.load or len(self.load) == len(self.joined.urls)
+            not self.joined.capabilities.load or len(self.loads) == self.targets
         )
 
 
@@ -129,7 +141,7 @@ def as_record(engine: EngineNow) -> dict[str, Any]:
         {
             "rank": rank,
             "url": url,
-            "running": load.running if (load := engine.load.get(rank)) else None,
+            "running": load.running if (load := engine.loads.get(rank)) else None,
             "waiting": load.waiting if load else None,
             "prefill_tokens": load.active_prefill_tokens if load else None,
             "used_blocks": load.kv_used_blocks if load else None,
@@ -148,6 +160,8 @@ def as_record(engine: EngineNow) -> dict[str, Any]:
         "layout": engine.layout,
         "block_size": joined.block_size,
         "kv_blocks": joined.kv_blocks,
+        "targets": engine.targets,
+        "target_kv_blocks": joined.target_kv_blocks(engine.layout),
         "max_context": joined.max_context,
         "weights_digest": joined.weights_digest,
         "capabilities": joined.capabilities,

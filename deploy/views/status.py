@@ -199,18 +199,20 @@ def engine_lines(engine: EngineNow, *, each: bool) -> Iterator[Text]:
 
 def _ranks(engine: EngineNow) -> Iterator[str]:
     joined = engine.joined
-    for rank, url in enumerate(joined.urls):
-        load = engine.load.get(rank, KvMetrics(worker_id=joined.worker_id))
+    most, last = joined.target_kv_blocks(engine.layout), len(joined.urls) - 1
+    for rank, url in enumerate(joined.urls[: engine.targets]):
+        load = engine.loads.get(rank, KvMetrics(worker_id=joined.worker_id))
         promised = (_or_dash(load.running), _or_dash(load.waiting), _or_dash(load.active_prefill_tokens))
-        blocks = f"{_or_dash(load.kv_used_blocks)}/{joined.kv_blocks}" if joined.kv_blocks else "-"
+        blocks = f"{_or_dash(load.kv_used_blocks)}/{most}" if most else "-"
+        name = f"0-{last}" if engine.targets == 1 <= last else str(rank)
         yield (
-            f"{rank:6}  {_state(engine, rank):6} {promised[0]:>7} {promised[1]:>7} {promised[2]:>8}"
+            f"{name:>6}  {_state(engine, rank):6} {promised[0]:>7} {promised[1]:>7} {promised[2]:>8}"
             f" {blocks:>11}  {printable(url)}"
         )
 
 
 def _together(engine: EngineNow) -> str:
-    loads, ranks = engine.load.values(), len(engine.joined.urls)
+    loads, ranks = engine.loads.values(), len(engine.joined.urls)
     drained = [str(rank) for rank in range(ranks) if engine.drained(rank) is not None]
     parts = [
         f"{ranks} ranks",
@@ -218,10 +220,8 @@ def _together(engine: EngineNow) -> str:
         f"waiting {_sum(load.waiting for load in loads)}",
     ]
     parts += [f"prefill {_sum(load.active_prefill_tokens for load in loads)} tokens"]
-    if engine.joined.kv_blocks:
-        parts.append(
-            f"KV blocks {_sum(load.kv_used_blocks for load in loads)}/{ranks * engine.joined.kv_blocks}"
-        )
+    if most := engine.targets * engine.joined.target_kv_blocks(engine.layout):
+        parts.append(f"KV blocks {_sum(load.kv_used_blocks for load in loads)}/{most}")
     if drained:
         parts.append(f"draining: {', '.join(drained)}")
     return f"  {', '.join(parts)}"

@@ -4,7 +4,7 @@ import msgspec
 
 from fleet.event import Event
 from fleet.experts import ModelShape
-from fleet.layout import AttentionLayout, Layout
+from fleet.layout import AttentionLayout, Layout, head_groups
 from fleet.placement import PlacementRecord, as_stated
 from fleet.timing import EngineSpeed, RearrangeSpeed
 
@@ -69,7 +69,7 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     """
     block_size: int
     kv_blocks: int
-    """KV blocks per rank"""
+    """KV blocks per rank, under data-parallel attention (`target_kv_blocks`)"""
     kv_block_bytes: int = 0
     """bytes of one KV block over all layers; 0: not reported"""
     max_context: int
@@ -122,6 +122,19 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     def layout(self) -> Layout | None:
         """Layout of the epoch that it joined with; None: the engine reports no experts."""
         return Layout.of(self.attention, () if self.placement is None else self.placement.sharded)
+
+    def shared_ranks(self, layout: Layout | None) -> int:
+        """Return the number of ranks that compute every request of a target together, and whose limits add
+        up: all of an engine that states them by rank and has tensor-parallel attention; otherwise 1.
+        """
+        return 1 if layout is None or layout.targets_are_ranks else len(self.urls)
+
+    def target_kv_blocks(self, layout: Layout | None) -> int:
+        """Return the KV blocks of a target in a layout; 0: unknown."""
+        ranks = self.shared_ranks(layout)
+        if ranks == 1 or self.shape is None:
+            return self.kv_blocks
+        return self.kv_blocks * head_groups(self.shape.kv_heads, ranks)
 
     @property
     def expert_ranks(self) -> int:

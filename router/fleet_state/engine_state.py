@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array, FloatArray
 from fleet.facts.engines import EngineJoined
-from fleet.layout import EP, Layout, head_groups
+from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import gathered_bytes
@@ -124,19 +124,13 @@ class EngineState:
 
     @property
     def shared_ranks(self) -> int:
-        """Number of ranks that compute every request of a target together and whose limits add up: all of an
-        engine that states limits by rank and has tensor-parallel attention; otherwise 1.
-        """
-        one_target = self.layout is not None and not self.layout.targets_are_ranks
-        return len(self.joined.urls) if one_target else 1
+        """`EngineJoined.shared_ranks` of the served layout."""
+        return self.joined.shared_ranks(self.layout)
 
     @property
     def kv_blocks(self) -> int:
         """KV blocks of a target; 0: unknown."""
-        shape, ranks = self.joined.shape, self.shared_ranks
-        if shape is None or ranks == 1:
-            return self.joined.kv_blocks
-        return self.joined.kv_blocks * head_groups(shape.kv_heads, ranks)
+        return self.joined.target_kv_blocks(self.layout)
 
     @property
     def max_requests(self) -> int:

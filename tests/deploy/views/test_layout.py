@@ -14,6 +14,7 @@ from deploy.client.fleet_status import as_record, members
 from deploy.views.event_lines import event_line
 from deploy.views.status import engine_lines
 from fleet.experts import ModelShape
+from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineJoined
 from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.facts.placements import PlacementCommitted
@@ -243,6 +244,35 @@ def test_events_name_the_attention_that_changes() -> None:
     assert str(event_line(staged)).endswith(
         "; layers 0-3 are sharded then; attention is tensor-parallel then"
     )
+
+
+async def test_under_tensor_parallel_attention_status_shows_an_engine_as_one_target() -> None:
+    bus, subjects = MemoryBus(), Subjects()
+    shape = msgspec.structs.replace(SHAPE, heads=4, kv_heads=2)
+    every = with_rows(FIRST, dict.fromkeys(range(4)), epoch=6)
+    await bus.record(subjects.membership("engine-0"), msgspec.structs.replace(JOINED, shape=shape))
+    (one,) = await members(bus, subjects)
+    for rank, used in enumerate((9, 3)):
+        one.apply(KvMetrics(worker_id=7, dp_rank=rank, running=2, kv_used_blocks=used))
+    assert [line.plain.split()[5] for line in list(engine_lines(one, each=True))[2:]] == ["9/8", "3/8"]
+    one.apply(
+        PlacementCommitted(
+            engine="engine-0",
+            worker_id=7,
+            attention=TP_ATTENTION,
+            placement=with_attention(every, "tp", epoch=7).record(),
+        )
+    )
+    (row,) = [line.plain.split() for line in list(engine_lines(one, each=True))[2:]]
+    assert (row[0], row[2], row[5]) == ("0-1", "2", "9/16"), "rank 0 speaks for all"
+    assert (
+        "running 2, waiting 0, prefill 0 tokens, KV blocks 9/16"
+        in list(engine_lines(one, each=False))[1].plain
+    )
+    found = as_record(one)
+    assert (found["targets"], found["kv_blocks"], found["target_kv_blocks"]) == (1, 8, 16)
+    assert [rank["used_blocks"] for rank in found["ranks"]] == [9, None]
+    await bus.close()
 
 
 async def test_status_shows_the_forms_of_the_served_epoch() -> None:
