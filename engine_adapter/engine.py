@@ -62,6 +62,8 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     dispatch: str = SPLIT
     """Replica selection: a `fleet.dispatch.DispatchRule`."""
     speed: EngineSpeed | None = None
+    tp_speed: EngineSpeed | None = None
+    """`EngineJoined.tp_speed`."""
     tokenizer: bytes | None = None
     """Zip archive of tokenizer.json and tokenizer_config.json, or None."""
     weights_digest: str | None = None

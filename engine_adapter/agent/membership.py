@@ -117,6 +117,7 @@ class EngineMembership:
             tokenizer=self._tokenizer,
             weights_digest=about.weights_digest,
             speed=about.speed,
+            tp_speed=about.tp_speed,
             capabilities=about.capabilities,
         )
 

@@ -87,6 +87,7 @@ def _load(
         tp_refusal=setup.tp_refusal,
         dispatch=config.dispatch,
         speed=setup.speed,
+        tp_speed=setup.tp_speed,
         tokenizer=tokenizer.archive,
         weights_digest=setup.weights_digest,
         memory=setup.memory,

@@ -90,6 +90,9 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     an equal digest. None: not reported; such engines count as equal to each other
     """
     speed: EngineSpeed | None = None
+    """of a rank under data-parallel attention, or under the attention of an engine that cannot change it;
+    None: not stated
+    """
     unshardable: str = UNSHARDABLE
     """why no layer of the engine can become sharded; empty: layers can be turned over
     """
@@ -110,6 +113,10 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     anything
     """
     capabilities: Capabilities = Capabilities()
+    tp_speed: EngineSpeed | None = None
+    """of all ranks together under tensor-parallel attention. `expert_read` is of a rank's part of an expert,
+    and what ranks send one another is part of the steps. None: not measured, and `speed` stands in for it
+    """
 
     @property
     def served(self) -> PlacementRecord | None:
@@ -122,6 +129,11 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     def layout(self) -> Layout | None:
         """Layout of the epoch that it joined with; None: the engine reports no experts."""
         return Layout.of(self.attention, () if self.placement is None else self.placement.sharded)
+
+    def target_speed(self, layout: Layout | None) -> EngineSpeed | None:
+        """Return the speed of a target in a layout; None: not stated."""
+        tensor_parallel = layout is not None and layout.attention == "tp"
+        return self.tp_speed if tensor_parallel and self.tp_speed is not None else self.speed
 
     def shared_ranks(self, layout: Layout | None) -> int:
         """Return the number of ranks that compute every request of a target together, and whose limits add

@@ -4,7 +4,6 @@ from fleet.completions import ApiError
 from router.api.backend_record import BackendSpeed, BackendStatus, DrainRequest
 from router.fleet_state.engine_state import EngineState
 from router.fleet_state.reservations import PREFILL, SEQUENCES
-from router.fleet_state.target_table import REFERENCE
 from router.service import RouterService
 
 
@@ -77,9 +76,9 @@ def _status(
 def _speed(service: RouterService, state: EngineState, at: int | None) -> BackendSpeed:
     if at is None:  # it is unavailable: its measured speed applies again when it returns
         speed, factors, known = (
-            state.joined.speed or REFERENCE,
+            state.speed,
             (1.0, 1.0),
-            (state.joined.speed is not None,) * 2,
+            (state.stated_speed is not None,) * 2,
         )
     else:
         table = service.view.target_table(state.joined.model)
@@ -87,7 +86,7 @@ def _speed(service: RouterService, state: EngineState, at: int | None) -> Backen
         speed, factors = table.targets[at].speed, service.scheduler.speeds.of(table, at)
         known = (True, True) if measured is None else (bool(measured[0, at]), bool(measured[1, at]))
     return BackendSpeed(
-        source="stated" if state.joined.speed is not None else "measured" if any(known) else "not measured",
+        source="stated" if state.stated_speed is not None else "measured" if any(known) else "not measured",
         prompt_tokens_per_second=_per_second(speed.prefill_token * factors[0]) if known[0] else None,
         output_tokens_per_second=(
             _per_second((speed.step + speed.decode_sequence) * factors[1]) if known[1] else None

@@ -47,16 +47,15 @@ class FirstToken(NamedTuple):
 
 def first_token(decision: Decision, surcharge: Surcharge = NONE) -> FirstToken:
     """Return the expected time to first token of the chosen rank, under the load known at the decision."""
-    engine, rank = decision.target.engine, decision.target.rank
-    speed = decision.target.speed
+    speed, rank, limit = decision.target.speed, decision.target.rank, max(decision.target.max_batch_tokens, 1)
     uncached = int(decision.uncached[decision.chosen])
     load: list[int] = decision.load[:, decision.chosen].tolist()
     tokens = uncached + load[PREFILL]
     prefill = queue_seconds(speed.prefill_token, load[PREFILL]) + prefill_seconds(
         speed.prefill_token, speed.prefill_pair, uncached, decision.ask.prompt_tokens
     )
-    chunks = -(-tokens // max(engine.max_batch_tokens, 1))
-    reading = chunks * (surcharge.of_chunk(min(tokens, engine.max_batch_tokens)) - surcharge.reading)
+    chunks = -(-tokens // limit)
+    reading = chunks * (surcharge.of_chunk(min(tokens, limit)) - surcharge.reading)
     steps = (chunks + _UNTIL_A_STEP_ENDS) * _step(speed, load, surcharge, rank)
     return FirstToken(prefill, steps + reading + tokens * surcharge.of_token(rank))
 
@@ -85,12 +84,12 @@ class ExpectedStepTime:
     """
 
     def __init__(self, speed: EngineSpeed, ranks: int) -> None:
-        self._speed = speed
+        self.speed = speed
         self._steps = [0.0] * ranks
 
     def reported(self, rank: int, running: int, blocks: int, surcharge: Surcharge = NONE) -> float:
         """Record the sequences and KV blocks of a rank. Return the expected seconds of a step."""
-        speed = self._speed
+        speed = self.speed
         self._steps[rank] = decode_step_seconds(
             speed.step, speed.decode_sequence + surcharge.of_token(rank), speed.decode_block, running, blocks
         )

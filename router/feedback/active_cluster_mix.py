@@ -38,20 +38,25 @@ class ActiveClusterMix:
         self._surcharges: dict[int, Surcharge] = {}
         self._sent: dict[int, tuple[DispatchPrices | None, ClusterModel | None, float]] = {}
         """prices, clusters and cost of sharded layers that each engine's token surcharge was computed from"""
+        self._read_seconds: dict[int, float] = {}
+        """seconds per expert that each engine's reading surcharge was computed from"""
 
     def booked(self, decision: Decision) -> MixShare | None:
         """Add a request to its engine's mix until its share ends. None: its experts make no difference, or
         are unknown.
         """
-        engine, prediction = decision.target.engine, decision.prediction
-        if prediction is None or engine.speed is None or not engine.speed.expert_read:
+        target, prediction = decision.target, decision.prediction
+        if prediction is None or target.stated_speed is None or not target.stated_speed.expert_read:
             return None
-        return self._mixes.book(engine.worker_id, prediction.request.weights, prediction.request.clusters)
+        return self._mixes.book(
+            target.engine.worker_id, prediction.request.weights, prediction.request.clusters
+        )
 
     def forget_worker(self, worker_id: int) -> None:
         self._mixes.forget_worker(worker_id)
         self._surcharges.pop(worker_id, None)
         self._sent.pop(worker_id, None)
+        self._read_seconds.pop(worker_id, None)
 
     def surcharge(self, worker_id: int) -> Surcharge:
         """Return the present surcharge of experts on an engine's times."""
@@ -87,7 +92,7 @@ class ActiveClusterMix:
         whole and in sharded layers."""
         worker_id, speed, clusters = (
             state.joined.worker_id,
-            state.joined.speed,
+            state.stated_speed,
             self._view.clusters(state.joined.model),
         )
         prices = None if state.locality is None else state.locality.prices
@@ -114,13 +119,7 @@ class ActiveClusterMix:
     def _reading(self, state: EngineState) -> ReadingGroup | None:
         """Return the engine's reading group; None: its distinct experts have no price."""
         joined, clusters = state.joined, self._view.clusters(state.joined.model)
-        if (
-            joined.speed is None
-            or not joined.speed.expert_read
-            or not state.reads
-            or joined.shape is None
-            or clusters is None
-        ):
+        if not _read_seconds(state) or joined.shape is None or clusters is None:
             return None
         if clusters.profiles.shape[1:] != (joined.shape.layers, joined.shape.experts):
             return None
@@ -129,8 +128,10 @@ class ActiveClusterMix:
     def _changed(self, state: EngineState, reading: ReadingGroup, now: float) -> FloatArray | None:
         load = self._reservations.load(np.array(state.rows, np.intp), now)
         sequences = int(load[SEQUENCES].sum())
+        worker_id = state.joined.worker_id
+        same_price = self._read_seconds.get(worker_id) == _read_seconds(state)
         return self._mixes.changed(
-            state.joined.worker_id, sequences, reading.clusters, delivered=state.distinct is not None
+            worker_id, sequences, reading.clusters, delivered=same_price and state.distinct is not None
         )
 
     def _read(self, key: _Key, reading: ReadingGroup, mixes: list[FloatArray]) -> DistinctReads:
@@ -143,11 +144,17 @@ class ActiveClusterMix:
     def _update(
         self, state: EngineState, reading: ReadingGroup, reads: float, added: NDArray[np.float64]
     ) -> None:
-        worker_id, speed = state.joined.worker_id, state.joined.speed
-        if speed is not None and self._view.engine(worker_id) is state:
+        worker_id = state.joined.worker_id
+        if self._view.engine(worker_id) is state:
             self._view.set_distinct(worker_id, added)
-            shape, seconds = reading.clusters.profiles.shape, speed.expert_read * state.reads
+            shape, seconds = reading.clusters.profiles.shape, _read_seconds(state)
+            self._read_seconds[worker_id] = seconds
             everything, hit = seconds * shape[1] * shape[2], reading.top_k / shape[2]
             self._surcharges[worker_id] = self.surcharge(worker_id)._replace(
                 reading=seconds * reads, all_experts=everything, hit=hit
             )
+
+
+def _read_seconds(state: EngineState) -> float:
+    """Seconds that a distinct expert adds to a step of an engine; 0: not stated, or it costs nothing."""
+    return 0.0 if state.stated_speed is None else state.stated_speed.expert_read * state.reads

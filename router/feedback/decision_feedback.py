@@ -15,13 +15,13 @@ from fleet.facts.activity import RequestProfile, RequestsProfiled
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineJoined
 from fleet.signatures import PACKED, unpack
+from fleet.timing import EngineSpeed
 from router.context import RouterContext
 from router.evaluation.distinct_experts import MixShare
 from router.evaluation.expected_latency import ExpectedStepTime, first_token, step
 from router.evaluation.regret import Probe, Truth, WaitingProbes, regret_ms
 from router.feedback.active_cluster_mix import ActiveClusterMix
 from router.fleet_state.reservations import Booking
-from router.fleet_state.target_table import REFERENCE
 from router.scheduling.booking_observer import BookedRequest, BookingObserver
 from router.scheduling.decision import Decision
 from router.telemetry.metrics import RankNow
@@ -38,11 +38,11 @@ _A_FEW_TOKENS = 16.0
 """Tokens whose times count as one full observation of a step."""
 
 
-def _pool(engine: EngineJoined) -> str | None:
+def _pool(engine: EngineJoined, stated: EngineSpeed | None) -> str | None:
     """Return the base model of an engine without a stated speed: engines of one model are measured together.
     None: the engine states a speed.
     """
-    return None if engine.speed is not None else engine.model
+    return engine.model if stated is None else None
 
 
 class _Watched:
@@ -148,9 +148,10 @@ class DecisionFeedback(BookingObserver):
         if watched.last_at is not None and tokens > 0 and self._known(watched.decision):
             decision, seconds = watched.decision, (now - watched.last_at) / tokens
             expected = step(decision, self._mixing.surcharge(decision.target.key[0]))
-            weight, engine = min(tokens / _A_FEW_TOKENS, 1.0), decision.target.engine
+            weight, target = min(tokens / _A_FEW_TOKENS, 1.0), decision.target
+            pool = _pool(target.engine, target.stated_speed)
             self._scheduler.speeds.stepped(
-                decision.target.key, self._row(decision), expected, seconds, weight, pool=_pool(engine)
+                target.key, self._row(decision), expected, seconds, weight, pool=pool
             )
         watched.last_at = now
 
@@ -168,10 +169,8 @@ class DecisionFeedback(BookingObserver):
         if not 0 < seconds < math.inf:
             raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports steps of {seconds} s")
         step_times = self._step_times.get(load.worker_id)
-        if step_times is None:
-            step_times = self._step_times[load.worker_id] = ExpectedStepTime(
-                state.joined.speed or REFERENCE, len(state.rows)
-            )
+        if step_times is None or step_times.speed != state.speed:
+            step_times = self._step_times[load.worker_id] = ExpectedStepTime(state.speed, len(state.rows))
         predicted = step_times.reported(
             load.dp_rank,
             load.running or 0,
@@ -185,7 +184,7 @@ class DecisionFeedback(BookingObserver):
             state.rows[load.dp_rank],
             predicted,
             seconds,
-            pool=_pool(state.joined),
+            pool=_pool(state.joined, state.stated_speed),
         )
 
     def forget_worker(self, worker_id: int) -> None:
@@ -314,5 +313,5 @@ class DecisionFeedback(BookingObserver):
                         *target.key,
                         tuple(load),
                         *self._scheduler.speeds.of(target_table, at),
-                        stated=target.engine.speed is not None,
+                        stated=target.stated_speed is not None,
                     )

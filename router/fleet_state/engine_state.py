@@ -16,7 +16,7 @@ from fleet.facts.engines import EngineJoined
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
-from fleet.timing import gathered_bytes
+from fleet.timing import EngineSpeed, gathered_bytes
 from router.fleet_state.cluster_homes import ClusterHomes, EngineHomes
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchPrices, DispatchRules
 from router.fleet_state.target_table import (
@@ -133,6 +133,16 @@ class EngineState:
         return self.joined.target_kv_blocks(self.layout)
 
     @property
+    def stated_speed(self) -> EngineSpeed | None:
+        """`EngineJoined.target_speed` of the served layout."""
+        return self.joined.target_speed(self.layout)
+
+    @property
+    def speed(self) -> EngineSpeed:
+        """The stated speed, or the reference."""
+        return self.stated_speed or REFERENCE
+
+    @property
     def max_requests(self) -> int:
         """Concurrent requests that a target declares; MAX_REQUESTS: none."""
         declared = self.joined.max_requests
@@ -146,9 +156,13 @@ class EngineState:
     @property
     def reads(self) -> float:
         """Share of a step's distinct experts that each rank reads: in whole layers because the ranks read
-        theirs in parallel, in sharded ones because each reads its part of every expert. 0 without experts.
+        theirs in parallel, in sharded ones because each reads its part of every expert. 1 if the price is
+        that of a part. 0 without experts.
         """
-        return 0.0 if self.joined.shape is None else 1.0 / self.joined.expert_ranks
+        if self.joined.shape is None:
+            return 0.0
+        of_parts = self.stated_speed is not None and self.stated_speed is self.joined.tp_speed
+        return 1.0 if of_parts else 1.0 / self.joined.expert_ranks
 
     @property
     def gather_token(self) -> float:
@@ -156,8 +170,7 @@ class EngineState:
         shape, sharded = self.joined.shape, (self.layout or EP).sharded
         if shape is None or not sharded:
             return 0.0
-        speed = self.joined.speed or REFERENCE
-        return speed.gather_byte * gathered_bytes(shape, self.joined.expert_ranks, len(sharded))
+        return self.speed.gather_byte * gathered_bytes(shape, self.joined.expert_ranks, len(sharded))
 
     @property
     def homes_now(self) -> ClusterHomes | None:
@@ -285,7 +298,7 @@ def _columns(
     excluded: tuple[Excluded, ...],
 ) -> TargetTable:
     ranks = [(state, rank) for state in engines for rank in range(state.ranks)]
-    speeds = [state.joined.speed or REFERENCE for state, _ in ranks]
+    speeds = [state.speed for state, _ in ranks]
     members = np.array([state.ranks for state in engines], np.intp)
     engine, first = np.repeat(np.arange(len(engines)), members), np.cumsum(members) - members
     targets = tuple(_target(state, rank) for state, rank in ranks)
@@ -306,7 +319,7 @@ def _columns(
         max_context=np.array(contexts, np.int64),
         ranks=np.array(shared, np.int64),
         max_requests=np.array(requests, np.int64),
-        stated=np.array([state.joined.speed is not None for state, _ in ranks], np.bool_),
+        stated=np.array([state.stated_speed is not None for state, _ in ranks], np.bool_),
         prefill_token_s=column(speed.prefill_token for speed in speeds),
         prefill_pair_s=column(speed.prefill_pair for speed in speeds),
         step_s=column(speed.step for speed in speeds),
@@ -356,8 +369,17 @@ def column(values: Iterable[float]) -> FloatArray:
 def _target(state: EngineState, rank: int) -> Target:
     key: RankKey = (state.joined.worker_id, rank)
     epoch = None if state.placement is None else state.placement.epoch
-    url = state.joined.urls[rank].rstrip("/").removesuffix("/v1")
-    return Target(state.joined, rank, url, key, f"{state.joined.engine}/{rank}", epoch, note(state))
+    return Target(
+        engine=state.joined,
+        rank=rank,
+        url=state.joined.urls[rank].rstrip("/").removesuffix("/v1"),
+        key=key,
+        name=f"{state.joined.engine}/{rank}",
+        epoch=epoch,
+        note=note(state),
+        stated_speed=state.stated_speed,
+        max_batch_tokens=state.joined.max_batch_tokens * state.shared_ranks,
+    )
 
 
 def note(state: EngineState) -> str | None:

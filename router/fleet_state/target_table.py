@@ -50,11 +50,15 @@ class Target(NamedTuple):
     """served placement epoch; None: no placement is known"""
     note: str | None
     """explanation of the expert term"""
+    stated_speed: EngineSpeed | None
+    """in the served layout; None: the engine states none"""
+    max_batch_tokens: int
+    """tokens of a step at most"""
 
     @property
     def speed(self) -> EngineSpeed:
         """The stated speed, or the reference."""
-        return self.engine.speed or REFERENCE
+        return self.stated_speed or REFERENCE
 
     @property
     def rank_header(self) -> list[tuple[bytes, bytes]]:

@@ -62,7 +62,7 @@ class TargetSpeeds:
         """Record a first token, as `SpeedCorrection.prefilled` and `SpeedEstimation.first_token`. row: of the
         load tables.
         """
-        if target.engine.speed is not None:
+        if target.stated_speed is not None:
             self._stated.prefilled(target.key, row, predicted_s, beside_s, observed_s)
         else:
             self._learnt.first_token(target.engine.model, target.key, predicted_s, beside_s, observed_s)

@@ -37,6 +37,7 @@ from fleet.requests.demand import DescribeClusters
 from fleet.requests.engines import DescribeEngine, DescribeMemory, KvSnapshot, KvSnapshotRequested
 from fleet.requests.handovers import DescribeHandover, HandoverDescribed
 from fleet.signatures import ClusterModel
+from fleet.timing import EngineSpeed
 from tests.engine_adapter.rank_fixture import Group, StandingExperts
 from tests.voting_workers import Links, Voters
 
@@ -319,6 +320,16 @@ async def test_rank_0_reports_the_blocks_of_an_engine_that_can_have_tensor_paral
         )
     assert isinstance(answer, KvSnapshot)
     assert len(answer.events) == most
+
+
+async def test_a_join_states_the_speeds_of_both_attentions(broker: MemoryBroker) -> None:
+    engine, speeds = PuppetEngine(), (EngineSpeed(step=1e-3), EngineSpeed(step=2e-3))
+    engine.description = msgspec.structs.replace(engine.description, speed=speeds[0], tp_speed=speeds[1])
+    async with running(broker, engine):
+        bus = MemoryBus(broker)
+        joined = await bus.request(SUBJECTS.describe_engine("a", WORKER), DescribeEngine(worker_id=WORKER))
+    assert isinstance(joined, EngineJoined)
+    assert (joined.speed, joined.tp_speed) == speeds
 
 
 async def test_a_snapshot_holds_what_the_last_published_message_left(broker: MemoryBroker) -> None:

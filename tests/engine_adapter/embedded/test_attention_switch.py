@@ -87,6 +87,13 @@ async def test_streams_go_on_through_every_change_with_the_tokens_of_transformer
             judge(model.oracle, prompt, answer.token_ids)
 
 
+async def test_an_engine_states_the_speed_of_its_tensor_parallel_steps(pair: SwitchingRanks) -> None:
+    for rank in pair.ranks:
+        speed = rank.engine.description.tp_speed
+        assert speed is not None
+        assert speed.step > 0
+
+
 async def test_a_request_is_served_whichever_rank_accepts_it(model: Model, pair: SwitchingRanks) -> None:
     await pair.change_to("tp")
     for rank in pair.ranks:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from fleet.layout import EP, Layout, tp
-from fleet.placement import Placement, with_rows
+from fleet.placement import Placement, with_attention, with_rows
 from fleet.timing import EngineSpeed
 from router.evaluation.distinct_experts import ClusterMixes, MixShare, ReadingGroup, read
 from router.feedback.active_cluster_mix import ActiveClusterMix
@@ -122,11 +122,14 @@ class Running:
     """Two engines. The first runs eight requests of the first cluster."""
 
     def __init__(
-        self, threads: ThreadPoolExecutor, layout: Layout = EP, speed: EngineSpeed | None = READS
+        self,
+        threads: ThreadPoolExecutor,
+        layout: Layout = EP,
+        speed: EngineSpeed | None = READS,
+        tp_speed: EngineSpeed | None = None,
     ) -> None:
-        self.view, self.reservations = view_of(
-            {"layout": layout, "speed": speed}, {"layout": layout, "speed": speed}, clusters=halves(skew=30.0)
-        )
+        engines = [{"layout": layout, "speed": speed, "tp_speed": tp_speed} for _ in range(2)]
+        self.view, self.reservations = view_of(*engines, clusters=halves(skew=30.0))
         self.mixing = ActiveClusterMix(self.view, self.reservations, threads)
         target_table = self.view.target_table("demo")
         for _ in range(8):
@@ -209,6 +212,24 @@ async def test_an_engine_whose_layers_become_sharded_reads_as_much_and_pays_for_
     sent = np.array(before.token) / 2 * (2 - len(sharded))  # both layers are alike
     assert after.token == pytest.approx(sent + collectives)
     assert running.mixing.surcharge(2).token == before.token
+
+
+async def test_reading_has_the_price_of_the_layout_from_the_next_refresh_on(
+    threads: ThreadPoolExecutor,
+) -> None:
+    parts = EngineSpeed(expert_read=7e-5, gather_byte=0.0)
+    running = Running(threads, tp_speed=parts)
+    await running.mixing.refresh(0.0)
+    before, state = running.mixing.surcharge(1), running.view.engine(1)
+    assert state is not None
+    assert state.placement is not None
+    every = with_rows(state.placement, {0: None, 1: None}, epoch=state.placement.epoch + 1)
+    assert running.view.place(1, with_attention(every, "tp", epoch=every.epoch), tp(2))
+    await running.mixing.refresh(1.0)
+    after = running.mixing.surcharge(1)
+    # Two ranks share the experts of a step, or have a part of every expert each.
+    assert after.reading == pytest.approx(before.reading / (READS.expert_read / 2) * parts.expert_read)
+    assert not any(after.token)
 
 
 async def test_an_engine_that_switches_to_tensor_parallelism_sends_nothing_of_its_own_any_more(

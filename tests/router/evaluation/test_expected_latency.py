@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from fleet.layout import AttentionKind, Layout, experts_tp, tp
+from fleet.placement import linear, with_attention, with_rows
 from fleet.timing import EngineSpeed, step_seconds
 from router.evaluation.expected_latency import NONE, ExpectedStepTime, Surcharge, first_token, step
 from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES
@@ -58,3 +60,17 @@ def test_the_ranks_of_an_engine_step_as_long_as_the_slowest() -> None:
     )
     assert found == pytest.approx(0.5 + float(alone.max()))
     assert pace.reported(1, 0, 0) == pytest.approx(float(alone[0]))
+
+
+def test_the_chunks_of_an_engine_that_is_one_target_are_those_of_its_ranks_together() -> None:
+    sharded = with_rows(linear(layers=2, experts=4, ranks=2), {0: None, 1: None}, epoch=1)
+    about = {"ranks": 2, "speed": SPEED, "max_batch_tokens": 64}
+    layouts: list[tuple[AttentionKind, Layout]] = [("dp", experts_tp(2)), ("tp", tp(2))]
+    steps = []
+    for attention, layout in layouts:
+        view, _ = view_of(dict(about))
+        view.place(1, with_attention(sharded, attention, epoch=1), layout)
+        table = view.target_table("demo")
+        decision = decided(table, load=np.zeros((AMOUNTS, len(table.targets)), np.int64), prompt=128)
+        steps.append(first_token(decision).beside / step(decision))
+    assert steps == pytest.approx([2.5, 1.5])

@@ -12,6 +12,7 @@ from fleet.dispatch import ROW_HASH
 from fleet.facts.engines import Capabilities
 from fleet.layout import EP, TP_EP, Layout, experts_tp, tp
 from fleet.placement import Placement, linear, with_attention, with_rows
+from fleet.timing import EngineSpeed
 from router.fleet_state.dispatch_cost import (
     DispatchCost,
     DispatchInputs,
@@ -505,6 +506,30 @@ def test_an_engine_that_is_one_target_has_the_capacity_of_its_ranks_together() -
     assert SaturationLimits(5, 1.0).max_requests(one).tolist() == [20]
     view.place(1, with_attention(every, "dp", epoch=2), experts_tp(2))
     assert (view.target_table("demo").kv_blocks == dp.kv_blocks).all()
+
+
+@pytest.mark.parametrize("tp_speed", [None, EngineSpeed(step=5e-3, expert_read=2e-6, dispatch=0.0)])
+def test_an_engine_has_the_speed_of_its_attention(tp_speed: EngineSpeed | None) -> None:
+    speed = EngineSpeed(step=1e-3, expert_read=1e-6, gather_byte=1e-9)
+    view, _ = view_of({"ranks": 4, "speed": speed, "tp_speed": tp_speed})
+    assert view.target_table("demo").step_s.tolist() == [1e-3] * 4
+    assert view.target_table("demo").expert_read_s == pytest.approx([1e-6 / 4] * 4)
+    every = with_rows(linear(layers=2, experts=4, ranks=4), {0: None, 1: None}, epoch=1)
+    view.place(1, with_attention(every, "tp", epoch=1), tp(2))
+    table = view.target_table("demo")
+    assert table.targets[0].speed == (tp_speed or speed)
+    assert table.stated.all()
+    assert table.expert_read_s == pytest.approx([1e-6 / 4 if tp_speed is None else 2e-6])
+    view.place(1, with_attention(every, "dp", epoch=2), experts_tp(2))
+    assert view.target_table("demo").step_s.tolist() == [1e-3] * 4
+
+
+def test_an_engine_of_unknown_speed_stays_unknown_under_the_attention_that_was_not_measured() -> None:
+    view, _ = view_of({"speed": None, "tp_speed": EngineSpeed(step=5e-3)})
+    assert not view.target_table("demo").stated.any()
+    every = with_rows(linear(layers=2, experts=4, ranks=2), {0: None, 1: None}, epoch=1)
+    view.place(1, with_attention(every, "tp", epoch=1), tp(2))
+    assert view.target_table("demo").stated.all()
 
 
 def test_an_engine_that_states_itself_as_one_target_states_its_own_capacity() -> None:
