@@ -70,7 +70,8 @@ def _load(
 ) -> _Loaded:
     tokenizer = CheckpointTokenizer(Path(config.folder))
     setup = build(config, rank, run_directory)
-    facts = FactLog(setup.shape.layers, setup.shape.experts, FACT_BLOCKS_PER_PAGE * config.kv_blocks)
+    pages = config.kv_blocks if setup.attention is None else setup.attention.pages("tp")
+    facts = FactLog(setup.shape.layers, setup.shape.experts, FACT_BLOCKS_PER_PAGE * pages)
     room = min(setup.max_context, config.kv_blocks * BLOCK_SIZE)
     description = EngineDescription(
         model=config.served_model,
