@@ -13,40 +13,49 @@ once. Time beside the bytes is time in which no rank copies or compares.
 (twice), all are sharded, and layers turn over to and fro alternate in one run. A tenth of the measured speed,
 with verification, is the limit of the reads, and the threads that copy have the lowest priority (`niceness`).
 
+**KV** (`--only kv`). An engine with all layers sharded changes its attention to and fro under load
+(`rig.turns.kv_switches`), with 10, 50 and 90 % of its KV pages in use. A *pause* of a stream is its longest
+gap over a switch minus its median gap.
+
     python -m benchmarks.switch --quick
 """
 
 import asyncio
 import contextlib
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import typer
 
-from benchmarks.rig.engine_ranks import Carried, Diaries, Ranks, Requester, Window, ranks_of, requester
-from benchmarks.rig.flip_rank import Job
-from benchmarks.rig.processes import ROOST, ROOT, nats, process
+from benchmarks.rig.engine_ranks import Carried, Diaries, Window
+from benchmarks.rig.processes import ROOT
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median
 from benchmarks.rig.turns.copying_rank import CopyingJob, Done, Order
 from benchmarks.rig.turns.figures import Excess, Gaps, Handed, excess, handed, least_steps
-from benchmarks.rig.turns.random_model import write_model
+from benchmarks.rig.turns.kv_switches import (
+    ARMS,
+    FILLINGS,
+    FULL_COURSE,
+    HEADS,
+    QUICK_COURSE,
+    judge_kv,
+    kv_switches,
+)
+from benchmarks.rig.turns.random_model import FEW_HEADS, Heads, write_model
+from benchmarks.rig.turns.turning_engine import RANKS, turning_engine
 from fleet.experts import ModelShape
 from fleet.requests.handovers import MemoryAddress
-from fleet.requests.plans import SetLayout
 
-RANKS, SEQUENCES = 2, 2
+SEQUENCES = 2
 MIB = 1 << 20
 PIECE = MIB
-ENGINE = "turning"
 FULL = ModelShape(layers=4, experts=32, top_k=4, hidden=1024, expert_intermediate=512)
 SMALL = ModelShape(layers=2, experts=16, top_k=4, hidden=1024, expert_intermediate=512)
 LARGE = ModelShape(layers=2, experts=32, top_k=4, hidden=2048, expert_intermediate=1024)
@@ -61,7 +70,6 @@ NICENESS = 19
 P99 = 1.05
 PATIENCE = 120.0
 SETTLE_SECONDS = 0.5
-WARM_SECONDS = 2.0
 _DIRECTIONS = {True: "to sharded", False: "to whole"}
 Times = dict[bool, dict[str, list[float]]]
 """seconds of the slower rank, by direction (True: to sharded) and way, one per round"""
@@ -196,50 +204,7 @@ def judge_copies(report: Report, shape: ModelShape, shared: Times, nixl: Times) 
     )
 
 
-# Engines
-
-
-class Rig(NamedTuple):
-    """An engine of real ranks, and a planner."""
-
-    ranks: Ranks
-    asking: Requester
-
-
-@asynccontextmanager
-async def engine(
-    shape: ModelShape, checkpoint: Path, spare_layers: int, sequences: int, transfer: dict[str, Any]
-) -> AsyncIterator[Rig]:
-    """Run the engine under closed load (sequences: answers at a time per rank) until the context ends."""
-    async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(nats())
-        settings = checkpoint.parent / "roost.toml"
-        settings.write_text("[planner]\nautomatic = false\n")
-        await stack.enter_async_context(
-            process([*ROOST, "planner", "--nats", url, "--config", str(settings)], None)
-        )
-        slots = -(-shape.experts // RANKS)
-        job = Job(
-            nats=url,
-            engine=ENGINE,
-            worker_id=secrets.randbits(63),
-            ranks=RANKS,
-            slots=slots,
-            ballast_bytes=0,
-            sequences=sequences,
-            transfer={"audit_seconds": 0, **transfer},
-            checkpoint=str(checkpoint),
-            spare_layers=spare_layers,
-        )
-        ranks = await stack.enter_async_context(ranks_of(job))
-        await asyncio.sleep(WARM_SECONDS)
-        yield Rig(ranks, await stack.enter_async_context(requester(url, ENGINE)))
-
-
-async def switch(asking: Requester, shape: ModelShape, *, to_sharded: bool) -> Carried:
-    """Turn all layers over, without waiting for the planner's budget."""
-    sharded = tuple(range(shape.layers)) if to_sharded else ()
-    return await asking.carry_out(SetLayout(engine=ENGINE, sharded=sharded, now=True))
+# Handovers
 
 
 async def idle_switches(
@@ -247,10 +212,10 @@ async def idle_switches(
 ) -> dict[bool, list[Handed]]:
     """Switch an idle engine to and fro; return each switch by direction. The first pair is not counted."""
     carried: list[tuple[bool, Carried]] = []
-    async with engine(shape, checkpoint, spare_layers, 0, {"piece_bytes": PIECE}) as rig:
+    async with turning_engine(shape, checkpoint, {"piece_bytes": PIECE}, spare_layers) as rig:
         for _ in range(rounds + 1):
             for to_sharded in _DIRECTIONS:
-                carried.append((to_sharded, await switch(rig.asking, shape, to_sharded=to_sharded)))
+                carried.append((to_sharded, await rig.switch(shape.layers, sharded=to_sharded)))
                 await asyncio.sleep(SETTLE_SECONDS)
         diaries = await rig.ranks.diaries()
     return {
@@ -310,22 +275,21 @@ async def stream(
     kinds = ("whole", "whole again", "turning", "sharded")
     windows: dict[str, list[Window]] = {kind: [] for kind in kinds}
     carried: list[Carried] = []
-    async with engine(
-        shape, checkpoint, 1, SEQUENCES, {"bytes_per_second": bytes_per_second, "niceness": NICENESS}
-    ) as rig:
-        await switch(rig.asking, shape, to_sharded=True)
-        await switch(rig.asking, shape, to_sharded=False)
+    transfer = {"bytes_per_second": bytes_per_second, "niceness": NICENESS}
+    async with turning_engine(shape, checkpoint, transfer, sequences=SEQUENCES) as rig:
+        await rig.switch(shape.layers, sharded=True)
+        await rig.switch(shape.layers, sharded=False)
         for number in range(rounds):
             for kind in kinds if number % 2 == 0 else reversed(kinds):
                 sharded = bool(rig.asking.placement.sharded)
                 if kind != "turning" and sharded != (kind == "sharded"):
-                    await switch(rig.asking, shape, to_sharded=not sharded)
+                    await rig.switch(shape.layers, sharded=not sharded)
                 await asyncio.sleep(SETTLE_SECONDS)
                 began = time.monotonic()
                 if kind == "turning":
                     while time.monotonic() < began + seconds:
                         sharded = bool(rig.asking.placement.sharded)
-                        carried.append(await switch(rig.asking, shape, to_sharded=not sharded))
+                        carried.append(await rig.switch(shape.layers, sharded=not sharded))
                 else:
                     await asyncio.sleep(seconds)
                 windows[kind].append(Window(began, time.monotonic()))
@@ -393,8 +357,9 @@ def main(
     quick: bool = Quick,
     as_json: bool = AsJson,
     check: bool = Check,
-    only: str = typer.Option("", help="copies, handovers or streaming; empty: all"),
+    only: str = typer.Option("", help="copies, handovers, streaming or kv; empty: all"),
     rounds: int = typer.Option(None, help="rounds of the copies"),
+    stretches: int = typer.Option(None, help="stretches of five switches of attention, per filling"),
     seconds: float = typer.Option(None, help="seconds in which layers turn under load"),
     rate: int = typer.Option(
         None, help="transfer.bytes_per_second under load; default: for a tenth of the measured speed"
@@ -427,17 +392,26 @@ def main(
             limit = rate or paced(shape, full)
             run = asyncio.run(stream(shape, checkpoint, windows, length, limit))
         judge_streaming(report, run, full, limit)
+    if only in ("", "kv"):
+        shape, course = (SMALL, QUICK_COURSE) if quick else (LARGE, FULL_COURSE)
+        if stretches:
+            course = course._replace(stretches=stretches)
+        with random_model(shape, HEADS) as checkpoint:
+            for filling in FILLINGS[-1:] if quick else FILLINGS:
+                for arm, settings in ARMS.items():
+                    found = asyncio.run(kv_switches(shape, checkpoint, filling, settings, course))
+                    judge_kv(report, shape, arm, found)
     report.notes.append(f"load average {os.getloadavg()[0]:.1f}")
     report.finish(as_json=as_json, check=check)
 
 
 @contextlib.contextmanager
-def random_model(shape: ModelShape) -> Iterator[Path]:
+def random_model(shape: ModelShape, heads: Heads = FEW_HEADS) -> Iterator[Path]:
     """Write a checkpoint; it is deleted with the context."""
     with tempfile.TemporaryDirectory(prefix="switch-model-") as folder:
         checkpoint = Path(folder) / "model"
         checkpoint.mkdir()
-        yield write_model(checkpoint, shape)
+        yield write_model(checkpoint, shape, heads)
 
 
 def paced(shape: ModelShape, full: float) -> int:

@@ -28,6 +28,9 @@ from fleet.requests.plans import MigrationAccepted
 
 START_SECONDS = 120.0
 PLAN_SECONDS = 120.0
+ORDER_SECONDS = 120.0
+DONE = b"done\n"
+"""Answer of a rank to an order."""
 _TRIES, _PAUSE_SECONDS = 500, 0.002
 Seconds = NDArray[np.float64]
 Diaries = list[dict[str, NDArray[Any]]]
@@ -52,6 +55,18 @@ class Ranks:
         self._folder = folder
         self._children = children
 
+    async def obey(self, order: bytes) -> None:
+        """Give all ranks an order, one line, and wait until each has carried it out. RuntimeError when a rank
+        ends instead."""
+        for child in self._children:
+            assert child.stdin is not None
+            child.stdin.write(order + b"\n")
+        for rank, child in enumerate(self._children):
+            assert child.stdout is not None
+            answer = await asyncio.wait_for(child.stdout.readline(), ORDER_SECONDS)
+            if answer != DONE:
+                raise RuntimeError(f"rank {rank} answers an order with {answer!r}; see its standard error")
+
     async def diaries(self) -> Diaries:
         """Stop the ranks and read their diaries."""
         for child in self._children:
@@ -63,14 +78,14 @@ class Ranks:
 
 
 @asynccontextmanager
-async def ranks_of(job: Job) -> AsyncIterator[Ranks]:
-    """Run the ranks of a job until the context ends; they serve when it begins."""
+async def ranks_of(job: Job, program: str = "benchmarks.rig.flip_rank") -> AsyncIterator[Ranks]:
+    """Run the ranks of a job until the context ends; they serve when it begins. program: module of a rank."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-")))
         (folder / "job.json").write_bytes(msgspec.json.encode(job))
         children = []
         for rank in range(job.ranks):
-            command = [sys.executable, "-m", "benchmarks.rig.flip_rank", str(folder / "job.json"), str(rank)]
+            command = [sys.executable, "-m", program, str(folder / "job.json"), str(rank)]
             child = await asyncio.create_subprocess_exec(
                 *command, cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
             )

@@ -10,13 +10,15 @@ it serves and has joined. When standard input ends it stops, and writes RANK.npz
 
 import asyncio
 import gc
+import itertools
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,6 +34,7 @@ from engine_adapter.agent.engine_agent import Agent
 from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
+from engine_adapter.embedded.attention_switch import LastRound
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.model_runner import Forward, PreparedEpoch, SequenceWork
 from engine_adapter.embedded.setup import MovableExperts, RankSetup, build_setup
@@ -42,6 +45,7 @@ from fleet.placement import Placement
 
 PROMPT = 8
 NEW = 240
+AnyEngine = TypeVar("AnyEngine", bound=EmbeddedEngine)
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -58,6 +62,8 @@ class Job(msgspec.Struct, frozen=True):
     checkpoint: str = ""
     """folder; empty: the demo model"""
     spare_layers: int = 1
+    settings: dict[str, Any] = {}
+    """further settings of `EmbeddedConfig`"""
 
 
 @dataclass(slots=True)
@@ -66,6 +72,8 @@ class Diary:
 
     token: list[float] = field(default_factory=list)
     """time of a token"""
+    answer: list[int] = field(default_factory=list)
+    """number of its answer on this rank"""
     gap: list[float] = field(default_factory=list)
     """time since the previous token of the same answer"""
     step: list[float] = field(default_factory=list)
@@ -78,6 +86,8 @@ class Diary:
     """time at which the step thread flipped to an epoch"""
     flip_seconds: list[float] = field(default_factory=list)
     """duration of the flip"""
+    rounds: list[LastRound] = field(default_factory=list)
+    """switches of attention"""
     stage_name: list[str] = field(default_factory=list)
     """pull, verify or prepare, in the order of their ends"""
     stage_begin: list[float] = field(default_factory=list)
@@ -85,9 +95,19 @@ class Diary:
 
     def save(self, path: Path) -> None:
         with zipfile.ZipFile(path, "w") as archive:
-            for name in self.__slots__:
-                with archive.open(f"{name}.npy", "w") as entry:
-                    np.save(entry, np.asarray(getattr(self, name)))
+            for one in fields(self):
+                with archive.open(f"{one.name}.npy", "w") as entry:
+                    np.save(entry, np.asarray(getattr(self, one.name)))
+
+    def note_token(self, answer: int, last: float) -> float:
+        """Note a token that comes now, and return its time. last: that of the one before; 0: it is the
+        first."""
+        now = time.monotonic()
+        if last:
+            self.token.append(now)
+            self.answer.append(answer)
+            self.gap.append(now - last)
+        return now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +149,9 @@ class WatchedSteps:
         self.experts.adopt(prepared)
         self.diary.flip.append(began)
         self.diary.flip_seconds.append(time.monotonic() - began)
+        found = None if self.machine.attention is None else self.machine.attention.last_round
+        if found is not None and self.diary.rounds[-1:] != [found]:
+            self.diary.rounds.append(found)
 
     def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         found = self.machine.runner.forward(work, tokens_by_rank)
@@ -141,7 +164,7 @@ class WatchedSteps:
 async def stream(engine: EmbeddedEngine, diary: Diary, seed: int) -> None:
     """Stream one answer after another, forever."""
     dice = np.random.default_rng(seed)
-    while True:
+    for number in itertools.count(seed << 32):
         last = 0.0
         request = GenerationRequest(
             prompt=dice.integers(32, 127, PROMPT).tolist(),
@@ -149,15 +172,15 @@ async def stream(engine: EmbeddedEngine, diary: Diary, seed: int) -> None:
             ignore_eos=True,
         )
         async for _ in await engine.submit(request):
-            now = time.monotonic()
-            if last:
-                diary.token.append(now)
-                diary.gap.append(now - last)
-            last = now
+            last = diary.note_token(number, last)
 
 
-async def serve(job: Job, folder: Path, rank: int) -> None:
-    subjects, diary = Subjects(), Diary()
+@asynccontextmanager
+async def serving(
+    job: Job, folder: Path, rank: int, diary: Diary, kind: type[AnyEngine]
+) -> AsyncIterator[AnyEngine]:
+    """Run a rank until the context ends. It has joined when the context begins."""
+    subjects = Subjects()
 
     def build(config: EmbeddedConfig, number: int, run_directory: Path | None) -> RankSetup:
         machine = build_setup(config, number, run_directory)
@@ -165,13 +188,14 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
         watched = WatchedSteps(machine, machine.experts, diary)
         return replace(machine, runner=watched, experts=watched)
 
+    settings: dict[str, Any] = {"kv_blocks": 512, **job.settings}
     config = EmbeddedConfig(
         checkpoint=job.checkpoint or checkpoint_path(),
         ranks=job.ranks,
         slots_per_rank=job.slots,
         ballast_bytes=job.ballast_bytes,
         spare_layers=job.spare_layers,
-        kv_blocks=512,
+        **settings,
     )
     who = AgentIdentity(
         engine=job.engine,
@@ -183,7 +207,7 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
     async with AsyncExitStack() as stack:
         bus = await NatsBus.connect(job.nats, subjects, BusConfig(), name=f"{job.engine}/{rank}")
         stack.push_async_callback(bus.close)
-        engine = EmbeddedEngine(config, rank, folder, build=build)
+        engine = kind(config, rank, folder, build=build)
         await engine.start()
         assert engine.experts is not None
         transfers = await open_transfers(
@@ -204,6 +228,14 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
         await until_ready(agent.joined, running, speaking)
         gc.collect()
         gc.freeze()
+        yield engine
+
+
+async def serve(job: Job, folder: Path, rank: int) -> None:
+    """Run a rank under closed load until standard input ends, and write its diary."""
+    diary = Diary()
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(serving(job, folder, rank, diary, EmbeddedEngine))
         for number in range(job.sequences):
             await stack.enter_async_context(
                 alongside(stream(engine, diary, 1000 * rank + number), f"stream {number} of rank {rank}")

@@ -9,7 +9,7 @@ the next layout before all have read.
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -47,6 +47,23 @@ class PagedRunner(Protocol):
         ...
 
 
+class LastRound(NamedTuple):
+    """Figures of the step in which a rank switched."""
+
+    began: float
+    """Monotonic clock, in seconds."""
+    seconds: float
+    """Duration, in which nothing was computed."""
+    reading_seconds: float
+    """Part of it in which units were read."""
+    bytes: int
+    """Read from other ranks."""
+    pages: int
+    """In use after it: on the rank, to tensor-parallel attention of the engine."""
+    evicted: int
+    """Blocks that are no longer registered, of all ranks."""
+
+
 class AttentionSwitch:
     """Switch of one rank. `check` is thread-safe; everything else is for the step thread."""
 
@@ -68,8 +85,13 @@ class AttentionSwitch:
         if attention == "tp":  # All ranks begin with all units in order.
             self._units = np.repeat(self._units, config.ranks, axis=1)
         self._held: tuple[int, ...] = ()
-        self.seconds = 0.0
+        self.last_round: LastRound | None = None
+        """None: there was no switch."""
+
+    @property
+    def seconds(self) -> float:
         """Duration of the last switch, which no step could use. 0: there was none."""
+        return 0.0 if self.last_round is None else self.last_round.seconds
 
     def pages(self, attention: AttentionKind) -> int:
         """KV pages that the scheduler of a rank has in a layout."""
@@ -104,12 +126,21 @@ class AttentionSwitch:
         sizes = [size for (size,) in self._sync.gather([len(packed)])]
         states = [_STATES.decode(one) for one in self._sync.share(packed, sizes) if one]
         switched = self._switched(to, states)
+        began_reading = time.monotonic()
         copied = self._peers.read(switched.reads[self._rank])
+        reading_seconds = time.monotonic() - began_reading
         self._sync.gather([])  # Nobody writes before all have read.
         state = switched.states[0 if to == "tp" else self._rank]
         width = self._config.ranks if to == "tp" else self._runner.kv_pool.groups
         found = requests.restore(to, state, self.pages(to), width)
-        self.seconds = time.monotonic() - began
+        self.last_round = LastRound(
+            began,
+            time.monotonic() - began,
+            reading_seconds,
+            copied,
+            len(state.pages),
+            len(switched.evicted),
+        )
         log.info(
             "rank %d: attention is %s from here on: %d requests, %d pages, %.1f kB read in %.1f ms, %d blocks"
             " evicted",

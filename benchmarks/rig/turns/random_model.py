@@ -4,6 +4,7 @@ that an engine serves the very bytes of the file."""
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +15,19 @@ from deploy.demo_model import checkpoint_path
 from engine_adapter.embedded.checkpoint import expected_tensors, read_config
 from fleet.experts import ModelShape
 
-HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+
+class Heads(NamedTuple):
+    """Heads of attention."""
+
+    query: int = 8
+    kv: int = 2
+    size: int = 64
 
 
-def write_model(folder: Path, shape: ModelShape, seed: int = 5) -> Path:
+FEW_HEADS = Heads()
+
+
+def write_model(folder: Path, shape: ModelShape, heads: Heads = FEW_HEADS, seed: int = 5) -> Path:
     """Write the checkpoint into an empty folder, and return the folder."""
     demo = checkpoint_path()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -25,9 +35,9 @@ def write_model(folder: Path, shape: ModelShape, seed: int = 5) -> Path:
     config = json.loads((demo / "config.json").read_text()) | {
         "dtype": "float32",
         "hidden_size": shape.hidden,
-        "head_dim": HEAD_DIM,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "head_dim": heads.size,
+        "num_attention_heads": heads.query,
+        "num_key_value_heads": heads.kv,
         "intermediate_size": shape.expert_intermediate,
         "moe_intermediate_size": shape.expert_intermediate,
         "num_hidden_layers": shape.layers,
