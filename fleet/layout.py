@@ -205,7 +205,7 @@ def layer_ranges(numbers: Sequence[int]) -> str:
 # KV (decision 0020)
 
 
-def head_groups(kv_heads: int, ranks: int) -> int:
+def head_groups(ranks: int, kv_heads: int) -> int:
     """Return the groups into which tensor-parallel attention divides KV heads: min(ranks, kv_heads). 1 where
     neither divides the other, so that it is refused (`tp_refusal`), or the heads are not stated (0)."""
     divide = kv_heads > 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)

@@ -165,8 +165,8 @@ def switch_lines(switch: SwitchEstimate) -> Iterator[str]:
     if switch.kv is not None:
         yield (
             f"KV: with {counted(switch.kv.pages, 'page')} in use, as now, ranks read"
-            f" {byte_size(switch.kv.bytes)} from each other as the attention changes: a pause of about"
-            f" {duration(switch.kv.seconds)}"
+            f" {byte_size(switch.kv.bytes)} from each other in the step that changes the attention, which"
+            f" pauses for about {duration(switch.kv.seconds)} at the {speed} speed of links"
         )
 
 

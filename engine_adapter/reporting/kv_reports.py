@@ -101,4 +101,4 @@ def _most_blocks(about: EngineDescription) -> int:
     under tensor-parallel attention."""
     if about.tp_refusal or about.shape is None:
         return about.kv_blocks
-    return about.kv_blocks * head_groups(about.shape.kv_heads, about.ranks)
+    return about.kv_blocks * head_groups(about.ranks, about.shape.kv_heads)

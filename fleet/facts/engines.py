@@ -146,7 +146,7 @@ class EngineJoined(Event, frozen=True, kw_only=True):
         ranks = self.shared_ranks(layout)
         if ranks == 1 or self.shape is None:
             return self.kv_blocks
-        return self.kv_blocks * head_groups(self.shape.kv_heads, ranks)
+        return self.kv_blocks * head_groups(ranks, self.shape.kv_heads)
 
     @property
     def expert_ranks(self) -> int:

@@ -115,7 +115,7 @@ class KvMove(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """KV that ranks read from each other, if no page is on several of them"""
     seconds: float
-    """expected pause: the time in which the rank that reads most does so"""
+    """expected pause beyond the step: the time in which the rank that reads most does so"""
 
 
 class SwitchEstimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -112,16 +112,14 @@ class DispatchWindows:
 
     def add(self, report: DispatchMeasured, now: float) -> None:
         """Add one interval of one rank. Reports of engines without a recorded epoch are ignored, and those of
-        epochs in which layers had other forms.
+        epochs in which layers had other forms, or the engine other attention.
 
         Raises InvalidPlacementEvent, without any change, if the report is invalid.
         """
         engine = self._engines.get(report.worker_id)
-        if engine is None:
+        if engine is None or 0 <= report.epoch < engine.first:
             return
         layers = _checked(report, engine)
-        if report.epoch < engine.first:
-            return
         # ranks report the last interval of an epoch at different times
         last = next((one for one in reversed(engine.slices) if one.epoch == report.epoch), None)
         if last is None or now - last.began >= self._slice_seconds:

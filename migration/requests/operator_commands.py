@@ -255,7 +255,8 @@ class OperatorCommands:
         pages = self._demand.kv_pages(entry.worker_id, entry.targets)
         if pages is None:
             return None
-        ranks, groups = entry.placement.ranks, head_groups(joined.shape.kv_heads, entry.placement.ranks)
+        ranks = entry.placement.ranks
+        groups = head_groups(ranks, joined.shape.kv_heads)
         sizes = kv_units_read(pages, after, ranks, groups) * (joined.kv_block_bytes // groups)
         return KvMove(pages=sum(pages), bytes=int(sizes.sum()), seconds=float(sizes.max()) / links.same_node)
 

@@ -56,7 +56,7 @@ def test_attention_is_split_only_where_heads_divide(
     [(8, 4, 4), (8, 8, 8), (4, 8, 4), (1, 4, 1), (2, 4, 2), (6, 4, 1), (0, 4, 1), (4, 1, 1)],
 )
 def test_kv_heads_are_divided_into_as_many_groups_as_can_be(kv_heads: int, ranks: int, groups: int) -> None:
-    assert head_groups(kv_heads, ranks) == groups
+    assert head_groups(ranks, kv_heads) == groups
 
 
 @given(
@@ -92,7 +92,7 @@ def test_models_move_as_much_as_can_be_counted_by_hand(
     kv_heads: int, page: int, to_tp: int, to_dp: int
 ) -> None:
     """KiB per token of models on 8 ranks: all that is held becomes a page here."""
-    groups = head_groups(kv_heads, 8)
+    groups = head_groups(8, kv_heads)
     pages = [groups] * 8
     for moved, found in (
         (to_tp, kv_units_read(pages, "tp", 8, groups)),

@@ -168,7 +168,7 @@ def test_a_switch_of_attention_is_asked_for_with_all_layers_and_its_kv_is_shown(
         done = roost("layout", "--set", "tp", "--dry-run", "--nats", nats_url)
     assert done.exit_code == 0, done.output
     assert "KV: with 12 pages in use" in done.stdout
-    assert "a pause of about 2 ms" in done.stdout
+    assert "pauses for about 2 ms at the measured speed of links" in done.stdout
     assert "cells:" not in done.stdout
     assert received == [SetLayout(engine="engine-0", sharded=(0, 1, 2, 3), attention="tp", dry_run=True)]
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.facts.activity import DispatchMeasured
-from fleet.placement import linear, with_rows
+from fleet.placement import linear, with_attention, with_rows
 from migration.config import MigrationConfig
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
 from migration.loop_state import dispatch_windows
@@ -205,3 +205,16 @@ def test_measurements_begin_anew_where_layers_change_their_form() -> None:
         "late reports of other forms do not count"
     )
     assert window.measured.figures.balance == pytest.approx(0.6), "of the one layer that is whole"
+
+
+def test_with_tensor_parallel_attention_rank_0_alone_reports_and_late_reports_are_no_error() -> None:
+    kept = measured()
+    every = with_rows(WHOLE, dict.fromkeys(range(WHOLE.layers)), epoch=1)
+    kept.placed(EngineEntry("a", 1, every))
+    kept.placed(EngineEntry("a", 1, with_attention(every, "tp", epoch=2)))
+    kept.add(report(1, epoch=1), 0.0)
+    kept.add(report(0, epoch=2), 0.0)
+    with pytest.raises(InvalidPlacementEvent, match="rank 1 of an engine of 1"):
+        kept.add(report(1, epoch=2), 0.0)
+    kept.placed(EngineEntry("a", 1, with_attention(every, "dp", epoch=3)))
+    kept.add(report(1, epoch=3), 0.0)
