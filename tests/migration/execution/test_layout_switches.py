@@ -358,9 +358,12 @@ async def test_a_budget_of_0_holds_a_switch_until_there_is_one_again() -> None:
         assert ranks.served == [0, 1, 2, 3]
 
 
-async def random_requests(bus: Bus, ranks: Ranks, random: np.random.Generator) -> Counter[str]:
+async def random_requests(
+    bus: Bus, ranks: Ranks, random: np.random.Generator, *, attends: float = 0.0
+) -> Counter[str]:
     """Send switches and rollbacks while handovers run, while the budget is awaited, and as the waits end.
-    Return the number of answers of each kind."""
+    Return the number of answers of each kind. attends: share of the requests that are for tensor-parallel
+    attention."""
     answers = Counter[str]()
     for _ in range(25):
         ranks.stage_seconds = float(random.choice([0.05, 0.5]))
@@ -370,6 +373,8 @@ async def random_requests(bus: Bus, ranks: Ranks, random: np.random.Generator) -
             if random.random() < 0.2
             else SetLayout(engine="a", sharded=chosen, now=bool(random.random() < 0.3))
         )
+        if attends and random.random() < attends:
+            request = every(now=bool(random.random() < 0.3), attention="tp")
         try:
             what = (await ask(bus, request)).what
         except Declined as declined:
@@ -440,6 +445,33 @@ async def test_a_dry_run_says_bytes_by_link_seconds_and_cells_and_does_nothing()
         assert measured is not None
         assert measured.measured
         assert measured.seconds == pytest.approx(2 * (LAYER / 2 / (384 / 0.01) + 0.05), rel=1e-3)
+
+
+@pytest.mark.looptime
+async def test_requests_at_any_moment_of_switches_of_attention_leave_every_epoch_a_legal_layout() -> None:
+    attentions = Counter[str]()
+    for seed in range(6):
+        broker = MemoryBroker()
+        bus = MemoryBus(broker)
+        async with (
+            engine(broker, tp_refusal="") as ranks,
+            leading(bus, replace(PACED, budget_seconds=2.0)) as service,
+        ):
+            await random_requests(bus, ranks, np.random.default_rng(seed), attends=0.4)
+            await asyncio.sleep(60)
+            assert at_rest(broker, ranks)
+            assert service.placements.engines()["a"].placement == ranks.placement
+            before = FIRST
+            async for one in bus.replay(SUBJECTS.placements("a"), follow=False):
+                assert isinstance(one.message, PlacementCommitted)
+                now = Placement.from_record(one.message.placement)
+                assert one.message.layout == now.layout, "stated alike in both"
+                if now.attention != before.attention:
+                    attentions[now.attention] += 1
+                    assert now == with_attention(before, now.attention, epoch=before.epoch + 1)
+                before = now
+            assert before == ranks.placement
+    assert min(attentions["tp"], attentions["dp"]) >= 5, attentions
 
 
 @pytest.mark.looptime
