@@ -20,6 +20,8 @@ from fleet.facts.migrations import LoopFigures, Verdict
 
 SIGNIFICANT = 3.0
 """standard errors"""
+_ROUNDING_SECONDS = 1e-12
+"""Difference of two costs that says nothing: they are computed in another order"""
 MIN_DISCOUNT = 0.1
 """Lower bound of the discount factor, so that a plan which promises ten times its cost is still tried."""
 FALL, RISE = 0.5, 0.1
@@ -181,7 +183,7 @@ def _worse(before: Measurement, after: Measurement, gain: float, error: float) -
     Steps are longer under more load, and cost more per token under less. Only both together indicate a worse
     placement.
     """
-    if -gain > SIGNIFICANT * error:
+    if -gain > SIGNIFICANT * error + _ROUNDING_SECONDS:
         return f"the placement-dependent part of a step takes {_ms(-gain)} longer than before"
     step = after.figures.step_seconds - before.figures.step_seconds
     token = after.token_seconds - before.token_seconds

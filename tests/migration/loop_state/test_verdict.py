@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fleet.facts.migrations import LoopFigures
@@ -118,6 +118,7 @@ def test_nothing_is_made_of_what_was_not_measured_before_and_a_part_of_a_plan_mo
 
 
 @given(RANKS, SHARES, RANKS, SHARES, st.floats(0, 0.2), st.floats(MIN_DISCOUNT, 1.0))
+@example(0.0, 0.8392050868718828, 0.0, 0.8392050868718828, 0.0, 1.0)
 def test_trust_stays_a_share_and_harm_is_never_found_where_the_cost_fell(
     remote: float, balance: float, then: float, even: float, error: float, discount: float
 ) -> None:
