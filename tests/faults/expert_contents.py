@@ -16,8 +16,17 @@ from fleet.experts import ModelShape
 from fleet.placement import Placement
 
 RANKS = 3
-SHAPE = ModelShape(layers=2, experts=6, top_k=2, hidden=256, expert_intermediate=96, dtype="float8_e4m3fn")
-"""whose experts RANKS ranks can cut"""
+SHAPE = ModelShape(
+    layers=2,
+    experts=6,
+    top_k=2,
+    hidden=256,
+    expert_intermediate=96,
+    dtype="float8_e4m3fn",
+    heads=6,
+    kv_heads=3,
+)
+"""whose experts and heads RANKS ranks can cut"""
 SLOTS = 4
 """per rank and layer: two more than it takes, for replicas; the hole is of as many cells"""
 CELLS = (SHAPE.layers + 1) * SLOTS

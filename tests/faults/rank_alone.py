@@ -111,6 +111,7 @@ class RankAlone:
             capabilities=Capabilities(kv_events=False, experts=False),
             shape=SHAPE,
             unshardable="",
+            tp_refusal="",
             speed=EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=1e-5, dispatch=0.0),
         )
 

@@ -16,6 +16,7 @@ from fleet.facts.migrations import (
     PlanEvaluated,
 )
 from fleet.facts.placements import PlacementCommitted
+from fleet.layout import AttentionKind
 from fleet.placement import Placement
 from fleet.requests.plans import ApplyPlan, MigrationAccepted, SetLayout
 from migration.model.plan import Plan
@@ -121,12 +122,18 @@ class Records:
                 return
             await asyncio.sleep(0.05)
 
-    async def switch(self, engine: str, sharded: tuple[int, ...], seconds: float = 20.0) -> str:
-        """Have layers turned over until exactly these are sharded: the plan's id. Asked again while nobody
-        answers, and while it is declined. Declined, BusError: until the end."""
+    async def switch(
+        self,
+        engine: str,
+        sharded: tuple[int, ...],
+        attention: AttentionKind = "dp",
+        seconds: float = 20.0,
+    ) -> str:
+        """Have layers turned over until exactly these are sharded, and the attention changed: the plan's id.
+        Asked again while nobody answers, and while it is declined. Declined, BusError: until the end."""
         history, deadline = self.history(engine), asyncio.get_running_loop().time() + seconds
         known = {one.plan for one in history.migrations}
-        request = SetLayout(engine=engine, sharded=sharded, now=True)
+        request = SetLayout(engine=engine, sharded=sharded, attention=attention, now=True)
         while True:
             try:
                 answer = await self.bus.request(self.subjects.migrate, request, 5.0)

@@ -19,10 +19,11 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from engine_adapter.engine import CellTensor
-from fleet.facts.migrations import MigrationAborted
-from fleet.placement import Placement
+from fleet.facts.migrations import MigrationAborted, MigrationCommitted
+from fleet.layout import AttentionKind
+from fleet.placement import Placement, with_attention
 from migration.model.plan import Plan, replay
-from tests.faults.expert_contents import RANKS, TENSORS, memory_of, place_of_part
+from tests.faults.expert_contents import RANKS, SHAPE, TENSORS, memory_of, place_of_part
 from tests.faults.fleet_fixture import Engine
 from tests.faults.invariants import judge
 from tests.faults.landed_bytes import LandedBytes, landing_in
@@ -36,12 +37,15 @@ from tests.faults.rounds import (
     outcome,
     reborn,
     survive,
+    switched,
     switches_on,
 )
 
 SLOWLY = {"bytes_per_second": 300_000}
 """a layer takes half a second"""
 HANDOVERS = 2
+CHANGE_SECONDS = 0.15
+"""of a change of attention, roughly: the ranks have nothing to copy"""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 
@@ -223,6 +227,64 @@ def _place(
         return int(cells[layer, group]), range(begin, begin + tensor.bytes // RANKS)
     slot = int(np.flatnonzero(placement.on_rank(rank)[layer] == expert)[0])
     return int(cells[layer, slot]), range(tensor.offset, tensor.offset + tensor.bytes)
+
+
+# attention
+
+
+async def change_of_attention(engine: Engine) -> tuple[Placement, str]:
+    """What an engine with all layers sharded serves, and a plan that is to change its attention."""
+    records, every = engine.deployment.records, tuple(range(SHAPE.layers))
+    before = await judge(engine)
+    if before.sharded != every:
+        before = await switched(engine, every)
+    wanted: AttentionKind = "tp" if before.attention == "dp" else "dp"
+    return before, await records.switch(engine.name, every, wanted)
+
+
+async def judge_attention(engine: Engine, before: Placement, plan: str) -> str:
+    """How the plan ends. The attention is that before or that after it, as is on record."""
+    end = await outcome(engine, plan)
+    placement = await judge(engine)
+    changed = placement.attention != before.attention
+    assert placement == (with_attention(before, placement.attention, epoch=before.epoch + changed)), placement
+    if isinstance(end, MigrationCommitted):
+        assert changed, f"{plan} has ended, and {placement!r} is served"
+    return f"{type(end).__name__}, {'changed' if changed else 'as before'}"
+
+
+async def test_a_rank_is_killed_while_the_attention_changes(fleet: Fleet) -> None:
+    """Before the first rank prepares, at any moment until the last one serves it, or after."""
+    ends: Counter[str] = Counter()
+
+    async def fault(engine: Engine, random: np.random.Generator) -> None:
+        before, plan = await change_of_attention(engine)
+        victim = int(random.integers(RANKS))
+        await asyncio.sleep(float(random.uniform(0, CHANGE_SECONDS)))
+        await engine.ranks[victim].kill()
+        await survive(engine, [rank for rank in range(RANKS) if rank != victim])
+        await reborn(engine)
+        ends[await judge_attention(engine, before, plan)] += 1
+
+    await fleet.each("kill amid attention", fault)
+    assert ends["MigrationCommitted, changed"] > 0, ends
+    assert ends["MigrationAborted, as before"] > 0, ends
+
+
+async def test_the_coordinator_is_killed_while_the_attention_changes(fleet: Fleet) -> None:
+    await fleet.stand_by(2)
+    ends: Counter[str] = Counter()
+    for time in range(TIMES // 2):
+        random = np.random.default_rng((zlib.crc32(b"coordinator amid attention"), time))
+        begun = await asyncio.gather(*(change_of_attention(engine) for engine in fleet.engines))
+        await asyncio.sleep(float(random.uniform(0, CHANGE_SECONDS)))
+        await fleet.replace_the_coordinator()
+        for engine, (before, plan) in zip(fleet.engines, begun, strict=True):
+            ends[await judge_attention(engine, before, plan)] += 1
+            await fleet.belongings.check(engine)
+    for engine in fleet.engines:
+        await switches_on(engine, np.random.default_rng(len(ends)))
+    assert ends["MigrationCommitted, changed"] > 0, ends
 
 
 # coordinators, and the bus
