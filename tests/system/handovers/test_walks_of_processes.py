@@ -1,5 +1,6 @@
-"""Random walks over the forms of layers, mixed with migrations, of engines as `roost up` starts them: each rank is
-a process, requests come through the router, and both engines walk at the same time."""
+"""Random walks over the forms of layers and both kinds of attention, mixed with migrations, of engines as
+`roost up` starts them: each rank is a process, requests come through the router, and both engines walk at the
+same time."""
 
 import asyncio
 import threading
@@ -19,6 +20,7 @@ from bus import BusError, Declined
 from deploy.sections import DEMO_CHECKPOINT
 from engine_adapter.batching.sampling import logprobs
 from fleet.facts.migrations import MigrationCommitted, MigrationStaged
+from fleet.layout import Layout, tp
 from fleet.placement import EMPTY, Placement, linear, with_rows
 from fleet.requests.plans import MigrateExpert, MigrationAccepted, SetLayout
 from tests.engine_adapter.expert_bytes import ExpertBytes
@@ -32,10 +34,15 @@ ENGINES = ("engine-0", "engine-1")
 RANKS, LAYERS, EXPERTS, SLOTS = 2, 4, 32, 18
 EXPERT_BYTES = 3 * 192 * 64 * 4
 """also of a cell"""
-WALKS, STEPS = 5, 3
+WALKS, STEPS = 5, 4
 """of each engine"""
 AT_ONCE = 4
 SETS = list(chain.from_iterable(combinations(range(LAYERS), count) for count in range(LAYERS + 1)))
+TP = tp(LAYERS)
+TP_SHARE = 0.4
+"""of changes of layout, to tensor-parallel attention"""
+TP_TOLERANCE = 1e-3
+"""of log-probabilities, which ranks add up in another order than with data-parallel attention"""
 TEXT = Path(__file__).read_bytes()
 BATCH = [list(TEXT[at : at + length]) for at, length in ((0, 3), (50, 16), (100, 50), (200, 77))]
 BATCH_TOKENS = 8
@@ -105,6 +112,8 @@ class ProcessWalker:
     known: ExpertBytes
     dice: np.random.Generator
     turned: int = 0
+    attended: int = 0
+    """changes of attention"""
 
     async def walk(self) -> None:
         for _ in range(STEPS):
@@ -128,10 +137,11 @@ class ProcessWalker:
         read = sum(pull.bytes for one in staged for pull in one.pulls if pull.transfer != "local")
         assert sum(one.bytes for one in committed) == accepted.bytes == read
         if isinstance(request, SetLayout):
-            assert after.sharded == request.sharded
+            assert after.layout == Layout(request.attention, request.sharded)
         else:
             assert after.replicas_on_rank[request.layer, request.rank, request.expert] == 1
         self.turned += len(set(before.sharded) ^ set(after.sharded))
+        self.attended += before.attention != after.attention
         await asyncio.to_thread(self.judge_memory, after)
 
     async def _begin(self, now: Placement) -> tuple[Order, MigrationAccepted]:
@@ -156,7 +166,9 @@ class ProcessWalker:
             rank, expert = self.dice.choice(np.argwhere(now.replicas_on_rank[layer] == 0)).tolist()
             move = bool(self.dice.integers(2))
             return MigrateExpert(engine=self.name, layer=layer, expert=expert, rank=rank, move=move)
-        sets = [one for one in SETS if one != now.sharded]
+        if now.layout != TP and self.dice.random() < TP_SHARE:
+            return SetLayout(engine=self.name, sharded=TP.sharded, attention=TP.attention, now=True)
+        sets = [one for one in SETS if Layout("dp", one) != now.layout]
         return SetLayout(engine=self.name, sharded=sets[int(self.dice.integers(len(sets)))], now=True)
 
     async def _rested(self) -> Placement | None:
@@ -185,15 +197,22 @@ class ProcessWalker:
         return np.concatenate([self.known.part(layer, expert, rank, RANKS) for expert in experts])
 
     async def judge_batch(self) -> None:
-        """The fixed batch has the bits of ranks that have just loaded this form."""
+        """The fixed batch has the bits of ranks that have just loaded this form; with tensor-parallel
+        attention, the same tokens with nearly the same log-probabilities."""
         history = self.movers.records.history(self.name)
-        known = await asyncio.to_thread(self.reference.batch, history.latest.sharded)
+        now = history.latest
+        known = await asyncio.to_thread(self.reference.batch, now.sharded)
         salt = str(self.dice.random())  # KV of other forms is not reused
         urls = history.joins[-1].urls
         found = await asyncio.gather(
             *(self._answer(urls[at % RANKS], prompt, salt) for at, prompt in enumerate(BATCH))
         )
-        assert found == known
+        if now.attention == "dp":
+            assert found == known
+        else:
+            for (tokens, scores), (expected, known_scores) in zip(found, known, strict=True):
+                assert tokens == expected
+                assert scores == pytest.approx(known_scores, abs=TP_TOLERANCE)
 
     async def _answer(self, url: str, prompt: list[int], salt: str) -> tuple[list[int], list[float]]:
         body = {
@@ -232,4 +251,9 @@ async def test_ten_walks_of_engines_in_processes_lose_nothing_and_change_no_bit_
             assert not outcomes.gone, outcomes.gone[:5]
             assert outcomes.answers > 10
             assert sum(walker.turned for walker in walkers) > WALKS
-            print(f"\n{sum(walker.turned for walker in walkers)} layers turned over: {outcomes}")  # noqa: T201
+            attended = sum(walker.attended for walker in walkers)
+            assert attended > WALKS // 2
+            print(  # noqa: T201
+                f"\n{sum(walker.turned for walker in walkers)} layers turned over, {attended} changes of"
+                f" attention: {outcomes}"
+            )
