@@ -1,6 +1,6 @@
-"""Tier 2 of switches of layout: embedded engines change between EP, EXPERTS_TP and what is between while they
-answer, and a rank or the coordinator is killed at a random byte of that. No request is lost and no token is
-another, the engine serves what is on record, and the next switch is made."""
+"""Tier 2 of switches of layout: embedded engines change between EP, EXPERTS_TP, TP and what is between while
+they answer, and a rank or the coordinator is killed at a random byte or moment of that. No request is lost and
+no token is another, the engine serves what is on record, and the next switch is made."""
 
 import asyncio
 import os
@@ -18,7 +18,8 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted
-from fleet.placement import Placement
+from fleet.layout import AttentionKind, Layout
+from fleet.placement import Placement, with_attention
 from tests.faults.fleet_fixture import until
 from tests.faults.landed_bytes import LandedBytes
 from tests.faults.records import Ended, Records
@@ -34,6 +35,11 @@ LAYER_BYTES = EXPERTS * PART_BYTES
 BYTES_PER_SECOND = 1_200_000
 """a layer takes a second: a rank reads half of it from the other"""
 LAYOUTS = ((), (0, 1, 2, 3), (1, 3), (0,), (0, 1, 2))
+EVERY = tuple(range(LAYERS))
+CHANGE_SECONDS = 0.05
+"""of a change of attention, roughly"""
+CHANGES = 2
+"""of each engine's attention that are hit"""
 PROMPTS, TOKENS = 8, 64
 PER_SECOND = 1.5
 TRIES = 4
@@ -209,6 +215,72 @@ async def test_a_kill_at_a_random_byte_of_a_switch_loses_no_request_and_leaves_t
             assert isinstance(await ended(records, again), MigrationCommitted)
             await until(lambda: settled(slow, movers), lambda: standing(slow, movers), END_SECONDS)
             assert records.history(engine).latest.sharded == again.wanted
+    judge_outcomes(outcomes)
+
+
+@pytest.mark.parametrize("victim", ["a rank", "the coordinator"])
+async def test_a_kill_while_the_attention_changes_loses_no_request_and_leaves_that_on_record(
+    slow: Fleet, movers: Movers, victim: str
+) -> None:
+    """It comes before the first rank is ready, before the last one serves the other, or after."""
+    dice = np.random.default_rng(zlib.crc32(b"attention") + zlib.crc32(victim.encode()))
+    await until(lambda: settled(slow, movers), lambda: standing(slow, movers), END_SECONDS)
+    async with crowd(slow, dice) as outcomes:
+        for engine in ENGINES:
+            history = movers.records.history(engine)
+            if history.latest.sharded != EVERY:
+                await undisturbed(slow, movers, engine, Layout("dp", EVERY))
+            for _ in range(CHANGES):
+                before, lives = history.latest, len(history.joins)
+                wanted: AttentionKind = "dp" if before.attention == "tp" else "tp"
+                name = "planner" if victim == "the coordinator" else f"{engine}/{dice.integers(RANKS)}"
+                process = await until(
+                    lambda name=name: slow.processes().get(name), f"{name} is back", END_SECONDS
+                )
+                plan = await movers.records.switch(engine, EVERY, wanted)
+                await asyncio.sleep(float(dice.uniform(0, CHANGE_SECONDS)))
+                process.send_signal(signal.SIGKILL)
+                end = await ended(movers.records, Switch(engine, plan, before, EVERY))
+                if victim == "a rank":
+                    await until(
+                        lambda history=history, lives=lives: len(history.joins) > lives,
+                        lambda: f"another life: {standing(slow, movers)}",
+                        END_SECONDS,
+                    )
+                await until(lambda: settled(slow, movers), lambda: standing(slow, movers), END_SECONDS)
+                latest = history.latest
+                print(  # noqa: T201
+                    f"\n{engine}, {victim}: {before.attention} to {wanted}, {type(end).__name__},"
+                    f" {latest.attention} on record"
+                )
+                changed = latest.attention != before.attention
+                assert latest == with_attention(before, latest.attention, epoch=before.epoch + changed)
+                assert changed or isinstance(end, MigrationAborted), end
+                for joined in history.joins[lives:]:
+                    assert joined.placement is not None
+                    assert Placement.from_record(joined.placement) == latest, (
+                        "it began with what is on record"
+                    )
+            await undisturbed(slow, movers, engine, Layout("tp", EVERY))
+            await undisturbed(slow, movers, engine, Layout("dp", EVERY))
+    judge_outcomes(outcomes)
+
+
+async def undisturbed(fleet: Fleet, movers: Movers, engine: str, wanted: Layout) -> None:
+    """Switch to a layout, with nothing to disturb that. An engine that has it stays as it is."""
+    history = movers.records.history(engine)
+    if history.latest.layout == wanted:
+        return
+    before = history.latest
+    plan = await movers.records.switch(engine, wanted.sharded, wanted.attention)
+    end = await ended(movers.records, Switch(engine, plan, before, wanted.sharded))
+    assert isinstance(end, MigrationCommitted), end
+    await until(lambda: settled(fleet, movers), lambda: standing(fleet, movers), END_SECONDS)
+    assert history.latest.layout == wanted
+
+
+def judge_outcomes(outcomes: Outcomes) -> None:
+    """Every request was answered, with the right tokens."""
     print(  # noqa: T201
         f"{outcomes.answered} answers, {outcomes.streamed} of them streamed; {outcomes.compared} compared,"
         f" {outcomes.close} of them with a close choice; refused at first {dict(outcomes.refused)}"
@@ -223,13 +295,15 @@ async def test_a_kill_at_a_random_byte_of_a_switch_loses_no_request_and_leaves_t
 
 async def settled(fleet: Fleet, movers: Movers) -> bool:
     """Every rank of the present lives is at rest, and serves the epoch that is on record; and the router uses
-    all of them."""
+    all of them, an engine with tensor-parallel attention as one target."""
+    targets = 0
     for engine in ENGINES:
         history = movers.records.history(engine)
         served = await movers.served(engine) if history.joins else []
         if not history.known or set(served) != {history.latest.epoch}:
             return False
-    return await asyncio.to_thread(fleet.serving, len(ENGINES), RANKS)
+        targets += RANKS if history.latest.layout.targets_are_ranks else 1
+    return await asyncio.to_thread(fleet.serving, targets, 1)
 
 
 def standing(fleet: Fleet, movers: Movers) -> str:
