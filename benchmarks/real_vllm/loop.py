@@ -34,7 +34,7 @@ from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from benchmarks.rig.vllm.arms import Arm, EplbArm, RoostArm, Run, run_or_read
 from benchmarks.rig.vllm.load import Plenty, halves, requests
 from benchmarks.rig.vllm.records import Record, balance, read, received, remote
-from benchmarks.rig.vllm.server import PYTHON, python_of_vllm
+from benchmarks.rig.vllm.server import PYTHON, with_vllm
 from benchmarks.rig.vllm.ties import Judge
 
 FEWER, REARRANGEMENTS = 0.2, 5
@@ -185,23 +185,22 @@ def main(
 ) -> None:
     """Compare vLLM's EPLB with Roost on a real vLLM."""
     report = Report("vLLM's EPLB and Roost on a real vLLM", _COLUMNS)
-    try:
-        interpreter = python_of_vllm(python)
-    except ValueError as error:
-        report.notes.append(str(error))
-        report.targets.append(Target("vLLM is installed", 0, 1, unit=""))
-        report.finish(as_json=as_json, check=check)
-        return
+
+    def run(interpreter: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="roost-vllm-loop-") as folder:
+            place = Path(folder) if keep is None else keep.absolute()
+            judge(
+                report,
+                asyncio.run(measure(interpreter, arms, 1 if quick else seeds, much, place)),
+                quick=quick,
+            )
+
     much = SHORT if quick else FULL
     arms: list[Arm] = [FAST, ROOST] if quick else [SLOW, FAST, ROOST, *([HOMES] if homes else [])]
     report.notes += setting(much)
     if quick:
         report.notes.append(f"left out by --quick: {SLOW.name}; all seeds but one; the figures' targets")
-    with tempfile.TemporaryDirectory(prefix="roost-vllm-loop-") as folder:
-        place = Path(folder) if keep is None else keep.absolute()
-        by_seed = asyncio.run(measure(interpreter, arms, 1 if quick else seeds, much, place))
-        judge(report, by_seed, quick=quick)
-    report.finish(as_json=as_json, check=check)
+    with_vllm(report, python, run, as_json=as_json, check=check)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ from benchmarks.rig.vllm.server import (
     STAND_INS,
     Running,
     Server,
-    python_of_vllm,
     serving,
+    with_vllm,
 )
 from tests.vllm.worker_agent import WorkerAgent
 
@@ -211,14 +211,14 @@ def main(
 ) -> None:
     """Measure the plugin's cost in a real vLLM."""
     report = Report("The plugin in a real vLLM", _COLUMNS)
-    try:
-        interpreter = python_of_vllm(python)
-    except ValueError as error:
-        report.notes.append(str(error))
-        report.targets.append(Target("vLLM is installed", 0, 1, unit=""))
-    else:
-        asyncio.run(measure(interpreter, minutes or (1.0 if quick else 8.0), report))
-    report.finish(as_json=as_json, check=check)
+    duration = minutes or (1.0 if quick else 8.0)
+    with_vllm(
+        report,
+        python,
+        lambda interpreter: asyncio.run(measure(interpreter, duration, report)),
+        as_json=as_json,
+        check=check,
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import typer
 from benchmarks.demo_model import heldout_path
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from benchmarks.rig.vllm.fronted import Behind, fronted, kv_events
-from benchmarks.rig.vllm.server import BLOCK, MODEL, PYTHON, Server, python_of_vllm, serving
+from benchmarks.rig.vllm.server import BLOCK, MODEL, PYTHON, Server, serving, with_vllm
 
 REACHED = 0.98
 TURNS, CONCURRENCY, SERVERS = 5, 4, 2
@@ -193,14 +193,14 @@ def main(
 ) -> None:
     """Measure the prefix hits of two vLLMs behind Roost."""
     report = Report("Prefix hits of two vLLMs behind Roost, by vLLM's counters", _COLUMNS)
-    try:
-        interpreter = python_of_vllm(python)
-    except ValueError as error:
-        report.notes.append(str(error))
-        report.targets.append(Target("vLLM is installed", 0, 1, unit=""))
-    else:
-        asyncio.run(measure(interpreter, count or (8 if quick else 40), report))
-    report.finish(as_json=as_json, check=check)
+    many = count or (8 if quick else 40)
+    with_vllm(
+        report,
+        python,
+        lambda interpreter: asyncio.run(measure(interpreter, many, report)),
+        as_json=as_json,
+        check=check,
+    )
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class Done(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank copies from one rank."""
+    """Parts that a rank copies from one other rank, or within its own memory."""
 
     source: int
     parts: Sequence[PartRead]

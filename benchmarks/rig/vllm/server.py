@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ import aiohttp
 import psutil
 
 from benchmarks.rig.processes import ROOT, free_port
+from benchmarks.rig.report import Report, Target
 from deploy.local.parent_death import wrapped
 from deploy.sections import DEMO_CHECKPOINT
 
@@ -107,6 +108,21 @@ def python_of_vllm(option: Path | None) -> Path:
             f"{found} does not exist: `make test-vllm` installs vLLM, --python or {PYTHON} names it"
         )
     return found
+
+
+def with_vllm(
+    report: Report, option: Path | None, measure: Callable[[Path], None], *, as_json: bool, check: bool
+) -> None:
+    """Measure with the Python of vLLM's environment and finish the report, which says so if there is none.
+    option: as in `python_of_vllm`."""
+    try:
+        interpreter = python_of_vllm(option)
+    except ValueError as error:
+        report.notes.append(str(error))
+        report.targets.append(Target("vLLM is installed", 0, 1, unit=""))
+    else:
+        measure(interpreter)
+    report.finish(as_json=as_json, check=check)
 
 
 class Running(NamedTuple):
