@@ -212,6 +212,12 @@ def head_groups(ranks: int, kv_heads: int) -> int:
     return min(ranks, kv_heads) if divide else 1
 
 
+KV_ROUND_PAGES = 256
+"""Pages that a rank announces at once, to be copied ahead of a switch of attention."""
+KV_PAGE_SECONDS = 1e-5
+"""Bookkeeping for each page in the step that switches, of Roost's own engine (docs/measurements.md)."""
+
+
 def kv_units_read(pages: Sequence[int], after: AttentionKind, ranks: int, groups: int) -> IntArray:
     """Return the KV units that each rank reads from others as the attention changes: int64 [ranks].
 

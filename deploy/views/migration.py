@@ -165,8 +165,9 @@ def switch_lines(switch: SwitchEstimate) -> Iterator[str]:
     if switch.kv is not None:
         yield (
             f"KV: with {counted(switch.kv.pages, 'page')} in use, as now, ranks read"
-            f" {byte_size(switch.kv.bytes)} from each other in the step that changes the attention, which"
-            f" pauses for about {duration(switch.kv.seconds)} at the {speed} speed of links"
+            f" {byte_size(switch.kv.bytes)} from each other in {counted(switch.kv.rounds, 'round')}, all but"
+            f" the last while they serve; the last pauses for about {duration(switch.kv.pause_seconds)} at"
+            f" the {speed} speed of links"
         )
 
 

@@ -108,14 +108,20 @@ class RollBack(Event, frozen=True, kw_only=True):
 
 
 class KvMove(msgspec.Struct, frozen=True, kw_only=True):
-    """KV that ranks read from each other in the step in which the attention changes."""
+    """KV that ranks read from each other for a switch of attention: full pages ahead, while they serve, and
+    in the step that switches the page that each request is filling.
+    """
 
     pages: int
     """pages in use, those kept for reuse included, by the last load reports"""
     bytes: int
     """KV that ranks read from each other, if no page is on several of them"""
+    rounds: int
+    """rounds of announcements and reads, the last one in the step that switches"""
     seconds: float
-    """expected pause beyond the step: the time in which the rank that reads most does so"""
+    """time in which the rank that reads most does so, at the speed of links"""
+    pause_seconds: float
+    """expected time for which no step computes: the last round, and the bookkeeping of all pages"""
 
 
 class SwitchEstimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ routed, and its sampling noise is that of a count.
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,15 @@ SHORT_WINDOWS = 2
 """Number of shortened windows after a demand shift."""
 SHORT_WINDOW_FACTOR = 6
 """Factor by which these windows are shorter."""
+
+
+class KvUse(NamedTuple):
+    """KV cache and requests of each target."""
+
+    pages: list[int]
+    """pages in use"""
+    running: list[int]
+    """running requests"""
 
 
 @dataclass(slots=True)
@@ -284,14 +293,19 @@ class DemandWindows:
         rank.report(rates)
         rank.version, rank.reported_at, rank.stated_pairs = report.version, now, report.pairs
 
-    def kv_pages(self, worker_id: int, targets: int) -> list[int] | None:
+    def kv_use(self, worker_id: int, targets: int) -> KvUse | None:
         """Return the KV pages in use at each target, as last reported; None: not all are known. targets: of
         the served layout."""
         engine = self._engines.get(worker_id)
         loads = [] if engine is None else [rank.load for rank in engine.ranks[:targets]]
-        used = [None if load is None else load.kv_used_blocks for load in loads]
-        known = [pages for pages in used if pages is not None]
-        return known if known and len(known) == len(used) else None
+        known = [
+            (load.kv_used_blocks, load.running or 0)
+            for load in loads
+            if load is not None and load.kv_used_blocks is not None
+        ]
+        if not known or len(known) < len(loads):
+            return None
+        return KvUse([pages for pages, _ in known], [running for _, running in known])
 
     def load(self, report: KvMetrics, now: float) -> None:
         """Apply the load report of a rank. Reports of engines that are not tracked are ignored."""

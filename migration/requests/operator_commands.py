@@ -11,7 +11,7 @@ from bus import Bus, BusError, Message
 from bus.protocol.subjects import Subjects
 from fleet.facts.migrations import MigrationPlanned, Origin
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import head_groups, kv_units_read
+from fleet.layout import KV_PAGE_SECONDS, KV_ROUND_PAGES, head_groups, kv_units_read
 from fleet.placement import Placement
 from fleet.requests.handovers import HandoverDescribed
 from fleet.requests.plans import (
@@ -252,13 +252,21 @@ class OperatorCommands:
         joined, after = entry.joined, plan.attention
         if after is None or joined is None or joined.shape is None or not joined.kv_block_bytes:
             return None
-        pages = self._demand.kv_pages(entry.worker_id, entry.targets)
-        if pages is None:
+        use = self._demand.kv_use(entry.worker_id, entry.targets)
+        if use is None:
             return None
-        ranks = entry.placement.ranks
+        ranks, pages = entry.placement.ranks, sum(use.pages)
         groups = head_groups(ranks, joined.shape.kv_heads)
-        sizes = kv_units_read(pages, after, ranks, groups) * (joined.kv_block_bytes // groups)
-        return KvMove(pages=sum(pages), bytes=int(sizes.sum()), seconds=float(sizes.max()) / links.same_node)
+        unit = joined.kv_block_bytes // groups
+        sizes = kv_units_read(use.pages, after, ranks, groups) * unit
+        last = kv_units_read(use.running, after, ranks, groups) * unit
+        return KvMove(
+            pages=pages,
+            bytes=int(sizes.sum()),
+            rounds=1 + -(-max(use.pages) // KV_ROUND_PAGES),
+            seconds=float(sizes.max()) / links.same_node,
+            pause_seconds=float(last.max()) / links.same_node + KV_PAGE_SECONDS * pages,
+        )
 
     async def undoing(
         self,

@@ -161,13 +161,14 @@ def test_a_switch_of_attention_is_asked_for_with_all_layers_and_its_kv_is_shown(
     nats_url: str, space: str
 ) -> None:
     assert ACCEPTED.switch is not None
-    kv = KvMove(pages=12, bytes=3_000_000, seconds=0.002)
+    kv = KvMove(pages=12, bytes=3_000_000, rounds=2, seconds=0.1, pause_seconds=0.002)
     estimate = msgspec.structs.replace(ACCEPTED.switch, cells=0, kv=kv)
     received: list[Message] = []
     with planner(nats_url, space, received, msgspec.structs.replace(ACCEPTED, switch=estimate)):
         done = roost("layout", "--set", "tp", "--dry-run", "--nats", nats_url)
     assert done.exit_code == 0, done.output
     assert "KV: with 12 pages in use" in done.stdout
+    assert "in 2 rounds" in done.stdout
     assert "pauses for about 2 ms at the measured speed of links" in done.stdout
     assert "cells:" not in done.stdout
     assert received == [SetLayout(engine="engine-0", sharded=(0, 1, 2, 3), attention="tp", dry_run=True)]

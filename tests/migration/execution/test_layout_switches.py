@@ -17,7 +17,7 @@ from fleet.experts import ModelShape
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import TP_EP, Layout, experts_tp, tp
+from fleet.layout import KV_PAGE_SECONDS, TP_EP, Layout, experts_tp, tp
 from fleet.placement import Placement, linear, with_attention, with_rows
 from fleet.requests.handovers import CommitHandover, ProposeHandover
 from fleet.requests.plans import ApplyPlan, MigrateExpert, RollBack, SetLayout
@@ -98,7 +98,7 @@ async def report_pages(bus: Bus, *used: int) -> None:
     """Report the KV pages in use of the first ranks."""
     publisher = bus.publisher(SUBJECTS.kv_metrics)
     for rank, pages in enumerate(used):
-        await publisher.publish(KvMetrics(worker_id=1, dp_rank=rank, kv_used_blocks=pages))
+        await publisher.publish(KvMetrics(worker_id=1, dp_rank=rank, kv_used_blocks=pages, running=2))
     await asyncio.sleep(0.1)
 
 
@@ -117,6 +117,9 @@ async def test_an_engine_changes_to_tp_and_back_and_a_rollback_restores_each() -
         assert accepted.switch.kv is not None
         assert (accepted.switch.kv.pages, accepted.switch.kv.bytes) == (40, 40 * 500)
         assert accepted.switch.kv.seconds == pytest.approx(30 * 500 / CONFIG.rank_bytes_per_second)
+        assert accepted.switch.kv.rounds == 2
+        last = 2 * 500 / CONFIG.rank_bytes_per_second
+        assert accepted.switch.kv.pause_seconds == pytest.approx(last + 40 * KV_PAGE_SECONDS)
         await asyncio.sleep(6)
         assert ranks.placement.layout == service.placements.engines()["a"].layout == tp(3)
         proposed = [one for rank, one in ranks.commands if isinstance(one, ProposeHandover) and rank == 0]
