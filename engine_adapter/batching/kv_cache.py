@@ -1,11 +1,12 @@
 """KV page allocation with prefix sharing and reuse. Pure bookkeeping, no tensors.
 
 A page is in exactly one of three states: *held* by one or more sequences, *kept* (held by none, but its block
-is registered and a later prompt may share it) or *free*. A block is registered under its chained sequence
-hash once all its tokens are computed. One hash has one page: a sequence that computes a block that is already
-registered switches to the registered page. So the holder of a registered page also holds all its ancestors.
-`close` releases a sequence's pages in reverse order, so `kept` always has descendants before ancestors.
-Evicting from its front never orphans a block.
+is registered and a later prompt may share it) or *free*. Two more exist while other ranks copy pages: a page
+is *reserved* for a copy of another rank's page, or *withheld*: it was evicted while another rank was reading
+it. A block is registered under its chained sequence hash once all its tokens are computed. One hash has one
+page: a sequence that computes a block that is already registered switches to the registered page. So the
+holder of a registered page also holds all its ancestors. `close` releases a sequence's pages in reverse
+order, so `kept` always has descendants before ancestors. Evicting from its front never orphans a block.
 
 A 64-bit hash finds a page, but the content decides. A page is shared only if its block has the same tokens,
 the same salt and the same parent, all the way from the start of the prompt. So a forged hash collision shares
@@ -102,6 +103,10 @@ class KvCache:
         """Registered blocks by sequence hash. Insertion order has parents before children."""
         self._block_of: dict[int, RegisteredBlock] = {}
         """Registered blocks by page."""
+        self._reserved: dict[int, None] = {}
+        self._pins: dict[int, int] = {}
+        """Number of readers of each page that is read by other ranks."""
+        self._withheld: set[int] = set()
         self._changes: list[Change] = []
 
     @classmethod
@@ -112,9 +117,11 @@ class KvCache:
         kept: Iterable[int],
         tables: Iterable[BlockTable],
         block_size: int = BLOCK_SIZE,
+        reserved: Iterable[int] = (),
     ) -> Self:
         """Create a cache that has these blocks, parents before children, and these open tables. Its first
-        changes state it anew. kept: pages that no table holds, in order of eviction."""
+        changes state it anew. kept: pages that no table holds, in order of eviction. reserved: as `reserve`
+        would."""
         cache = cls(pages, block_size)
         cache._block_of = {entry.page: entry for entry in registered}
         cache._by_hash = {entry.block.block_hash: entry for entry in cache._block_of.values()}
@@ -122,8 +129,11 @@ class KvCache:
         for table in tables:
             for page in table.pages:
                 cache._holders[page] += 1
+        cache._reserved = dict.fromkeys(reserved)
         cache._free = [
-            page for page in reversed(range(pages)) if not cache._holders[page] and page not in cache._kept
+            page
+            for page in reversed(range(pages))
+            if not (cache._holders[page] or page in cache._kept or page in cache._reserved)
         ]
         cache._changes = cache.restated()
         return cache
@@ -140,13 +150,28 @@ class KvCache:
 
     @property
     def free(self) -> Sequence[int]:
-        """Pages neither held nor kept."""
+        """Pages that a sequence could get without an eviction."""
         return tuple(self._free)
+
+    @property
+    def reserved(self) -> Sequence[int]:
+        """Pages reserved for copies."""
+        return tuple(self._reserved)
+
+    @property
+    def withheld(self) -> Sequence[int]:
+        """Pages that were evicted while another rank was reading them, in ascending order."""
+        return tuple(sorted(self._withheld))
+
+    @property
+    def obtainable(self) -> int:
+        """Pages that sequences could get, by evictions if necessary."""
+        return len(self._free) + len(self._kept) - sum(page in self._kept for page in self._pins)
 
     @property
     def used(self) -> int:
         """Pages held by sequences or kept for reuse."""
-        return self.pages - len(self._free)
+        return self.pages - len(self._free) - len(self._reserved) - len(self._withheld)
 
     @property
     def held(self) -> int:
@@ -160,9 +185,13 @@ class KvCache:
     def fits(self, prefix: Sequence[Block], pages: int, spare: int = 0) -> bool:
         """True if a new sequence that may share `prefix` can get `pages` pages in total and leave `spare`
         pages obtainable."""
+        return self.lacking(prefix, pages, spare) <= 0
+
+    def lacking(self, prefix: Sequence[Block], pages: int, spare: int = 0) -> int:
+        """Return the number of pages that must become obtainable before `fits`. At most 0 if it fits."""
         shared = self._match(prefix)
-        obtainable = len(self._free) + len(self._kept) - sum(page in self._kept for page in shared)
-        return pages - len(shared) + spare <= obtainable
+        reused = sum(page in self._kept and page not in self._pins for page in shared)
+        return pages - len(shared) + spare - self.obtainable + reused
 
     def open(self, prefix: Sequence[Block]) -> BlockTable:
         """Create the table of a new sequence. It holds the pages of the longest registered prefix."""
@@ -177,9 +206,9 @@ class KvCache:
         missing = pages - len(table.pages)
         if missing <= 0:
             return True
-        if missing > len(self._free) + len(self._kept):
+        if missing > self.obtainable:
             return False
-        self._evict(missing - len(self._free))
+        self._evict_for(missing)
         for _ in range(missing):
             page = self._free.pop()
             self._holders[page] = 1
@@ -216,6 +245,43 @@ class KvCache:
         table.pages.clear()
         table.registered, table.collided = 0, False
 
+    def reserve(self, *, evict: bool = False) -> int | None:
+        """Take a page for copies of other ranks' pages. None if no page is free. evict: evict a kept page
+        then."""
+        if not self._free and not (evict and self.obtainable):
+            return None
+        self._evict_for(1)
+        page = self._free.pop()
+        self._reserved[page] = None
+        return page
+
+    def unreserve(self, page: int) -> None:
+        """Free a reserved page."""
+        del self._reserved[page]
+        self._free.append(page)
+
+    def registered_at(self, page: int) -> RegisteredBlock | None:
+        """Return the registered block of a page. It is another object once the page has been evicted and
+        registered again."""
+        return self._block_of.get(page)
+
+    def has(self, block_hash: int) -> bool:
+        """True if a block is registered under this hash."""
+        return block_hash in self._by_hash
+
+    def pin(self, page: int) -> None:
+        """Do not reuse a registered page before `unpin` was called as often. Its block can be evicted."""
+        self._pins[page] = self._pins.get(page, 0) + 1
+
+    def unpin(self, page: int) -> None:
+        """End one `pin`."""
+        self._pins[page] -= 1
+        if not self._pins[page]:
+            del self._pins[page]
+            if page in self._withheld:
+                self._withheld.remove(page)
+                self._free.append(page)
+
     def clear(self) -> None:
         """Drop everything kept for reuse. ValueError while a sequence holds pages, because their registration
         cannot be revoked."""
@@ -224,7 +290,8 @@ class KvCache:
                 f"KV cache: {self.held} pages are held by running sequences; finish or cancel them before"
                 " clearing"
             )
-        self._free.extend(self._kept)
+        for page in self._kept:
+            self._vacate(page)
         self._kept.clear()
         self._by_hash.clear()
         self._block_of.clear()
@@ -250,7 +317,13 @@ class KvCache:
                 holders[page] += 1
         free = set(self._free)
         for page in range(self.pages):
-            states = (page in free) + (page in self._kept) + (self._holders[page] > 0)
+            states = (
+                (page in free)
+                + (page in self._kept)
+                + (self._holders[page] > 0)
+                + (page in self._reserved)
+                + (page in self._withheld)
+            )
             if states != 1 or holders[page] != self._holders[page]:
                 raise RuntimeError(
                     f"KV cache: page {page} is in {states} states, held {self._holders[page]} times by count"
@@ -296,17 +369,25 @@ class KvCache:
         else:
             self._free.append(page)
 
-    def _evict(self, count: int) -> None:
+    def _evict_for(self, count: int) -> None:
+        """Evict kept pages until `count` pages are free. There must be as many obtainable ones."""
         removed = []
-        for _ in range(count):
+        while len(self._free) < count:
             page = next(iter(self._kept))
             del self._kept[page]
             block = self._block_of.pop(page).block
             del self._by_hash[block.block_hash]
-            self._free.append(page)
+            self._vacate(page)
             removed.append(block.block_hash)
         if removed:
             self._changes.append(KvChange(removed=KvRemoved(block_hashes=tuple(removed))))
+
+    def _vacate(self, page: int) -> None:
+        """Free a page that is registered no longer, now or once it is unpinned."""
+        if page in self._pins:
+            self._withheld.add(page)
+        else:
+            self._free.append(page)
 
     def _share(self, table: BlockTable, index: int, known: RegisteredBlock, same: bool) -> None:
         """Handle a block that was computed twice: both sequences share one page from now on. If its hash

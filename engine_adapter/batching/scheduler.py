@@ -112,6 +112,14 @@ class BatchScheduler:
         return tuple(self._waiting)
 
     @property
+    def lacking_pages(self) -> int:
+        """Pages that must become obtainable before the first waiting request is admitted. 0 if it does not
+        wait for pages."""
+        if not self._waiting or len(self._running) >= self.max_running:
+            return 0
+        return max(0, self.cache.lacking(*self._need(self._waiting[0])))
+
+    @property
     def idle(self) -> bool:
         return not self._running and not self._waiting
 
@@ -238,9 +246,11 @@ class BatchScheduler:
         return one.blocks[: (len(one.tokens) - 1) // self.cache.block_size]
 
     def _admissible(self, one: SequenceState) -> bool:
-        return self.cache.fits(
-            self._shareable(one), self.cache.blocks_for(len(one.tokens)), spare=len(self._running)
-        )
+        return self.cache.fits(*self._need(one))
+
+    def _need(self, one: SequenceState) -> tuple[list[Block], int, int]:
+        """Return the arguments of `KvCache.fits` for a waiting request."""
+        return self._shareable(one), self.cache.blocks_for(len(one.tokens)), len(self._running)
 
     def _admit(self, one: SequenceState) -> SequenceState:
         one.table = self.cache.open(self._shareable(one))

@@ -205,9 +205,12 @@ def test_a_collision_of_two_salts_shares_nothing() -> None:
 
 
 def rebuilt(cache: KvCache, tables: Sequence[BlockTable]) -> tuple[KvCache, list[BlockTable]]:
-    """A cache with the same pages, built from what the first one tells."""
+    """A cache with the same pages, built from what the first one tells. Pins end with the first one."""
     copies = [BlockTable(list(table.pages), table.registered, table.collided) for table in tables]
-    return KvCache.of(cache.pages, cache.registered, cache.kept, copies, cache.block_size), copies
+    built = KvCache.of(
+        cache.pages, cache.registered, cache.kept, copies, cache.block_size, reserved=cache.reserved
+    )
+    return built, copies
 
 
 def test_a_cache_that_is_built_from_another_serves_and_evicts_as_it_would() -> None:
@@ -233,6 +236,53 @@ def test_blocks_that_are_known_are_not_identified_again() -> None:
     assert identify(tokens, SIZE, "salt", known=blocks[:2]) == blocks
 
 
+def test_a_pinned_page_is_not_reused_before_all_its_readers_are_done() -> None:
+    cache = KvCache(3, SIZE)
+    cache.close(compute(cache, "ab"))
+    (pinned, other) = (entry.page for entry in cache.registered)
+    cache.pin(pinned)
+    cache.pin(pinned)
+    assert cache.obtainable == 2
+    table = cache.open([])
+    assert not cache.extend(table, 3)
+    assert cache.extend(table, 2)
+    assert pinned not in table.pages
+    assert other in table.pages
+    cache.check_integrity([table])
+    cache.unpin(pinned)
+    assert not cache.extend(table, 3)
+    cache.unpin(pinned)
+    assert cache.extend(table, 3)
+    cache.check_integrity([table])
+
+
+def test_a_pinned_page_that_is_evicted_is_withheld_and_its_block_unregistered() -> None:
+    cache = KvCache(2, SIZE)
+    cache.close(compute(cache, "a"))
+    (entry,) = cache.registered
+    cache.pin(entry.page)
+    cache.clear()
+    assert cache.withheld == (entry.page,)
+    assert cache.registered_at(entry.page) is None
+    assert not cache.has(entry.block.block_hash)
+    cache.check_integrity([])
+    cache.unpin(entry.page)
+    assert (cache.withheld, len(cache.free)) == ((), 2)
+
+
+def test_a_reserved_page_is_neither_used_nor_obtainable() -> None:
+    cache = KvCache(2, SIZE)
+    cache.close(compute(cache, "a"))
+    page = cache.reserve()
+    assert page is not None
+    assert cache.reserve() is None, "the other page is kept"
+    assert (cache.used, cache.held, cache.obtainable, cache.reserved) == (1, 0, 1, (page,))
+    assert cache.reserve(evict=True) is not None
+    assert (cache.used, cache.obtainable) == (0, 0)
+    cache.unreserve(page)
+    assert cache.free == (page,)
+
+
 class Pool(RuleBasedStateMachine):
     """Any order of opening, growing, registering, closing and clearing keeps books and readers right."""
 
@@ -241,6 +291,7 @@ class Pool(RuleBasedStateMachine):
         self.cache = KvCache(7, SIZE)
         self.tables: list[tuple[BlockTable, list[Block]]] = []
         self.reader = Reader()
+        self.pinned: list[int] = []
 
     @rule(text=st.text("ab", min_size=1, max_size=5))
     def open(self, text: str) -> None:
@@ -268,8 +319,29 @@ class Pool(RuleBasedStateMachine):
     def clear(self) -> None:
         self.cache.clear()
 
+    @rule(evict=st.booleans())
+    def reserve(self, evict: bool) -> None:
+        self.cache.reserve(evict=evict)
+
+    @precondition(lambda self: self.cache.reserved)
+    @rule()
+    def unreserve(self) -> None:
+        self.cache.unreserve(self.cache.reserved[0])
+
+    @precondition(lambda self: self.cache.registered)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        self.pinned.append(data.draw(st.sampled_from(self.cache.registered)).page)
+        self.cache.pin(self.pinned[-1])
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self) -> None:
+        self.cache.unpin(self.pinned.pop(0))
+
     @rule()
     def rebuild(self) -> None:
+        self.pinned.clear()
         self.cache, tables = rebuilt(self.cache, [table for table, _ in self.tables])
         self.tables = [(table, blocks) for table, (_, blocks) in zip(tables, self.tables, strict=True)]
 

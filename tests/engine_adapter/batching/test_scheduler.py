@@ -236,3 +236,16 @@ def test_requests_are_restored_into_an_idle_scheduler_that_has_room() -> None:
     scheduler.restore([], [SequenceState([1], 1)])
     with pytest.raises(ValueError, match="1 waiting"):
         scheduler.restore([], [])
+
+
+def test_pages_that_the_first_waiting_request_lacks_are_counted() -> None:
+    scheduler, model = build(pages=12, budget=40)
+    scheduler.submit(SequenceState([1] * 30, 2))
+    model.step(scheduler, scheduler.plan(), 40)
+    assert scheduler.lacking_pages == 0
+    scheduler.submit(SequenceState([2] * 20, 1))
+    scheduler.submit(SequenceState([2], 1))
+    assert scheduler.plan()
+    assert scheduler.lacking_pages == 5 + 1 - 4
+    assert len(run_dry(scheduler, model)) == 3
+    assert scheduler.lacking_pages == 0
