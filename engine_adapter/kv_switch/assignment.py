@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 
 class PageDemand(NamedTuple):
-    """Pages of one request, and the rank that it prefers where ranks are equal: the one that accepted it."""
+    """Pages of one request."""
 
     pages: frozenset[int]
     rank: int
+    """Preferred where ranks are equal: the one that accepted it."""
+    home: int | None = None
+    """Preferred if it has room, because pages were copied there."""
 
 
 @dataclass(slots=True)
@@ -52,8 +55,11 @@ def _pack(
 ) -> list[int] | None:
     loads = [_RankLoad() for _ in range(ranks)]
     found = [0] * len(demands)
-    for at in sorted(range(len(demands)), key=lambda at: (-len(demands[at].pages), at)):
-        pages, preferred = demands[at]
+    order = sorted(
+        range(len(demands)), key=lambda at: (demands[at].home is None, -len(demands[at].pages), at)
+    )
+    for at in order:
+        pages, preferred, home = demands[at]
         options: list[tuple[tuple[int, ...], bool, int]] = []
         for rank, load in enumerate(loads):
             missing = len(pages - load.pages)
@@ -61,6 +67,7 @@ def _pack(
                 options.append((preference(len(load.pages), missing, load.requests), rank != preferred, rank))
         if not options:
             return None
+        options = [one for one in options if one[-1] == home] or options
         found[at] = min(options)[-1]
         loads[found[at]].pages |= pages
         loads[found[at]].requests += 1

@@ -9,6 +9,8 @@ class _Option(NamedTuple):
 
     fitting: int
     """Pages of the run that fit."""
+    copied: int
+    """Pages of the run that the rank has copies of."""
     ancestors: list[int]
     """Pages before the run that the rank does not have, nearest first."""
     rank: int
@@ -18,25 +20,28 @@ class KeptPlacement:
     """Kept pages go to ranks from the latest to the first in the order of eviction, in runs of consecutive
     blocks of one chain.
 
-    A run goes to the rank that has most of the pages before it, then to the one with the fewest pages. A rank
-    that lacks pages before the run gets copies of them, if it is the only one with room. What does not fit of
-    a run is dropped, from its end. A run may take the units of all kept pages that come later here: they
-    would be evicted before it.
+    A run goes to the rank with most copies of its pages, then to the one that has most of the pages before
+    it, then to the one with the fewest pages. A rank that lacks pages before the run gets copies of them, if
+    it is the only one with room. What does not fit of a run is dropped, from its end. A run may take the
+    units of all kept pages that come later here: they would be evicted before it.
     """
 
     def __init__(
         self,
         placed: Sequence[set[int]],
         parents: Mapping[int, int],
+        copied: Sequence[set[int]],
         *,
         spare: int,
         groups: int,
         max_pages: int,
     ) -> None:
         """placed: pages of each rank, changed in place. parents: page of the block before a page's block, if
-        it has one. spare: free units of each rank, those of kept pages excluded. max_pages: of each rank."""
+        it has one. copied: pages that each rank has copies of, made ahead. spare: free units of each rank,
+        those of kept pages excluded. max_pages: of each rank."""
         self._placed = placed
         self._parents = parents
+        self._copied = copied
         self._spare = spare
         self._groups = groups
         self._max_pages = max_pages
@@ -48,8 +53,14 @@ class KeptPlacement:
             if self._lost(run[0]):
                 continue
             option = max(
-                (self._option(rank, len(run), run[0], obtainable) for rank in range(len(self._placed))),
-                key=lambda one: (one.fitting, -len(one.ancestors), -len(self._placed[one.rank]), -one.rank),
+                (self._option(rank, run, obtainable) for rank in range(len(self._placed))),
+                key=lambda one: (
+                    one.fitting,
+                    one.copied,
+                    -len(one.ancestors),
+                    -len(self._placed[one.rank]),
+                    -one.rank,
+                ),
             )
             if option.fitting:
                 self._placed[option.rank].update(option.ancestors, run[: option.fitting])
@@ -70,11 +81,11 @@ class KeptPlacement:
         parent = self._parents.get(page)
         return parent is not None and not any(parent in pages for pages in self._placed)
 
-    def _option(self, rank: int, length: int, first: int, obtainable: int) -> _Option:
+    def _option(self, rank: int, run: Sequence[int], obtainable: int) -> _Option:
         """Return how many pages of a run fit the rank. Each page takes one unit of the obtainable ones of
         every rank, where it is now, and the other groups' units of its new rank."""
         ancestors: list[int] = []
-        parent = self._parents.get(first)
+        parent = self._parents.get(run[0])
         while parent is not None and parent not in self._placed[rank]:
             ancestors.append(parent)
             parent = self._parents.get(parent)
@@ -82,9 +93,10 @@ class KeptPlacement:
         pages = len(self._placed[rank]) + len(ancestors)
         others = max((len(one) for at, one in enumerate(self._placed) if at != rank), default=0)
         fitting = min(
-            length,
+            len(run),
             self._max_pages - pages,
             obtainable - reads * others,
             (obtainable - reads * pages) // self._groups,
         )
-        return _Option(max(0, fitting), ancestors, rank)
+        copied = sum(page in self._copied[rank] for page in run)
+        return _Option(max(0, fitting), copied, ancestors, rank)

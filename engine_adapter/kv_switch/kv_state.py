@@ -53,6 +53,16 @@ class OpenSequence(msgspec.Struct):
     """Indexes into `KvState.pages`, in the order of its tokens. Empty while it waits."""
 
 
+class AheadRead(msgspec.Struct, frozen=True):
+    """A copy of a unit that was made before the switch, in a reserved unit of the reader."""
+
+    key: int
+    """Of the announcement (`announcing`)."""
+    source_rank: int
+    source: int
+    unit: int
+
+
 class KvState(msgspec.Struct):
     """Pages and requests of one scheduler: of each rank under dp, of the engine under tp."""
 
@@ -66,6 +76,13 @@ class KvState(msgspec.Struct):
     """In order of admission."""
     free: list[list[int]]
     """Units that no page has. dp: one list, of the rank. tp: one list for each rank."""
+    announced: list[int] = []
+    """Keys of announced pages that still have the content that was announced."""
+    ahead: list[list[AheadRead]] = []
+    """Copies of other ranks' pages, in units that are neither free nor of a page. Lists as in `free`, or
+    none."""
+    quarantined: list[list[int]] = []
+    """Units that a late read may still write. Lists as in `free`, or none."""
 
 
 class UnitRead(NamedTuple):

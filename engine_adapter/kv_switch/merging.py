@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from engine_adapter.batching.kv_cache import Block
 from engine_adapter.kv_switch.capacity import REMEDY, held_limit
 from engine_adapter.kv_switch.kv_state import (
+    AheadRead,
     KvPage,
     KvState,
     OpenSequence,
@@ -22,7 +23,7 @@ from engine_adapter.kv_switch.kv_state import (
     group_of_rank,
 )
 from engine_adapter.kv_switch.ledger import PageLedger, filled_pages
-from engine_adapter.kv_switch.unit_plan import SourceChoice, UnitPlan
+from engine_adapter.kv_switch.unit_plan import SourceChoice, UnitCopy, UnitPlan
 from fleet.blocks import BLOCK_SIZE
 
 
@@ -142,7 +143,8 @@ def _make_room(
     """Evict and preempt until every rank has a unit for each page that it has not. Return the pages that are
     gone besides `gone`."""
     spare = [
-        len(state.free[0]) - sum(rank not in one.units for one in pages) for rank, state in enumerate(states)
+        len(state.free[0]) + len(_ahead(state)) - sum(rank not in one.units for one in pages)
+        for rank, state in enumerate(states)
     ]
     more: list[int] = []
 
@@ -171,7 +173,7 @@ def _refusal(
     rank = spare.index(min(spare))
     held = [one for page, one in enumerate(pages) if ledger.holders[page]]
     own = sum(rank in one.units for one in held)
-    units = len(states[rank].free[0]) + groups * len(states[rank].pages)
+    units = len(states[rank].free[0]) + len(_ahead(states[rank])) + groups * len(states[rank].pages)
     return SwitchRefused(
         f"switch to tensor-parallel attention: rank {rank} misses {-spare[rank]} of {len(held) - own} units"
         f" for the pages of other ranks; requests hold {groups * own / units:.1%} of its KV memory, and"
@@ -189,7 +191,7 @@ def _carry_out(
 ) -> Switched:
     """Give units to all pages that stay, and lay out the merged state."""
     ranks = len(states)
-    plans = [_unit_plan(rank, state, pages, gone) for rank, state in enumerate(states)]
+    plans = [_unit_plan(rank, states, pages, gone) for rank in range(ranks)]
     filled = {page for one in ledger.running for page in filled_pages(one, block_size)}
     sources = SourceChoice(ranks)
     merged: list[KvPage] = []
@@ -203,8 +205,8 @@ def _carry_out(
             if rank in one.units:
                 units.append(plan.keep(one.units[rank][group]))
             elif one.block is not None or page in filled:
-                source = sources.choose(list(one.units))
-                units.append(plan.read(source, one.units[source][group]))
+                copies = [UnitCopy(holder, copy[group]) for holder, copy in one.units.items()]
+                units.append(plan.fill(copies, sources))
             else:
                 units.append(plan.take())
         place[page] = len(merged)
@@ -215,14 +217,29 @@ def _carry_out(
         running=[replace(one, pages=[place[page] for page in one.pages]) for one in ledger.running],
         waiting=list(ledger.waiting),
         free=[plan.free for plan in plans],
+        quarantined=[unit for one in states for unit in one.quarantined or [[]]],
     )
     return Switched([state], [plan.reads for plan in plans], _evicted(states, state))
 
 
-def _unit_plan(rank: int, state: KvState, pages: list[_Copies], gone: set[int]) -> UnitPlan:
-    (free,) = state.free
+def _unit_plan(rank: int, states: Sequence[KvState], pages: list[_Copies], gone: set[int]) -> UnitPlan:
+    """Return the rank's units before the switch. A copy that was made ahead counts if its page still has the
+    content that was announced; else its unit is free."""
+    ahead: dict[UnitCopy, int] = {}
+    free = list(states[rank].free[0])
+    valid = [set(state.announced) for state in states]
+    for one in _ahead(states[rank]):
+        if one.key in valid[one.source_rank]:
+            ahead[UnitCopy(one.source_rank, one.source)] = one.unit
+        else:
+            free.append(one.unit)
     dropped = [unit for page in gone for unit in pages[page].units.get(rank, ())]
-    return UnitPlan([*free, *(unit for page in state.pages for unit in page.units)], [*free, *dropped])
+    used = [unit for page in states[rank].pages for unit in page.units]
+    return UnitPlan([*free, *ahead.values(), *used], [*free, *dropped], ahead)
+
+
+def _ahead(state: KvState) -> list[AheadRead]:
+    return state.ahead[0] if state.ahead else []
 
 
 def _evicted(states: Sequence[KvState], merged: KvState) -> list[int]:

@@ -25,18 +25,26 @@ from engine_adapter.kv_switch.kv_state import (
     group_of_rank,
 )
 from engine_adapter.kv_switch.ledger import PageLedger, filled_pages
-from engine_adapter.kv_switch.unit_plan import SourceChoice, UnitPlan
+from engine_adapter.kv_switch.unit_plan import SourceChoice, UnitCopy, UnitPlan
 from fleet.blocks import BLOCK_SIZE
 
 
-class _Target(NamedTuple):
-    """The layout after the switch."""
+class RankLayout(NamedTuple):
+    """Data-parallel attention. max_pages, max_running: pages of a rank, and requests that may run on it."""
 
     ranks: int
     groups: int
     max_pages: int
     max_running: int
-    block_size: int
+    block_size: int = BLOCK_SIZE
+
+
+class _Placed(NamedTuple):
+    ledger: PageLedger
+    running: list[list[OpenSequence]]
+    """Of each rank, as in the next two."""
+    waiting: list[list[OpenSequence]]
+    pages: list[set[int]]
 
 
 def split(
@@ -57,55 +65,91 @@ def split(
     preempt: the latest arrivals lose their pages instead, and wait. No preemption helps a request that is too
     long.
     """
-    target = _Target(ranks, groups, max_pages, max_running, block_size)
+    layout = RankLayout(ranks, groups, max_pages, max_running, block_size)
+    return _carry_out(state, _place(state, layout, preempt), layout)
+
+
+def destinations(state: KvState, layout: RankLayout) -> list[set[int]]:
+    """Return the pages that each rank would get in a split now. SwitchRefused as in `split`."""
+    return _place(state, layout, preempt=False).pages
+
+
+def _place(state: KvState, layout: RankLayout, preempt: bool) -> _Placed:
+    """Choose the ranks of all requests and pages."""
+    ranks, max_running = layout.ranks, layout.max_running
     for one in (*state.running, *state.waiting):
-        check_length(len(one.tokens) - one.generated + one.max_new, max_pages * block_size)
+        check_length(len(one.tokens) - one.generated + one.max_new, layout.max_pages * layout.block_size)
     registered = [page.block is not None for page in state.pages]
     ledger = PageLedger(registered, state.kept, state.running, state.waiting)
     while len(ledger.running) > ranks * max_running:
         ledger.preempt()
-    owners = _assign(state, ledger, target, preempt)
+    copied = _copied(state, ranks)
+    owners = _assign(state, ledger, copied, layout, preempt)
     running: list[list[OpenSequence]] = [[] for _ in range(ranks)]
     for one, owner in zip(ledger.running, owners, strict=True):
         running[owner].append(one)
-    placed = [{page for one in ours for page in one.pages} for ours in running]
-    waiting = _assign_waiting(state, ledger, placed, block_size)
-    _place_kept(state, ledger, placed, target)
-    return _carry_out(state, ledger, placed, running, waiting, target)
+    pages = [{page for one in ours for page in one.pages} for ours in running]
+    waiting = _assign_waiting(state, ledger, pages, layout.block_size)
+    _place_kept(state, ledger, pages, copied, layout)
+    return _Placed(ledger, running, waiting, pages)
+
+
+def _units_of_rank(state: KvState) -> int:
+    """Return the number of units that pages of the next layout can take on each rank."""
+    ahead = [len(copies) for copies in state.ahead] or [0] * len(state.free)
+    return len(state.pages) + min(map(sum, zip(map(len, state.free), ahead, strict=True)))
+
+
+def _copied(state: KvState, ranks: int) -> list[set[int]]:
+    """Return the pages of which each rank has copies of other groups' units."""
+    page_of = {copy: at for at, page in enumerate(state.pages) for copy in enumerate(page.units)}
+    valid = set(state.announced)
+    copied: list[set[int]] = [set() for _ in range(ranks)]
+    for pages, copies in zip(copied, state.ahead, strict=False):
+        pages.update(page_of[one.source_rank, one.source] for one in copies if one.key in valid)
+    return copied
 
 
 def _spare(state: KvState, ledger: PageLedger) -> int:
     """Return the number of units of each rank that no held and no kept page has."""
     present = sum(ledger.present(page) for page in range(len(state.pages)))
-    return min(map(len, state.free)) + len(state.pages) - present
+    return _units_of_rank(state) - present
 
 
-def _assign(state: KvState, ledger: PageLedger, target: _Target, preempt: bool) -> list[int]:
+def _assign(
+    state: KvState, ledger: PageLedger, copied: Sequence[set[int]], layout: RankLayout, preempt: bool
+) -> list[int]:
     """Return the rank of each running request. Preempt or refuse where no assignment is found."""
     while True:
         room = _spare(state, ledger) + len(ledger.kept)
-        limit = target.max_pages if target.groups == 1 else min(target.max_pages, room // (target.groups - 1))
+        limit = layout.max_pages if layout.groups == 1 else min(layout.max_pages, room // (layout.groups - 1))
         owners = assign(
-            [PageDemand(frozenset(one.pages), one.rank) for one in ledger.running],
-            ranks=target.ranks,
+            [PageDemand(frozenset(one.pages), one.rank, _home(one, copied)) for one in ledger.running],
+            ranks=layout.ranks,
             max_pages=limit,
-            max_running=target.max_running,
+            max_running=layout.max_running,
         )
         if owners is not None:
             return owners
         if not preempt:
-            raise _refusal(state, ledger, target, limit)
+            raise _refusal(state, ledger, layout, limit)
         ledger.preempt()
 
 
-def _refusal(state: KvState, ledger: PageLedger, target: _Target, limit: int) -> SwitchRefused:
+def _home(sequence: OpenSequence, copied: Sequence[set[int]]) -> int | None:
+    """Return the rank that has copies of most of the request's pages. None if no rank has any."""
+    counts = [sum(page in pages for page in sequence.pages) for pages in copied]
+    return counts.index(max(counts)) if any(counts) else None
+
+
+def _refusal(state: KvState, ledger: PageLedger, layout: RankLayout, limit: int) -> SwitchRefused:
     held = sum(holders > 0 for holders in ledger.holders)
-    units = min(map(len, state.free)) + len(state.pages)
+    units = _units_of_rank(state)
     return SwitchRefused(
         f"switch to data-parallel attention: found no assignment of {len(ledger.running)} running requests to"
-        f" {target.ranks} ranks, each with at most {target.max_running} requests and {limit} pages; they hold"
+        f" {layout.ranks} ranks, each with at most {layout.max_running} requests and {limit} pages; they hold"
         f" {held} pages, {held / units:.1%} of the KV memory, the largest"
-        f" {max(len(one.pages) for one in ledger.running)}; {held_limit(target.ranks, target.groups):.1%} is"
+        f" {max(len(one.pages) for one in ledger.running)}; {held_limit(layout.ranks, layout.groups):.1%} is"
         f" the limit where they spread evenly; {REMEDY}"
     )
 
@@ -133,7 +177,13 @@ def _assign_waiting(
     return waiting
 
 
-def _place_kept(state: KvState, ledger: PageLedger, placed: list[set[int]], target: _Target) -> None:
+def _place_kept(
+    state: KvState,
+    ledger: PageLedger,
+    placed: list[set[int]],
+    copied: Sequence[set[int]],
+    layout: RankLayout,
+) -> None:
     by_hash = _by_hash(state)
     parents = {
         at: by_hash[page.parent]
@@ -141,7 +191,12 @@ def _place_kept(state: KvState, ledger: PageLedger, placed: list[set[int]], targ
         if page.block is not None and page.parent is not None
     }
     kept = KeptPlacement(
-        placed, parents, spare=_spare(state, ledger), groups=target.groups, max_pages=target.max_pages
+        placed,
+        parents,
+        copied,
+        spare=_spare(state, ledger),
+        groups=layout.groups,
+        max_pages=layout.max_pages,
     )
     kept.place(list(ledger.kept))
 
@@ -150,26 +205,20 @@ def _by_hash(state: KvState) -> dict[int, int]:
     return {page.block.block_hash: at for at, page in enumerate(state.pages) if page.block is not None}
 
 
-def _carry_out(
-    state: KvState,
-    ledger: PageLedger,
-    placed: Sequence[set[int]],
-    running: Sequence[list[OpenSequence]],
-    waiting: Sequence[list[OpenSequence]],
-    target: _Target,
-) -> Switched:
+def _carry_out(state: KvState, placed: _Placed, layout: RankLayout) -> Switched:
     """Give units to the pages of every rank, and lay out the state of each."""
-    somewhere = set().union(*placed)
-    filled = {page for one in ledger.running for page in filled_pages(one, target.block_size)}
-    sources = SourceChoice(target.ranks)
+    ledger, running, waiting, _ = placed
+    somewhere = set().union(*placed.pages)
+    filled = {page for one in ledger.running for page in filled_pages(one, layout.block_size)}
+    sources = SourceChoice(layout.ranks)
     states: list[KvState] = []
     reads: list[list[UnitRead]] = []
-    for rank, pages in enumerate(placed):
+    for rank, pages in enumerate(placed.pages):
         mine = [page for page in range(len(state.pages)) if page in pages]
         plan = _unit_plan(rank, state, somewhere)
         laid_out = [
             KvPage(
-                _units(rank, state.pages[page], page in filled, plan, sources, target),
+                _units(rank, state.pages[page], page in filled, plan, sources, layout),
                 state.pages[page].block,
                 state.pages[page].parent,
             )
@@ -183,6 +232,7 @@ def _carry_out(
                 running=[replace(one, pages=[place[page] for page in one.pages]) for one in running[rank]],
                 waiting=waiting[rank],
                 free=[plan.free],
+                quarantined=[state.quarantined[rank]] if state.quarantined else [],
             )
         )
         reads.append(plan.reads)
@@ -195,24 +245,32 @@ def _carry_out(
 
 
 def _unit_plan(rank: int, state: KvState, somewhere: set[int]) -> UnitPlan:
+    ahead: dict[UnitCopy, int] = {}
+    free = list(state.free[rank])
+    valid = set(state.announced)
+    for one in state.ahead[rank] if state.ahead else ():
+        if one.key in valid:
+            ahead[UnitCopy(one.source_rank, one.source)] = one.unit
+        else:
+            free.append(one.unit)
     units = [page.units[rank] for page in state.pages]
     gone = [unit for page, unit in enumerate(units) if page not in somewhere]
-    return UnitPlan([*state.free[rank], *units], [*state.free[rank], *gone])
+    return UnitPlan([*free, *ahead.values(), *units], [*free, *gone], ahead)
 
 
 def _units(
-    rank: int, page: KvPage, filled: bool, plan: UnitPlan, sources: SourceChoice, target: _Target
+    rank: int, page: KvPage, filled: bool, plan: UnitPlan, sources: SourceChoice, layout: RankLayout
 ) -> tuple[int, ...]:
     """Return the unit of each head group of a page on its new rank, [G]."""
-    own = group_of_rank(rank, target.ranks, target.groups)
-    replicas = target.ranks // target.groups
+    own = group_of_rank(rank, layout.ranks, layout.groups)
+    replicas = layout.ranks // layout.groups
     units: list[int] = []
-    for group in range(target.groups):
+    for group in range(layout.groups):
         if group == own:
             units.append(plan.keep(page.units[rank]))
         elif filled or page.block is not None:
-            source = sources.choose(range(group * replicas, (group + 1) * replicas))
-            units.append(plan.read(source, page.units[source]))
+            holders = range(group * replicas, (group + 1) * replicas)
+            units.append(plan.fill([UnitCopy(one, page.units[one]) for one in holders], sources))
         else:
             units.append(plan.take())
     return tuple(units)
