@@ -17,7 +17,7 @@ from engine_adapter.batching.kv_cache import Change, KvCache
 from engine_adapter.batching.scheduler import BatchScheduler, SequenceState, Slice
 from engine_adapter.kv_switch.kv_state import KvState, OpenSequence, Switched, UnitRead, group_of_rank
 from engine_adapter.kv_switch.merging import merge
-from engine_adapter.kv_switch.scheduler_state import RequestOrigin, restore, state_of
+from engine_adapter.kv_switch.scheduler_state import AheadCopies, RequestOrigin, restore, state_of
 from engine_adapter.kv_switch.splitting import split
 
 SIZE = 4
@@ -133,8 +133,9 @@ class SwitchableEngine:
 
     def step(self) -> None:
         """One step of every scheduler."""
-        for owner, one in enumerate(self.served):
-            slices = one.scheduler.plan()
+        plans = [one.scheduler.plan() for one in self.served]
+        self.exchange_notes()
+        for owner, (one, slices) in enumerate(zip(self.served, plans, strict=True)):
             for work in slices:
                 self._write(owner, work)
             sampled = [work.sequence for work in slices if work.last and self._reads_right(owner, work)]
@@ -146,6 +147,9 @@ class SwitchableEngine:
                     self._finish(one, sequence)
             one.scheduler.check_integrity()
             one.read_events()
+
+    def exchange_notes(self) -> None:
+        """Called in each step between plan and forward pass."""
 
     def _finish(self, one: ServedScheduler, sequence: SequenceState) -> None:
         number = self.origins.pop(sequence).number
@@ -206,10 +210,20 @@ class SwitchableEngine:
     def states(self) -> list[KvState]:
         """State of each scheduler, as the wire carries it."""
         states = [
-            state_of(one.scheduler, one.units, self.origins, tensor_parallel=self.tensor_parallel)
-            for one in self.served
+            state_of(
+                one.scheduler,
+                one.units,
+                self.origins,
+                tensor_parallel=self.tensor_parallel,
+                copies=self.copies(owner),
+            )
+            for owner, one in enumerate(self.served)
         ]
         return msgspec.msgpack.decode(msgspec.msgpack.encode(states), type=list[KvState])
+
+    def copies(self, owner: int) -> AheadCopies | None:
+        """Copies that were made ahead, for the state of a scheduler. None: there is no pre-copy."""
+        return None
 
     def plan_switch(self) -> Switched:
         """Decide a switch to the other attention. Nothing changes."""
