@@ -84,6 +84,14 @@ class EmbeddedConfig:
     """Artificial delay added to sending a token to the experts of another rank and back, per layer and rank.
     Ranks of one machine then wait for each other as over a network, which shows the value of locality there.
     Routing costs include it."""
+    preempt_to_switch: bool = False
+    """True: where the KV of open requests does not fit a switch of attention, the latest ones lose theirs and
+    are computed again. False: the switch is refused."""
+    copy_ahead_seconds: NonNegative = 5.0
+    """Longest time for which KV pages are copied ahead of a switch of attention, while the engine serves. The
+    step that switches copies the rest. 0: it copies everything."""
+    copy_ahead_bytes_per_second: PositiveInt | None = None
+    """Limit of a rank's copies ahead of a switch. None: as fast as the lowest priority permits."""
     step_timeout_seconds: Positive = 10.0
     """Step timeout. A longer step means that a rank is lost, and the engine fails."""
     join_timeout_seconds: Positive = 120.0

@@ -313,13 +313,17 @@ class Experts(Protocol):
 
     async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Adoption:
         """Do all slow preparation for the placement of the next epoch. `cells` maps this rank's slots to
-        cells. The served placement does not change."""
+        cells. The served placement does not change. A cancelled call drops what it prepared."""
         ...
 
     async def adopt(self, adoption: Adoption) -> None:
         """Mark this rank as ready for the placement, and return once it is served. The engine serves it from
         the first step at which all ranks are ready. This cannot be undone. EngineFailed when the engine ends
         first."""
+        ...
+
+    def forget(self, adoption: Adoption) -> None:
+        """Drop a prepared placement, because its handover was aborted."""
         ...
 
 

@@ -34,10 +34,10 @@ from engine_adapter.agent.engine_agent import Agent
 from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
-from engine_adapter.embedded.attention_switch import LastRound
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.model_runner import Forward, PreparedEpoch, SequenceWork
 from engine_adapter.embedded.setup import MovableExperts, RankSetup, build_setup
+from engine_adapter.embedded.switching.attention_switch import LastRound
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.nixl_loader import agent_name
 from engine_adapter.transfer.selection import open_transfers

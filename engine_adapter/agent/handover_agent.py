@@ -308,6 +308,8 @@ class HandoverAgent:
             case Adopt():
                 self._spawn(self._adopt(effect), f"rank {self._rank} adopts handover {effect.handover}")
             case Forget():
+                if self._adoption is not None:
+                    self._experts.forget(self._adoption)
                 self._adoption = None
                 self._copies.give_up()
                 if self._preparing is not None:
@@ -340,6 +342,8 @@ class HandoverAgent:
             )
             if self.protocol.prepared(effect.handover):
                 self._adoption = adoption
+            else:
+                self._experts.forget(adoption)
         self._on_event()
 
     async def _adopt(self, effect: Adopt) -> None:

@@ -172,13 +172,13 @@ class BatchScheduler:
         for one in (*self._running, *self._waiting):
             one.blocks = identify(one.tokens, self.cache.block_size, one.salt, known=one.blocks)
 
-    def plan(self) -> list[Slice]:
+    def plan(self, *, prompts: bool = True) -> list[Slice]:
         """Plan the next step. Empty when there is no work. Each slice must be passed to `computed` before the
-        next plan."""
+        next plan. prompts: False holds prompts back."""
         self._grow()
         slices = [self._slice(one, 1) for one in self._running if one.pending == 1]
         budget = self.max_batch_tokens - len(slices)
-        for one in self._prompts():
+        for one in self._prompts() if prompts else ():
             if budget <= 0:
                 break
             slices.append(self._slice(one, budget))

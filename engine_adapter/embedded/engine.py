@@ -100,7 +100,7 @@ def _load(
         description,
         facts,
         steps,
-        None if setup.experts is None else RankExperts(setup.experts, steps),
+        None if setup.experts is None else RankExperts(setup.experts, steps, config.copy_ahead_seconds),
     )
 
 
@@ -294,8 +294,11 @@ class EmbeddedEngine:
                 del self._open[answer]
         if report.facts:
             self._news.set()
-        if report.flipped is not None and self._alive.experts is not None:
-            self._alive.experts.flipped(report.flipped)
+        if self._alive.experts is not None:
+            if report.caught_up:
+                self._alive.experts.caught_up()
+            if report.flipped is not None:
+                self._alive.experts.flipped(report.flipped)
 
     def _on_end(self, ended: "asyncio.Future[None]") -> None:
         error = None if ended.cancelled() else ended.exception()

@@ -1,6 +1,7 @@
 """Experts of a rank, as handovers use them: the event-loop side of a switch to another epoch."""
 
 import asyncio
+import logging
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,16 +10,21 @@ from engine_adapter.embedded.model_runner import PreparedEpoch
 from engine_adapter.embedded.setup import MovableExperts
 from engine_adapter.embedded.step_loop import StepLoop
 from engine_adapter.engine import Adoption, EngineFailed, ExpertMemory
+from fleet.layout import AttentionKind
 from fleet.placement import Placement
+
+log = logging.getLogger(__name__)
 
 
 class RankExperts:
     """`engine_adapter.engine.Experts` of one rank, for the lifetime of its engine. All methods are for the
     event loop."""
 
-    def __init__(self, experts: MovableExperts, steps: StepLoop) -> None:
+    def __init__(self, experts: MovableExperts, steps: StepLoop, copy_ahead_seconds: float) -> None:
         self._experts = experts
         self._steps = steps
+        self._copy_ahead_seconds = copy_ahead_seconds
+        self._caught_up = asyncio.Event()
         self._open: tuple[PreparedEpoch, asyncio.Future[None]] | None = None
         """Epoch that the step thread switches to once every rank is ready, and the future of the waiting
         caller."""
@@ -37,7 +43,14 @@ class RankExperts:
         """Implement the port. ValueError when the placement or the cells do not fit the served epoch, or when
         the open requests would not fit its layout of attention."""
         self._steps.check(placement)
-        return await asyncio.to_thread(self._experts.prepare, placement, cells)
+        prepared = await asyncio.to_thread(self._experts.prepare, placement, cells)
+        if placement.attention != self._steps.placement.attention and self._copy_ahead_seconds:
+            await self._copy_ahead(placement.attention)
+        return prepared
+
+    def forget(self, adoption: Adoption) -> None:
+        """Implement the port. Pages that were copied ahead for it are dropped."""
+        self._steps.copy_ahead(None)
 
     async def adopt(self, adoption: Adoption) -> None:
         """Implement the port. The switch completes even if the caller is cancelled. ValueError for any epoch
@@ -53,6 +66,10 @@ class RankExperts:
             )
         await asyncio.shield(self._open[1])
 
+    def caught_up(self) -> None:
+        """Complete the copies ahead of a switch of attention, for now."""
+        self._caught_up.set()
+
     def flipped(self, prepared: PreparedEpoch) -> None:
         """Complete the pending switch. Called after the step thread has switched."""
         if self._open is not None and self._open[0] is prepared:
@@ -66,6 +83,22 @@ class RankExperts:
             self._open[1].set_exception(EngineFailed(str(failure)))
             self._open[1].exception()  # Retrieve the exception, in case the caller was cancelled.
             self._open = None
+
+    async def _copy_ahead(self, to: AttentionKind) -> None:
+        """Copy KV pages for this layout, until all were copied that there are, or it takes too long."""
+        self._caught_up.clear()
+        self._steps.copy_ahead(to)
+        try:
+            await asyncio.wait_for(self._caught_up.wait(), self._copy_ahead_seconds)
+        except TimeoutError:
+            log.info(
+                "not all KV pages could be copied ahead within %g s (copy_ahead_seconds); the step that"
+                " switches copies the rest",
+                self._copy_ahead_seconds,
+            )
+        except asyncio.CancelledError:
+            self._steps.copy_ahead(None)
+            raise
 
     def _begin(self, adoption: Adoption) -> tuple[PreparedEpoch, "asyncio.Future[None]"]:
         served = self._steps.placement.epoch

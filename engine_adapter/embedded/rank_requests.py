@@ -16,10 +16,10 @@ from engine_adapter.batching.kv_cache import KvCache
 from engine_adapter.batching.scheduler import BatchScheduler, Overloaded, SequenceState, Slice
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.request_relay import News, RequestRelay
-from engine_adapter.embedded.step_notes import RequestName, StepNote, TravellingWork
+from engine_adapter.embedded.step_notes import AheadNote, RequestName, StepNote, TravellingWork
 from engine_adapter.embedded.travelling import EmbeddedSequence, SequenceCodec
 from engine_adapter.kv_switch.kv_state import KvState, OpenSequence
-from engine_adapter.kv_switch.scheduler_state import RequestOrigin, restore, state_of
+from engine_adapter.kv_switch.scheduler_state import AheadCopies, RequestOrigin, restore, state_of
 from engine_adapter.serving.generation import AnswerDelta
 from fleet.blocks import BLOCK_SIZE
 from fleet.layout import AttentionKind
@@ -95,14 +95,15 @@ class RankRequests:
             return []
         return [(sequence.answer, news)]
 
-    def note(self, slices: Sequence[Slice]) -> StepNote:
-        """Return what the other ranks have to know in this step. slices: the plan of this rank."""
+    def note(self, slices: Sequence[Slice], ahead: AheadNote | None) -> StepNote:
+        """Return what the other ranks have to know in this step. slices: the plan of this rank. ahead: of its
+        copies ahead of a switch."""
         plan = [
             TravellingWork(one.tokens, one.start, one.sequence.table.pages, one.last)
             for one in slices
             if self.attention == "tp"
         ]
-        return self.relay.note(plan)
+        return self.relay.note(plan, ahead)
 
     def hear(self, rank: int, note: StepNote) -> list[News]:
         """Take what a rank has told, and return the news of requests that this rank accepted. Requests for
@@ -124,16 +125,33 @@ class RankRequests:
             self.end(sequence)
         return found
 
-    def state(self, units: NDArray[np.int32]) -> KvState | None:
+    def state(self, units: NDArray[np.int32], copies: AheadCopies | None = None) -> KvState | None:
         """Return all that this rank owns. None: it owns nothing. units: int32 [pages, units of a page], under
-        tensor-parallel attention those of all ranks."""
+        tensor-parallel attention those of all ranks. copies: as in `scheduler_state.state_of`."""
         if not self._is_owner:
             return None
         origins = {
             state: RequestOrigin(*one.name, one.moments.submitted, self._codec.request(one))
             for state, one in self._sequences.items()
         }
-        return state_of(self.scheduler, units, origins, tensor_parallel=self.attention == "tp")
+        return self._state(units, origins, copies)
+
+    def pages_state(self, units: NDArray[np.int32], copies: AheadCopies) -> KvState:
+        """Return `state` without what only a new owner needs of the requests."""
+        origins = {
+            state: RequestOrigin(*one.name, one.moments.submitted, b"")
+            for state, one in self._sequences.items()
+        }
+        return self._state(units, origins, copies)
+
+    def _state(
+        self,
+        units: NDArray[np.int32],
+        origins: dict[SequenceState, RequestOrigin],
+        copies: AheadCopies | None,
+    ) -> KvState:
+        is_tp = self.attention == "tp"
+        return state_of(self.scheduler, units, origins, tensor_parallel=is_tp, copies=copies)
 
     def restore(self, attention: AttentionKind, state: KvState, pages: int, page_units: int) -> Switchover:
         """Own what a state of the other layout has, if this rank is its owner. What this rank's clients have

@@ -5,7 +5,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from engine_adapter.batching.scheduler import Overloaded
-from engine_adapter.embedded.step_notes import RelayedDelta, RequestName, StepNote, TravellingWork
+from engine_adapter.embedded.step_notes import (
+    AheadNote,
+    RelayedDelta,
+    RequestName,
+    StepNote,
+    TravellingWork,
+)
 from engine_adapter.embedded.travelling import EmbeddedSequence
 from engine_adapter.kv_switch.kv_state import OpenSequence
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream
@@ -74,14 +80,14 @@ class RequestRelay:
             )
         )
 
-    def note(self, plan: Sequence[TravellingWork]) -> StepNote:
+    def note(self, plan: Sequence[TravellingWork], ahead: AheadNote | None) -> StepNote:
         """Return what the other ranks have to know in this step, and count it as told."""
         requests: list[OpenSequence] = []
         tokens = 0
         while self._requests and (not requests or tokens + len(self._requests[0].tokens) <= _TOKENS_PER_NOTE):
             requests.append(self._requests.popleft())
             tokens += len(requests[-1].tokens)
-        note = StepNote(tuple(plan), tuple(requests), tuple(self._cancelled), tuple(self._deltas))
+        note = StepNote(tuple(plan), tuple(requests), tuple(self._cancelled), tuple(self._deltas), ahead)
         self._cancelled, self._deltas = [], []
         return note
 

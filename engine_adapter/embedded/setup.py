@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.arena import unshardable
-from engine_adapter.embedded.attention_switch import AttentionSwitch
 from engine_adapter.embedded.checkpoint import Checkpoint, Qwen3MoeConfig
 from engine_adapter.embedded.model_runner import Forward, ModelRunner, PreparedEpoch, SequenceWork
-from engine_adapter.embedded.peer_pools import PeerPools
 from engine_adapter.embedded.step_sync import RankGroup, StepSync
+from engine_adapter.embedded.switching.attention_switch import AttentionSwitch
+from engine_adapter.embedded.switching.peer_pools import PeerPools
 from engine_adapter.engine import ExpertMemory, RankMemory
 from engine_adapter.initial_placement import initial, resumed
 from engine_adapter.resident_memory import resident_memory

@@ -29,13 +29,14 @@ from engine_adapter.embedded.model_runner import Forward, PreparedEpoch, Sequenc
 from engine_adapter.embedded.rank_requests import RankRequests
 from engine_adapter.embedded.request_relay import News
 from engine_adapter.embedded.setup import RankSetup
-from engine_adapter.embedded.step_notes import StepNote, decoded, encoded
+from engine_adapter.embedded.step_notes import AheadNote, StepNote, decoded, encoded
 from engine_adapter.embedded.step_sync import StepHeader
 from engine_adapter.embedded.travelling import EmbeddedSequence, SequenceCodec
 from engine_adapter.engine import DispatchCounts
 from engine_adapter.serving.fact_log import DecodeSteps, FactLog
 from engine_adapter.serving.generation import ScoredToken
 from fleet.handover import flips
+from fleet.layout import AttentionKind
 from fleet.placement import Placement
 from fleet.routings import count_pairs
 
@@ -56,6 +57,8 @@ class StepReport:
     """True if there are new facts to take."""
     flipped: PreparedEpoch | None = None
     """Epoch that is served from this step on."""
+    caught_up: bool = False
+    """True if the pages for a switch of attention have been copied ahead."""
 
 
 class _Order(NamedTuple):
@@ -75,8 +78,8 @@ class _Agreed:
 
 
 class StepLoop:
-    """Step loop. `run` is for the step thread. `submit`, `cancel`, `check`, `adopt`, `leave`, `take_sent`,
-    `placement`, `max_open`, `pause_seconds` and `stepping_since` are thread-safe."""
+    """Step loop. `run` is for the step thread. `submit`, `cancel`, `check`, `copy_ahead`, `adopt`, `leave`,
+    `take_sent`, `placement`, `max_open`, `pause_seconds` and `stepping_since` are thread-safe."""
 
     def __init__(
         self,
@@ -124,9 +127,8 @@ class StepLoop:
     @property
     def pause_seconds(self) -> float:
         """Time for which no step computes in the switch that is pending. 0: none is, or it takes no time."""
-        switch, pending = self._setup.attention, self._ready
-        changes = pending is not None and pending.placement.attention != self.placement.attention
-        return switch.seconds if changes and switch is not None else 0.0
+        switch = self._setup.attention
+        return switch.seconds if switch is not None and self._changes_attention(self._ready) else 0.0
 
     def check(self, placement: Placement) -> None:
         """Raise ValueError if the open requests would not fit the layout of attention of a placement."""
@@ -135,6 +137,13 @@ class StepLoop:
         if self._setup.attention is None:
             raise ValueError("embedded engine: its attention cannot be changed; see the log of its start")
         self._setup.attention.check(placement.attention)
+
+    def copy_ahead(self, to: AttentionKind | None) -> None:
+        """Copy KV pages for this layout of attention while the engine serves, as soon as all ranks are to.
+        None: no longer. Reports say when it has caught up."""
+        if self._setup.attention is not None:
+            self._setup.attention.ahead.wish = to
+            self._nudge()
 
     def adopt(self, prepared: PreparedEpoch) -> None:
         """Switch to this epoch at the first step at which every rank is ready. A report announces the switch.
@@ -160,8 +169,10 @@ class StepLoop:
             self._communicated = self._setup.step_sync.communication_seconds
             report = StepReport()
             self._take_orders(report)
-            slices = self._requests.scheduler.plan()
-            agreed = self._exchange(slices, report)
+            next_up = self._ready
+            # A prompt's pages would all have to be copied in the step that switches.
+            slices = self._requests.scheduler.plan(prompts=not self._changes_attention(next_up))
+            agreed = self._exchange(slices, next_up, report)
             if agreed is None:
                 return
             if any(agreed.tokens_by_rank):
@@ -200,12 +211,14 @@ class StepLoop:
         with suppress(OSError):
             self._setup.step_sync.nudge()
 
-    def _exchange(self, slices: list[Slice], report: StepReport) -> _Agreed | None:
+    def _exchange(
+        self, slices: list[Slice], next_up: PreparedEpoch | None, report: StepReport
+    ) -> _Agreed | None:
         """Exchange headers and notes. None when this rank leaves. Afterwards, all ranks serve the same
-        epoch."""
-        leaving, next_up, served = self.leaving, self._ready, self.placement.epoch
-        ready = self.placement if next_up is None else next_up.placement
-        note = encoded(self._requests.note(slices))
+        epoch. next_up: epoch that this rank is to switch to."""
+        leaving, served = self.leaving, self.placement.epoch
+        note = encoded(self._requests.note(slices, self._note_ahead(next_up)))
+        ready = self.placement if next_up is None or not self._is_ready(next_up) else next_up.placement
         mine = StepHeader(
             step=self._step,
             tokens=sum(one.count for one in slices),
@@ -230,7 +243,7 @@ class StepLoop:
         plan = self._hear(self._setup.step_sync.share(note, sizes) if any(sizes) else [], report)
         tokens = [header.tokens for header in headers]
         if next_up is not None and flips(served, tuple(header.epoch_ready for header in headers)):
-            if next_up.placement.attention != self.placement.attention:
+            if self._changes_attention(next_up):
                 # What was planned belongs to the old layout. The next step plans anew.
                 self._change_attention(next_up, report)
                 return _Agreed([0] * len(tokens), (), awake=True)
@@ -245,7 +258,23 @@ class StepLoop:
         heard = [decoded(note) for note in notes] or [StepNote()]
         for rank, note in enumerate(heard):
             report.news += self._requests.hear(rank, note)
+        if notes and self._setup.attention is not None:
+            self._setup.attention.ahead.hear([note.ahead for note in heard], self._requests)
         return heard[0]
+
+    def _changes_attention(self, next_up: PreparedEpoch | None) -> bool:
+        return next_up is not None and next_up.placement.attention != self.placement.attention
+
+    def _note_ahead(self, next_up: PreparedEpoch | None) -> AheadNote | None:
+        """Return the part of the note about pages that are copied ahead of a switch of attention."""
+        if self._setup.attention is None:
+            return None
+        return self._setup.attention.note_ahead(self._requests, last=self._changes_attention(next_up))
+
+    def _is_ready(self, next_up: PreparedEpoch) -> bool:
+        """True unless pages are still being copied ahead for this epoch."""
+        switch = self._setup.attention
+        return switch is None or not self._changes_attention(next_up) or switch.ahead.settled
 
     def _change_attention(self, prepared: PreparedEpoch, report: StepReport) -> None:
         """Serve the other layout of attention from here on, with all requests and their KV."""
@@ -347,5 +376,6 @@ class StepLoop:
         self._facts.add_kv(changes, cache.restated)
         load = self._requests.scheduler.load(self._decoding.median(time.monotonic()))
         report.facts = self._facts.set_load(load) or bool(changes) or report.facts
-        if report.facts or report.news or report.flipped:
+        report.caught_up = self._setup.attention is not None and self._setup.attention.ahead.caught_up
+        if report.facts or report.news or report.flipped or report.caught_up:
             self._report(report)

@@ -5,7 +5,7 @@ A request belongs to two ranks: to the one that *accepted* it and keeps its conn
 which computes it. `RequestName` names it on both.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.batching.sampling import Sampling
 from engine_adapter.embedded.model_runner import SequenceWork
 from engine_adapter.kv_switch.kv_state import OpenSequence
+from engine_adapter.kv_switch.pre_copy_notes import PreCopyNote
 from engine_adapter.serving.generation import AnswerDelta, RequestTimes
 
 
@@ -76,6 +77,14 @@ class RelayedDelta(msgspec.Struct, frozen=True, array_like=True):
     """Refused because the owner has that many waiting requests already. None: not for that reason."""
 
 
+class AheadNote(msgspec.Struct, frozen=True, array_like=True):
+    """Part of a note about KV pages that are copied ahead of a switch of attention."""
+
+    wish: Literal["dp", "tp", "none"] | None
+    """Layout for which this rank is to copy ahead from now on. None: unchanged."""
+    copies: PreCopyNote | None
+
+
 class StepNote(msgspec.Struct, frozen=True, array_like=True):
     """Message of a rank to all others in a step. Each picks what concerns it."""
 
@@ -86,10 +95,11 @@ class StepNote(msgspec.Struct, frozen=True, array_like=True):
     cancelled: tuple[RequestName, ...] = ()
     """Requests that their clients gave up."""
     deltas: tuple[RelayedDelta, ...] = ()
+    ahead: AheadNote | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not (self.plan or self.requests or self.cancelled or self.deltas)
+        return not (self.plan or self.requests or self.cancelled or self.deltas or self.ahead)
 
 
 _NOTES = msgspec.msgpack.Decoder(StepNote)

@@ -69,9 +69,18 @@ class _OwnerPreCopy(ABC):
         copied = any(self.copies().ahead)
         return not (self._started or self._announcer.pending or copied) and self.reader.quiet
 
+    @property
+    def started(self) -> bool:
+        return self._started
+
     def start(self) -> None:
         """Announce pages from the next note on."""
         self._started = True
+
+    @property
+    def settled(self) -> bool:
+        """True if this rank neither reads nor is read, as far as it was told."""
+        return self.reader.quiet and not self._announcer.pending
 
     def stop(self) -> None:
         """Announce nothing more and drop all copies, for a switch that does not come."""

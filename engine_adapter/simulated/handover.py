@@ -122,6 +122,9 @@ class SimulatedExperts:
             )
         return SimulatedEpoch(placement, cells.copy(), await self._engine.adoptions.routes(placement))
 
+    def forget(self, adoption: Adoption) -> None:
+        """Do nothing: a prepared placement holds nothing."""
+
     async def adopt(self, adoption: Adoption) -> None:
         if not isinstance(adoption, SimulatedEpoch):
             raise TypeError(f"simulated engine: {adoption!r} was not prepared by it")

@@ -19,7 +19,7 @@ from benchmarks.rig.turns.kv_figures import (
     tokens_per_second,
 )
 from benchmarks.rig.turns.kv_switches import HELD, PAGES, prompt_tokens
-from engine_adapter.embedded.attention_switch import LastRound
+from engine_adapter.embedded.switching.attention_switch import LastRound
 from engine_adapter.kv_switch.capacity import held_limit
 from fleet.blocks import BLOCK_SIZE
 from fleet.layout import AttentionKind, kv_units_read

@@ -110,6 +110,7 @@ class StandingExperts:
         self.cells = np.arange(layers * slots, dtype=np.int32).reshape(layers, slots)
         self.ready: Adopted | None = None
         self.prepared = 0
+        self.forgotten = 0
         self.refusal: Exception | None = None
         """raised by the next `prepare`"""
         self._group = group
@@ -128,6 +129,9 @@ class StandingExperts:
             raise self.refusal
         await asyncio.sleep(0.001)
         return Adopted(placement, cells.copy())
+
+    def forget(self, adoption: Adopted) -> None:
+        self.forgotten += 1
 
     async def adopt(self, adoption: Adopted) -> None:
         self.ready = adoption

@@ -18,8 +18,10 @@ from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.sampling import GREEDY, Sampling
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.model_runner import Forward, SequenceWork
+from engine_adapter.embedded.expert_handover import RankExperts
+from engine_adapter.embedded.model_runner import Forward, PreparedEpoch, SequenceWork
 from engine_adapter.embedded.setup import ForwardPass, RankSetup, build_setup
+from engine_adapter.embedded.switching.attention_switch import AttentionSwitch
 from engine_adapter.engine import RankFacts
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream
 from fleet.layout import AttentionKind
@@ -34,6 +36,7 @@ class Witness:
     """A forward pass that counts its steps."""
 
     runner: ForwardPass
+    switch: AttentionSwitch
     steps: int = 0
     tokens: int = 0
 
@@ -56,6 +59,11 @@ class SwitchingRank:
     ) -> AnswerStream:
         request = GenerationRequest(prompt=list(prompt), max_tokens=count, sampling=sampling, ignore_eos=True)
         return await self.engine.submit(replace(request, **changes))
+
+    @property
+    def held(self) -> int:
+        """Pages that requests hold."""
+        return self.take_facts().load.decode_blocks
 
     def take_facts(self) -> RankFacts:
         """Facts since the last call. Keeps the blocks: a parent must be known before its child."""
@@ -86,8 +94,17 @@ class SwitchingRanks:
         assert len({one.epoch for one in found}) == 1
         return found[0]
 
-    async def change_to(self, attention: AttentionKind) -> None:
-        """Let all ranks change their attention, as a handover does."""
+    @property
+    def experts(self) -> list[RankExperts]:
+        return [rank.engine.experts for rank in self.ranks if rank.engine.experts is not None]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of data-parallel attention."""
+        return self.ranks[0].engine.description.kv_block_bytes
+
+    async def prepare(self, attention: AttentionKind) -> list[PreparedEpoch]:
+        """Let all ranks prepare to change their attention, as a handover does."""
         now = self.placement
         target = Placement(
             now.expert_of_slot,
@@ -97,20 +114,25 @@ class SwitchingRanks:
             sharded=now.sharded,
             attention=attention,
         )
+        return await asyncio.gather(*(one.prepare(target, one.cells) for one in self.experts))
 
-        experts = [rank.engine.experts for rank in self.ranks]
-        prepared = await asyncio.gather(
-            *(one.prepare(target, one.cells) for one in experts if one is not None)
-        )
+    async def change_to(self, attention: AttentionKind) -> None:
+        """Let all ranks change their attention."""
+        prepared = await self.prepare(attention)
         await asyncio.gather(
-            *(one.adopt(adoption) for one, adoption in zip(experts, prepared, strict=True) if one is not None)
+            *(one.adopt(adoption) for one, adoption in zip(self.experts, prepared, strict=True))
         )
-        assert self.placement == target
+        assert self.placement == prepared[0].placement
 
     @property
     def held(self) -> int:
         """Pages that requests hold."""
-        return sum(rank.take_facts().load.decode_blocks for rank in self.ranks)
+        return sum(rank.held for rank in self.ranks)
+
+    @property
+    def used(self) -> int:
+        """Pages that are not free."""
+        return sum(rank.take_facts().load.used_blocks for rank in self.ranks)
 
     @property
     def blocks(self) -> set[int]:
@@ -138,7 +160,8 @@ async def switching_ranks(
 
     def build(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
         setup = build_setup(config, rank, run_directory)
-        seen[rank] = Witness(setup.runner)
+        assert setup.attention is not None
+        seen[rank] = Witness(setup.runner, setup.attention)
         return replace(setup, runner=seen[rank])
 
     config = EmbeddedConfig(

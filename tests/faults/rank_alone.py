@@ -88,6 +88,9 @@ class Experts:
     async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> _Adoption:
         return _Adoption(placement, cells.copy())
 
+    def forget(self, adoption: _Adoption) -> None:
+        """Nothing is held for it."""
+
     async def adopt(self, adoption: _Adoption) -> None:
         await self.steps.adopted(adoption.placement)
         self.placement, self.cells = adoption.placement, adoption.cells

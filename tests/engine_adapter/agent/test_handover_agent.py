@@ -334,6 +334,17 @@ async def test_an_abort_at_any_stage_leaves_everything_as_it_was(seconds: float)
         await all_free(group)
 
 
+async def test_an_engine_is_told_to_drop_what_it_prepared_for_an_aborted_handover() -> None:
+    async with standing(FIRST) as group:
+        await group.propose(COPIED)
+        for rank in range(3):
+            await group.reaches(rank, RankState.STAGED)
+            await group.abort(rank)
+        assert [rank.experts.forgotten for rank in group.ranks] == [1, 1, 1]
+        await group.hand_over(COPIED)
+        assert [rank.experts.forgotten for rank in group.ranks] == [1, 1, 1]
+
+
 async def test_an_abort_is_answered_once_its_room_is_back_where_that_is_soon() -> None:
     async with standing(FIRST) as group:
         group.transfers[2].faults.append(PullFault(delay_seconds=0.1))

@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.kv_pool import KvPool
-from engine_adapter.embedded.peer_pools import PeerPools
 from engine_adapter.embedded.rank_requests import RankRequests, Switchover
+from engine_adapter.embedded.step_notes import AheadNote
 from engine_adapter.embedded.step_sync import StepHeader, StepSync
+from engine_adapter.embedded.switching.copying_ahead import CopyingAhead
+from engine_adapter.embedded.switching.peer_pools import PeerPools, UnitReader
 from engine_adapter.kv_switch.capacity import held_limit
 from engine_adapter.kv_switch.kv_state import KvState, Switched, SwitchRefused
 from engine_adapter.kv_switch.merging import merge
-from engine_adapter.kv_switch.splitting import split
+from engine_adapter.kv_switch.splitting import RankLayout, split
 from fleet.layout import AttentionKind
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ class AttentionSwitch:
         config: EmbeddedConfig,
         attention: AttentionKind,
     ) -> None:
+        """attention: layout in which the engine starts."""
         self._runner = runner
         self._peers = peers
         self._sync = step_sync
@@ -84,6 +87,9 @@ class AttentionSwitch:
         """int32 [pages, units of a page], under tensor-parallel attention those of all ranks."""
         if attention == "tp":  # All ranks begin with all units in order.
             self._units = np.repeat(self._units, config.ranks, axis=1)
+        layout = RankLayout(config.ranks, runner.kv_pool.groups, config.kv_blocks, config.max_running)
+        reader = UnitReader(peers, config.copy_ahead_bytes_per_second, step_sync.nudge)
+        self.ahead = CopyingAhead(self._rank, layout, reader)
         self._held: tuple[int, ...] = ()
         self.last_round: LastRound | None = None
         """None: there was no switch."""
@@ -101,9 +107,15 @@ class AttentionSwitch:
         """Note how many pages the requests of each rank hold."""
         self._held = tuple(header.held for header in headers)
 
+    def note_ahead(self, requests: RankRequests, *, last: bool) -> AheadNote | None:
+        """Return what the other ranks have to know about copies ahead of a switch. last: it is decided."""
+        return self.ahead.note(requests, self._units, last=last)
+
     def check(self, to: AttentionKind) -> None:
         """Raise SwitchRefused if the pages that requests hold would not fit into the other layout beside the
-        present one."""
+        present one, unless requests may be preempted."""
+        if self._config.preempt_to_switch:
+            return
         ranks, groups = self._config.ranks, self._runner.kv_pool.groups
         units, held = self._config.kv_blocks * groups, sum(self._held)
         if to == "tp":
@@ -114,14 +126,15 @@ class AttentionSwitch:
             raise SwitchRefused(
                 f"attention cannot change to {to} now: open requests hold {held} pages, which takes {needed}"
                 f" of a rank's {units} units of KV memory in both layouts; the limit is"
-                f" {held_limit(ranks, groups):.0%} held. Wait until requests have finished"
+                f" {held_limit(ranks, groups):.0%} held. Wait until requests have finished, or set"
+                " engine.preempt_to_switch"
             )
 
     def run(self, to: AttentionKind, requests: RankRequests) -> Switchover:
         """Bring the requests and their KV into the other layout. All ranks call it in the same step, and call
         `adopt` with the result once they serve that layout. StepSyncError when another rank is gone."""
         began = time.monotonic()
-        mine = requests.state(self._units)
+        mine = requests.state(self._units, self.ahead.copies())
         packed = b"" if mine is None else msgspec.msgpack.encode(mine)
         sizes = [size for (size,) in self._sync.gather([len(packed)])]
         states = [_STATES.decode(one) for one in self._sync.share(packed, sizes) if one]
@@ -133,6 +146,7 @@ class AttentionSwitch:
         state = switched.states[0 if to == "tp" else self._rank]
         width = self._config.ranks if to == "tp" else self._runner.kv_pool.groups
         found = requests.restore(to, state, self.pages(to), width)
+        self.ahead.switched(state.quarantined)
         self.last_round = LastRound(
             began,
             time.monotonic() - began,
