@@ -24,8 +24,9 @@ def memory_described(
     transfers: Sequence[Transfer],
 ) -> MemoryDescribed:
     """Report the memory of a rank. placement: the one that `cell_table` serves."""
-    found = resident_memory()
-    own_cells = memory.cells * memory.cell_bytes if memory.descriptor >= 0 else 0
+    found, stated = resident_memory(), context.about.memory
+    # Where cells have a file, so has the KV pool.
+    own = memory.cells * memory.cell_bytes + (0 if stated is None else stated.kv_pool)
     described = MemoryDescribed(
         worker_id=context.worker_id,
         rank=context.rank,
@@ -33,10 +34,9 @@ def memory_described(
         cells=cells_by_use(cell_table, placement),
         resident=found.total,
         resident_shared=found.shared,
-        resident_foreign=max(found.shared - own_cells, 0),
+        resident_foreign=max(found.shared - (own if memory.descriptor >= 0 else 0), 0),
         resident_files=found.files,
     )
-    stated = context.about.memory
     if stated is None:
         return described
     opened = sum(transfer.opened_bytes for transfer in transfers)

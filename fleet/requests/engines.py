@@ -73,10 +73,10 @@ class MemoryDescribed(Event, frozen=True, kw_only=True):
     resident: int
     """resident size of the process; 0: the system does not state it"""
     resident_shared: int
-    """part of it in shared memory: the rank's own cells, and what it shares with other ranks"""
+    """part of it in shared memory: the rank's own cells and KV pool, and what it shares with other ranks"""
     resident_foreign: int
-    """part of `resident_shared` beside the rank's own cells: cells of other ranks, mapped to be read, and
-    buffers of communicators
+    """part of `resident_shared` beside the rank's own cells and KV pool: those of other ranks, mapped to be
+    read, and buffers of communicators
     """
     resident_files: int
     """part of `resident` mapped from files: the code of libraries, which processes of a machine share"""

@@ -70,7 +70,7 @@ async def test_it_describes_what_the_server_lists_and_declares_what_it_cannot_re
     about = plain.description
     assert (about.model, about.max_context, about.ranks, about.rank) == ("m-1", 4096, 1, 0)
     assert about.capabilities == Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
-    assert (about.shape, about.attention, about.tokenizer, plain.placement) == (None, None, None, None)
+    assert (about.shape, about.tokenizer, plain.placement) == (None, None, None)
 
 
 async def test_a_server_that_isolates_tenants_is_declared_so(server: Server) -> None:
