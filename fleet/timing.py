@@ -362,7 +362,7 @@ def step_seconds(
     remote_ranks: NDArray[Any],
     remote_nodes: NDArray[Any],
     distinct_experts: NDArray[Any],
-    surplus: float,
+    surplus: float | FloatArray,
     gathered: float = 0.0,
 ) -> FloatArray:
     """Return the duration of one step on each rank of an engine. The engine's step takes as long as the
@@ -370,8 +370,10 @@ def step_seconds(
 
     Every argument but the last two is [ranks]. prefill_pairs: pairs of a computed prompt token and a token it
     attends to. sequences: in decode; blocks: KV blocks they hold. remote_ranks, remote_nodes: distinct
-    destinations, summed over the rank's tokens and layers. distinct_experts: to read. surplus: of the engine,
-    `surplus_pairs`. It is the same for all ranks, since all wait for the most loaded one in each layer.
+    destinations, summed over the rank's tokens and layers. distinct_experts: to read. surplus:
+    `surplus_pairs` of the engine, where all ranks have about as many tokens: all wait for the most loaded
+    rank of each layer. Otherwise [ranks], the pairs of that rank above those of each rank's own tokens: below
+    0 for a rank whose tokens others compute.
     gathered: `gathered_bytes` of the engine's tokens, the same for all ranks.
     """
     prefill = speed.prefill_token * prefill_tokens + speed.prefill_pair * prefill_pairs

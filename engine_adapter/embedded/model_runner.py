@@ -24,7 +24,9 @@ from engine_adapter.embedded.attention import (
 )
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint, Qwen3MoeConfig
 from engine_adapter.embedded.component_speeds import (
+    StepTimes,
     dispatch_seconds,
+    expert_seconds,
     fastest_seconds,
     gather_byte_seconds,
     pair_seconds,
@@ -52,6 +54,13 @@ _MANY_SEQUENCES = 32
 that cost is below the noise of a busy machine."""
 _SEQUENCE_PAGES = 16
 """Most pages of a sequence in the steps that are compared to measure the cost per page."""
+_PROMPT_TOKENS, _CACHED_TOKENS = 256, 768
+"""Most tokens of a prompt that is measured, and most of those before it, to measure the cost per pair."""
+_STRIDE = 7919
+"""Between the tokens that are measured: a prime, so that all tokens of a vocabulary come before one comes
+again."""
+_OF_STEPS = ("prefill_token", "prefill_pair", "step", "decode_sequence", "decode_block")
+"""Speeds that `StepTimes` yields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,11 +445,9 @@ class ModelRunner:
         """
         served, dispatch = self._served, self._dispatches[0]
         with self._serving(with_attention(served.placement, "dp", epoch=served.placement.epoch)):
-            steps = self._measure_steps(self.max_tokens, 15)
             blocks = self._blocks(sharded=False)
             with torch.inference_mode():
-                return msgspec.structs.replace(
-                    steps,
+                prices = EngineSpeed(
                     dispatch=dispatch_seconds(
                         dispatch, served.placement, served.sending, self.shape, self.rank, self.max_tokens
                     ),
@@ -450,6 +457,7 @@ class ModelRunner:
                         dispatch, self.shape, served.placement.ranks, self.max_tokens
                     ),
                 )
+            return self._measure_steps(prices, self.max_tokens, 15)
 
     def measure_tp_speed(self) -> EngineSpeed | None:
         """Time the steps of all ranks under tensor-parallel attention, like `measure_speed`. None when the
@@ -462,12 +470,10 @@ class ModelRunner:
             return None
         sharded = with_rows(placement, dict.fromkeys(range(placement.layers)), epoch=placement.epoch)
         with self._serving(with_attention(sharded, "tp", epoch=placement.epoch)):
-            steps = self._measure_steps(self.max_tokens * placement.ranks, 7)
             with torch.inference_mode():
                 read = read_seconds(self._blocks(sharded=True), self.shape, placement.experts)
-        return msgspec.structs.replace(
-            steps, dispatch=0.0, expert_read=read, expert_pair=0.0, gather_byte=0.0
-        )
+            prices = EngineSpeed(dispatch=0.0, expert_read=read, expert_pair=0.0, gather_byte=0.0)
+            return self._measure_steps(prices, self.max_tokens * placement.ranks, 15)
 
     @contextmanager
     def _serving(self, placement: Placement) -> Iterator[None]:
@@ -497,42 +503,60 @@ class ModelRunner:
             for layer, cells in zip(self._served.layers, self.cells, strict=True)
         ]
 
-    def _measure_steps(self, max_tokens: int, times: int) -> EngineSpeed:
-        """Measure what whole steps cost. max_tokens: of a step."""
+    def _measure_steps(self, prices: EngineSpeed, max_tokens: int, times: int) -> EngineSpeed:
+        """Measure what whole steps cost, and return it with the prices of what experts cost beside it.
+        max_tokens: of a step. All ranks compute the same tokens."""
+        positions = min(self.kv_pages * PAGE_TOKENS, self.config.max_positions)
         sequences = min(_MANY_SEQUENCES, self.kv_pages, max_tokens)
-        pages = min(_SEQUENCE_PAGES, self.kv_pages // sequences, self.config.max_positions // PAGE_TOKENS)
-        pages = max(1, pages)
-        prompt = min(128, max_tokens, self.kv_pages * PAGE_TOKENS, self.config.max_positions)
-        prefill = fastest_seconds(
-            lambda: self.forward(
-                [SequenceWork([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), needs_logits=True)]
-            ),
-            max(3, times // 3),
+        pages = max(1, min(_SEQUENCE_PAGES, self.kv_pages // sequences, positions // PAGE_TOKENS))
+        tokens = max(1, min(_PROMPT_TOKENS, max_tokens, positions // 2))
+        cached = min(_CACHED_TOKENS, positions - tokens)
+        decodes = [self._decodes(1, 1), self._decodes(sequences, 1), self._decodes(sequences, pages)]
+        prompts = [self._prompt(tokens, 0), self._prompt(tokens, cached)]
+        seconds = self._fastest_steps(decodes, prices, times) + self._fastest_steps(
+            prompts, prices, max(3, times // 3)
         )
-        alone, together, longer = self._fastest_steps(
-            [self._decodes(1, 1), self._decodes(sequences, 1), self._decodes(sequences, pages)], times
-        )
-        sequence = max(0.0, together - alone) / max(1, sequences - 1)
-        step = max(0.0, alone - sequence)
-        block = max(0.0, longer - together) / max(1, sequences * (pages - 1))
-        return EngineSpeed(
-            prefill_token=max(0.0, prefill - step) / prompt,
-            step=step,
-            decode_sequence=sequence,
-            decode_block=block,
+        speed = StepTimes(*seconds).speed(sequences=sequences, pages=pages, tokens=tokens, cached=cached)
+        return msgspec.structs.replace(
+            prices,
+            **{name: getattr(speed, name) for name in _OF_STEPS},
         )
 
     def _decodes(self, sequences: int, pages: int) -> list[SequenceWork]:
         return [
-            SequenceWork([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), needs_logits=True)
+            SequenceWork(
+                self._tokens(1, at),
+                pages * PAGE_TOKENS - 1,
+                range(at * pages, (at + 1) * pages),
+                needs_logits=True,
+            )
             for at in range(sequences)
         ]
 
-    def _fastest_steps(self, works: Sequence[Sequence[SequenceWork]], times: int) -> list[float]:
-        """Minimum seconds of each work, measured in turn. Load that arises meanwhile thus slows all of them,
-        and only their differences matter."""
+    def _prompt(self, tokens: int, cached: int) -> list[SequenceWork]:
+        pages = range(-(-(cached + tokens) // PAGE_TOKENS))
+        return [SequenceWork(self._tokens(tokens, 0), cached, pages, needs_logits=True)]
+
+    def _tokens(self, count: int, first: int) -> list[int]:
+        """IDs that differ, as those of requests do: equal ones would all go to the same experts."""
+        return [(first + at) * _STRIDE % self.config.vocabulary for at in range(count)]
+
+    def _fastest_steps(
+        self, works: Sequence[Sequence[SequenceWork]], prices: EngineSpeed, times: int
+    ) -> list[float]:
+        """Minimum seconds of each work without its experts, measured in turn. Load that arises meanwhile thus
+        slows all of them, and only their differences matter."""
+        experts = []
+        for work in works:  # the first steps are not measured: memory is touched for the first time
+            found = self.forward(work)
+            experts.append(
+                expert_seconds(prices, self.placement, self.shape, found.routed, found.served_by, self.rank)
+            )
         taken = [[fastest_seconds(partial(self.forward, work), 1) for work in works] for _ in range(times)]
-        return [min(seconds) for seconds in zip(*taken, strict=True)]
+        return [
+            max(0.0, min(seconds) - expert)
+            for seconds, expert in zip(zip(*taken, strict=True), experts, strict=True)
+        ]
 
 
 def _group_rows(config: Qwen3MoeConfig, dtype: torch.dtype, ranks: int, parts: int) -> int:

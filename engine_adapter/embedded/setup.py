@@ -13,11 +13,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.batching.sampling import GREEDY, Draw, sample
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.arena import unshardable
 from engine_adapter.embedded.checkpoint import Checkpoint, Qwen3MoeConfig
-from engine_adapter.embedded.model_runner import Forward, ModelRunner, PreparedEpoch, SequenceWork
-from engine_adapter.embedded.step_sync import RankGroup, StepSync
+from engine_adapter.embedded.component_speeds import fastest_seconds
+from engine_adapter.embedded.model_runner import (
+    PAGE_TOKENS,
+    Forward,
+    ModelRunner,
+    PreparedEpoch,
+    SequenceWork,
+)
+from engine_adapter.embedded.step_notes import StepNote, TravellingWork, decoded, encoded
+from engine_adapter.embedded.step_sync import RankGroup, StepHeader, StepSync
 from engine_adapter.embedded.switching.attention_switch import AttentionSwitch
 from engine_adapter.embedded.switching.peer_pools import PeerPools
 from engine_adapter.engine import ExpertMemory, RankMemory
@@ -30,6 +39,9 @@ from fleet.facts.engines import FIXED_ATTENTION, UNSHARDABLE
 from fleet.layout import tp_refusal
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
+
+_MANY_SEQUENCES, _TIMES = 32, 25
+"""Sequences of the larger of two measured steps, and repetitions of each."""
 
 log = logging.getLogger(__name__)
 
@@ -131,13 +143,16 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
         opened.callback(runner.close)
         attention, fixed = _attention(runner, start, group, step_sync, config)
         speed = _with_links(runner, config, runner.measure_speed())
+        tp_speed = runner.measure_tp_speed()
         return RankSetup(
             shape=runner.shape,
             vocabulary=about.vocabulary,
             max_context=about.max_positions,
             placement=start.placement,
-            speed=speed,
-            tp_speed=runner.measure_tp_speed(),
+            speed=_with_loop(speed, step_sync, about.vocabulary, tensor_parallel=False),
+            tp_speed=None
+            if tp_speed is None
+            else _with_loop(tp_speed, step_sync, about.vocabulary, tensor_parallel=True),
             kv_block_bytes=runner.kv_pool.page_bytes,
             memory=runner.memory._replace(communicators=communicators, runtime=before.private),
             weights_digest=weights,
@@ -189,6 +204,32 @@ def _attention(
         log.warning("attention of this engine cannot change: %s", error)
         return None, f"its ranks cannot read each other's KV memory: {error}"
     return AttentionSwitch(runner, peers, step_sync, config, start.placement.attention), ""
+
+
+def _with_loop(
+    speed: EngineSpeed, step_sync: StepSync, vocabulary: int, *, tensor_parallel: bool
+) -> EngineSpeed:
+    """Add what the step loop does around the forward pass: exchange headers, and the plan of rank 0 under
+    tensor-parallel attention, and sample. All ranks call it together."""
+    logits = np.zeros((_MANY_SEQUENCES, vocabulary), np.float32)
+
+    def around(sequences: int) -> None:
+        plans = tensor_parallel and step_sync.rank == 0
+        work = TravellingWork([1], PAGE_TOKENS, [0, 1], True)
+        note = encoded(StepNote(plan=(work,) * sequences if plans else ()))
+        headers = step_sync.exchange(StepHeader(step=0, note_bytes=len(note)))
+        sizes = [header.note_bytes for header in headers]
+        if any(sizes):
+            for each in step_sync.share(note, sizes):
+                decoded(each)
+        sample(logits[:sequences], [Draw(GREEDY, 1)] * sequences)
+
+    one = fastest_seconds(lambda: around(1), _TIMES)
+    many = fastest_seconds(lambda: around(_MANY_SEQUENCES), _TIMES)
+    each = max(0.0, many - one) / (_MANY_SEQUENCES - 1)
+    return msgspec.structs.replace(
+        speed, step=speed.step + max(0.0, one - each), decode_sequence=speed.decode_sequence + each
+    )
 
 
 def _with_links(runner: ModelRunner, config: EmbeddedConfig, measured: EngineSpeed) -> EngineSpeed:

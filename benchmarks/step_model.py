@@ -1,0 +1,214 @@
+"""Step times of a real engine beside those that the time model predicts, in three layouts.
+
+Two ranks serve the demo model under expert parallelism (EP), with the experts of every layer sharded
+(EXPERTS_TP), and with attention sharded too (TP). Requests reach the engine without HTTP. Steps are grouped
+by what they compute: a number of decoding sequences with short or long contexts, or prompt tokens of one rank
+or of all ranks. The prediction of a step is `fleet.timing.step_seconds`, with the speeds that the engine
+states at its join, and the tokens, KV blocks and experts of the step. A group's error is the median over its
+steps. All groups alternate in every round.
+
+    python -m benchmarks.step_model --quick
+"""
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
+from benchmarks.rig.step_times.timed_engine import EngineStep, TimedEngine, timed_engine
+from benchmarks.rig.turns.random_model import write_model
+from deploy.demo_model import checkpoint_path
+from engine_adapter.embedded.checkpoint import read_config
+from fleet.experts import ModelShape
+from fleet.layout import ATTENTION_NAMES
+from fleet.placement import Placement, linear, with_attention, with_rows
+from fleet.timing import EngineSpeed
+
+RANKS = 2
+BATCHES = (1, 4, 8, 16, 32)
+"""decoding sequences of the engine"""
+SHORT, LONG = 32, 1024
+"""tokens of the prompts of decoding sequences"""
+PROMPTS = (64, 128, 256, 512, 1024)
+NEW_TOKENS = 24
+KV_BLOCKS = 2048
+RANDOM = ModelShape(layers=4, experts=32, top_k=4, hidden=512, expert_intermediate=256)
+"""with --random: longer steps, of larger matrices"""
+FEWEST = 3
+"""steps of a group that count"""
+ERROR = 0.15
+FASTEST = 0.1
+"""share of the steps that counts on a busy machine"""
+
+
+class Case(NamedTuple):
+    """Requests of one kind, by the name of their group of steps."""
+
+    name: str
+    sequences: int
+    """of the engine"""
+    prompt: int
+    new_tokens: int
+    alone: bool = False
+    """rank 0 has all of them"""
+
+    def prompts(self, dice: np.random.Generator, tensor_parallel: bool) -> list[list[list[int]]]:
+        """Return new random prompts of each rank. Under tensor-parallel attention, rank 0 takes all of
+        them."""
+        made = [dice.integers(32, 127, self.prompt).tolist() for _ in range(self.sequences)]
+        if tensor_parallel or self.alone:
+            return [made, *[[] for _ in range(RANKS - 1)]]
+        return [made[rank::RANKS] for rank in range(RANKS)]
+
+    def has(self, step: EngineStep) -> bool:
+        """Return True for a step of this kind: all sequences decode, or every rank that got a prompt computes
+        a chunk of it, and nothing else."""
+        tokens = [one.prefill_tokens for one in step.working]
+        sequences = [one.sequences for one in step.working]
+        if self.new_tokens > 1:
+            return not any(tokens) and sum(sequences) == self.sequences
+        return not any(sequences) and sum(tokens) > 0
+
+
+def cases(prompts: Sequence[int], batches: Sequence[int]) -> Iterator[Case]:
+    """Yield the cases of data-parallel attention. Under tensor-parallel attention every prompt is computed by
+    all ranks, so that `alone` makes no difference."""
+    for kind, prompt in (("short", SHORT), ("long", LONG)):
+        for batch in batches:
+            yield Case(f"decode {batch}, {kind}", batch, prompt, NEW_TOKENS)
+    for prompt in prompts:
+        yield Case(f"prompt {prompt}", 1, prompt, 1, alone=True)
+        yield Case(f"prompts {prompt}", RANKS, prompt, 1)
+
+
+class LayoutCase(NamedTuple):
+    name: str
+    placement: Placement
+
+    @property
+    def tensor_parallel(self) -> bool:
+        return self.placement.attention == "tp"
+
+
+def layouts(shape: ModelShape) -> list[LayoutCase]:
+    """Return the layouts to measure."""
+    whole = linear(layers=shape.layers, experts=shape.experts, ranks=RANKS)
+    sharded = with_rows(whole, dict.fromkeys(range(shape.layers)), epoch=0)
+    return [
+        LayoutCase("EP", whole),
+        LayoutCase("EXPERTS_TP", sharded),
+        LayoutCase("TP", with_attention(sharded, "tp", epoch=0)),
+    ]
+
+
+class Measured(NamedTuple):
+    """Steps of a group: seconds and predicted seconds, float64 [steps] each."""
+
+    layout: LayoutCase
+    case: str
+    seconds: NDArray[np.float64]
+    predicted: NDArray[np.float64]
+
+    def error(self, fastest: float) -> float:
+        """Return the relative error of the prediction, at this quantile of the steps from the fastest."""
+        return float(np.quantile(self.predicted / self.seconds, 1.0 - fastest)) - 1.0
+
+
+def steps_by_case(
+    engine: TimedEngine, layout: LayoutCase, every: Sequence[Case], rounds: int
+) -> dict[str, list[EngineStep]]:
+    """Serve all cases in every round, in another order each time. The first round warms the engine and does
+    not count."""
+    dice = np.random.default_rng(1)
+    begins: list[tuple[int, Case, bool]] = []
+    for number in range(rounds + 1):
+        for at in dice.permutation(len(every)).tolist():
+            case = every[at]
+            first = engine.serve(case.prompts(dice, layout.tensor_parallel), case.new_tokens)
+            begins.append((first, case, number > 0))
+    steps, found = engine.steps(), defaultdict(list)
+    ends = [first for first, _, _ in begins[1:]] + [len(steps)]
+    for (first, case, counts), end in zip(begins, ends, strict=True):
+        if counts:
+            found[case.name] += [step for step in steps[first:end] if case.has(step)]
+    return found
+
+
+def measure(
+    checkpoint: Path, shape: ModelShape, layout: LayoutCase, every: Sequence[Case], rounds: int
+) -> tuple[list[Measured], EngineSpeed]:
+    """Measure one layout."""
+    with timed_engine(checkpoint, layout.placement, KV_BLOCKS) as engine:
+        speed = engine.tp_speed if layout.tensor_parallel else engine.speed
+        assert speed is not None
+        groups = steps_by_case(engine, layout, every, rounds)
+    found = []
+    for case in every:
+        steps = groups.get(case.name, [])
+        if len(steps) >= FEWEST:
+            seconds = np.array([one.seconds for one in steps])
+            predicted = np.array([one.predicted(speed, shape, layout.placement) for one in steps])
+            found.append(Measured(layout, case.name, seconds, predicted))
+    return found, speed
+
+
+@contextmanager
+def model(random: bool) -> Iterator[tuple[Path, ModelShape]]:
+    """Yield the checkpoint and its shape."""
+    if not random:
+        folder = Path(checkpoint_path())
+        yield folder, read_config(folder).shape("float32")
+        return
+    with tempfile.TemporaryDirectory(prefix="random-") as name:
+        folder = write_model(Path(name), RANDOM)
+        yield folder, read_config(folder).shape("float32")
+
+
+def main(
+    quick: bool = Quick,
+    as_json: bool = AsJson,
+    check: bool = Check,
+    rounds: int = typer.Option(None, help="rounds of all cases"),
+    random: bool = typer.Option(False, "--random", help="a larger model of random weights"),
+    busy: bool = typer.Option(False, "--busy", help="judge the fastest tenth of each group's steps"),
+) -> None:
+    """Compare measured and predicted step times."""
+    every = list(cases(PROMPTS[1::2] if quick else PROMPTS, BATCHES[::2] if quick else BATCHES))
+    columns = ["layout, steps of", "steps", "median ms", "fastest tenth ms", "predicted ms", "error %"]
+    report = Report("step times", columns)
+    fastest = FASTEST if busy else 0.5
+    worst: dict[str, float] = defaultdict(float)
+    with model(random) as (checkpoint, shape):
+        for layout in layouts(shape):
+            found, speed = measure(checkpoint, shape, layout, every, rounds or (3 if quick else 6))
+            for one in found:
+                error, attention = one.error(fastest), layout.placement.attention
+                times = (*np.quantile(one.seconds, [0.5, FASTEST]), np.median(one.predicted))
+                report.add(
+                    f"{layout.name}, {one.case}",
+                    len(one.seconds),
+                    *(1e3 * float(time) for time in times),
+                    100 * error,
+                )
+                worst[attention] = max(worst[attention], abs(error))
+            stated = {name: float(f"{value:.3g}") for name, value in msgspec.to_builtins(speed).items()}
+            report.notes.append(f"{layout.name}, speed in seconds: {stated}")
+    for attention, error in worst.items():
+        name = f"worst error under {ATTENTION_NAMES['tp' if attention == 'tp' else 'dp']} attention"
+        report.targets.append(Target(name, error, ERROR, at_least=False, unit=""))
+    report.targets.append(
+        Target("worst error of both attentions", max(worst.values()), ERROR, at_least=False, unit="")
+    )
+    report.finish(as_json=as_json, check=check)
+
+
+if __name__ == "__main__":
+    typer.run(main)
