@@ -213,7 +213,9 @@ def head_groups(ranks: int, kv_heads: int) -> int:
 
 
 KV_ROUND_PAGES = 256
-"""Pages that a rank announces at once, to be copied ahead of a switch of attention."""
+"""Pages that a rank announces at once, to be copied ahead of a switch of attention, so that no step waits
+long. The next ones follow once these have been read.
+"""
 KV_PAGE_SECONDS = 1e-5
 """Bookkeeping for each page in the step that switches, of Roost's own engine (docs/measurements.md)."""
 

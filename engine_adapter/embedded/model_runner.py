@@ -41,9 +41,8 @@ from engine_adapter.embedded.sequence_parallel import ThreadTeam, share
 from engine_adapter.embedded.step_sync import RankGroup
 from engine_adapter.embedded.tensor_parallel import TensorParallel, part_of_attention
 from engine_adapter.engine import RankMemory
-from engine_adapter.kv_switch.kv_state import head_groups
 from fleet.experts import ModelShape
-from fleet.layout import AttentionKind, tp_refusal
+from fleet.layout import AttentionKind, head_groups, tp_refusal
 from fleet.placement import Placement, with_attention, with_rows
 from fleet.timing import EngineSpeed
 

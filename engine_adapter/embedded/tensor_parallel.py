@@ -25,7 +25,8 @@ from engine_adapter.embedded.dispatch import (
     sorted_by_expert,
 )
 from engine_adapter.embedded.step_sync import RankGroup, StepMismatch, bytes_of
-from engine_adapter.kv_switch.kv_state import group_of_rank, head_groups
+from engine_adapter.kv_switch.kv_state import group_of_rank
+from fleet.layout import head_groups
 
 
 def part_of_attention(whole: Attention, rank: int, ranks: int) -> Attention:

@@ -104,17 +104,6 @@ class Switched(NamedTuple):
     """u64 sequence hashes of blocks that are registered no longer, children before parents."""
 
 
-def head_groups(ranks: int, kv_heads: int) -> int:
-    """Return G, the number of head groups: one for each rank, unless the model has fewer KV heads. ValueError
-    unless one of `ranks` and `kv_heads` divides the other."""
-    if ranks < 1 or kv_heads < 1 or (kv_heads % ranks and ranks % kv_heads):
-        raise ValueError(
-            f"tensor-parallel attention: {kv_heads} KV heads on {ranks} ranks; one number must divide the"
-            " other, so choose another number of ranks"
-        )
-    return min(ranks, kv_heads)
-
-
 def group_of_rank(rank: int, ranks: int, groups: int) -> int:
     """Return the head group that a rank computes under tp."""
     return rank * groups // ranks

@@ -16,10 +16,8 @@ from engine_adapter.kv_switch.pre_copy import MergePreCopy, ReaderOnly, SplitPre
 from engine_adapter.kv_switch.pre_copy_notes import PreCopyNote
 from engine_adapter.kv_switch.scheduler_state import AheadCopies
 from engine_adapter.kv_switch.splitting import RankLayout
-from fleet.layout import AttentionKind
+from fleet.layout import KV_ROUND_PAGES, AttentionKind
 
-_PAGES_PER_NOTE = 256
-"""Pages announced at once, so that no step waits long. The next ones follow once these have been read."""
 _STEPS_BETWEEN = 8
 """Steps from one search for pages to announce to the next, once all have been announced. A search looks at
 every page."""
@@ -108,7 +106,9 @@ class CopyingAhead:
             self.caught_up = self._wishes[0] is not None and part.reader.quiet
         else:
             allowed = 0 if last else self._allowance()
-            note = part.note(allowed, requests.scheduler.lacking_pages)
+            # Once the switch is decided, waiting requests are admitted after it.
+            lacking = 0 if last else requests.scheduler.lacking_pages
+            note = part.note(allowed, lacking)
             if part.started:
                 self._all_announced |= len(note.announced) < allowed
                 self.caught_up |= self._all_announced and self.settled and not note.announced
@@ -120,7 +120,7 @@ class CopyingAhead:
         if not self.settled or (self._all_announced and self._steps < _STEPS_BETWEEN):
             return 0
         self._steps = 0
-        return _PAGES_PER_NOTE
+        return KV_ROUND_PAGES
 
     def _new_part(self, requests: RankRequests, units: NDArray[np.int32]) -> _Part:
         ranks, groups = self._layout.ranks, self._layout.groups

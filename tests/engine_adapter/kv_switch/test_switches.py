@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_adapter.batching import kv_cache
-from engine_adapter.kv_switch.kv_state import SwitchRefused, head_groups
+from engine_adapter.kv_switch.kv_state import SwitchRefused
 from fleet.blocks import chain
+from fleet.layout import head_groups
 from tests.engine_adapter.kv_switch.kv_fixture import SwitchableEngine
 
 PREFIXES = [[0] * 9, [0] * 4 + [1] * 9, [2] * 16, []]
