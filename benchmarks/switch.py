@@ -212,7 +212,7 @@ async def idle_switches(
 ) -> dict[bool, list[Handed]]:
     """Switch an idle engine to and fro; return each switch by direction. The first pair is not counted."""
     carried: list[tuple[bool, Carried]] = []
-    async with turning_engine(shape, checkpoint, {"piece_bytes": PIECE}, spare_layers) as rig:
+    async with turning_engine(shape, checkpoint, {"piece_bytes": PIECE}, spare_layers=spare_layers) as rig:
         for _ in range(rounds + 1):
             for to_sharded in _DIRECTIONS:
                 carried.append((to_sharded, await rig.switch(shape.layers, sharded=to_sharded)))

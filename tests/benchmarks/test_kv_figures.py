@@ -18,7 +18,8 @@ from benchmarks.rig.turns.kv_figures import (
     quiet_moments,
     tokens_per_second,
 )
-from benchmarks.rig.turns.kv_switches import HELD, PAGES, prompt_tokens
+from benchmarks.rig.turns.kv_switches import ANSWERS, GROUPS, GROWTH, PAGES, prompt_tokens
+from benchmarks.rig.turns.turning_engine import RANKS
 from engine_adapter.embedded.switching.attention_switch import LastRound
 from engine_adapter.kv_switch.capacity import held_limit
 from fleet.blocks import BLOCK_SIZE
@@ -110,6 +111,6 @@ def test_moments_without_a_switch_are_inside_their_windows() -> None:
 
 
 def test_long_answers_hold_no_more_than_a_switch_permits() -> None:
-    assert held_limit(2, 2) * 0.85 < HELD < held_limit(2, 2)
-    assert prompt_tokens(0.9) * 2 < HELD * PAGES * BLOCK_SIZE
+    longest = -(-(prompt_tokens(0.9) + 2 * GROWTH) // BLOCK_SIZE)
+    assert 0.95 < ANSWERS * longest / PAGES / held_limit(RANKS, GROUPS) < 0.99
     assert prompt_tokens(0.1) < prompt_tokens(0.5) < prompt_tokens(0.9)

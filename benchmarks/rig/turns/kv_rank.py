@@ -43,6 +43,8 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
     answers: int
     prompt: int
     """tokens"""
+    new: int
+    """tokens of an answer"""
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
@@ -110,8 +112,7 @@ class Requests:
     async def _hold(self, order: Hold) -> None:
         for one in self._held:
             one.cancel()
-        new = self._engine.description.max_context - order.prompt
-        self._held = [await self._submit(order.prompt, new) for _ in range(order.answers)]
+        self._held = [await self._submit(order.prompt, order.new) for _ in range(order.answers)]
         begun = [asyncio.Event() for _ in self._held]
         for one, event in zip(self._held, begun, strict=True):
             self._read_on(self._read(one, event))

@@ -44,12 +44,12 @@ GROUPS = head_groups(HEADS.kv, RANKS)
 PAGES = 256
 """`kv_blocks`"""
 FILLINGS = (0.1, 0.5, 0.9)
-HELD = 0.9 * held_limit(RANKS, GROUPS)
-"""Part of the KV pages that long answers hold, at most. They grow."""
+HELD = 0.88 * held_limit(RANKS, GROUPS)
+"""Part of the KV pages that long answers hold in the middle of their lives, at most."""
 ANSWERS = 2
 """Long ones, at a time per rank."""
-GROWTH = 80
-"""Tokens by which a long answer has grown in the middle of its stretch, roughly."""
+GROWTH = 120
+"""Tokens of a long answer in the middle of its life."""
 ARMS: Mapping[str, Mapping[str, Any]] = {"without pre-copy": {}}
 """By name: settings of the engine."""
 
@@ -93,7 +93,8 @@ async def kv_switches(
     ) as rig:
         await rig.switch(shape.layers, sharded=True)
         for _ in range(course.stretches):
-            await _order(rig, Hold(ANSWERS, prompt_tokens(filling)))
+            await _order(rig, Hold(ANSWERS, prompt_tokens(filling), 2 * GROWTH))
+            await asyncio.sleep(course.beside_seconds)
             began = time.monotonic()
             await asyncio.sleep(course.static_seconds)
             static[rig.asking.placement.attention].append(Window(began, time.monotonic()))
@@ -111,8 +112,8 @@ async def _order(rig: Rig, order: Order) -> None:
 
 
 def prompt_tokens(filling: float) -> int:
-    """Return the tokens of a long answer's prompt with which the answers of a rank hold a part of its pages,
-    in the middle of a stretch."""
+    """Return the tokens of a long answer's prompt with which the answers of a rank hold a part of its pages
+    in the middle of their lives."""
     return round(min(filling, HELD) * PAGES * BLOCK_SIZE / ANSWERS) - GROWTH
 
 
@@ -180,18 +181,18 @@ def _add_direction(report: Report, shape: ModelShape, run: KvRun, flips: Sequenc
 
 def _limit(run: KvRun, flips: Sequence[Flip]) -> tuple[float, str]:
     """Return the longest pause that is aimed at, in seconds, and the steps that it is made of in words."""
+    every = {attention: windows for attention, windows in run.static.items() if windows}
     halves = {
-        f"{attention}{again}": list(windows[begin::2])
-        for attention, windows in run.static.items()
-        for begin, again in enumerate(("", " again"))
+        f"{attention}, {half} half": windows[begin::2]
+        for attention, windows in every.items()
+        for begin, half in enumerate(("one", "other"))
+        if len(windows) > 1
     }
-    gaps = Gaps.of(run.diaries, {kind: windows for kind, windows in halves.items() if windows})
+    gaps = Gaps.of(run.diaries, {**every, **halves})
     p99 = {kind: gaps.p99(kind) for kind in gaps.by_kind}
-    slower = max(
-        gaps.p99(*(kind for kind in gaps.by_kind if kind.startswith(attention))) for attention in run.static
-    )
     copying = float(np.percentile([flip.reading_seconds for flip in flips], 99))
-    return 2 * slower + copying, ", ".join(f"{kind} {1e3 * one:.1f} ms" for kind, one in p99.items())
+    words = ", ".join(f"{kind} {1e3 * seconds:.1f} ms" for kind, seconds in p99.items())
+    return 2 * max(p99[attention] for attention in every) + copying, words
 
 
 def _quiet_pauses(run: KvRun) -> list[float]:
