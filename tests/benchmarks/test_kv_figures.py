@@ -40,7 +40,7 @@ def streamed(*answers: list[float]) -> dict[str, NDArray[Any]]:
 
 
 def flip(to: AttentionKind, pages: int) -> Flip:
-    return Flip(to, Window(0.0, 1.0), 0.1, 0, pages, 0)
+    return Flip(to, Window(0.0, 1.0), 0.1, 0, 0, pages, 0)
 
 
 def test_a_pause_is_the_longest_gap_over_the_switch_minus_the_median_one() -> None:
@@ -64,8 +64,8 @@ def test_answers_that_begin_or_end_at_a_switch_have_no_pause() -> None:
 
 def test_a_switch_lasts_from_the_first_rank_to_the_last_one() -> None:
     rounds = [
-        [LastRound(10.0, 0.5, 0.2, 100, 7, 3), LastRound(20.0, 0.5, 0.1, 10, 4, 1)],
-        [LastRound(10.1, 0.5, 0.3, 50, 7, 3), LastRound(20.1, 0.1, 0.1, 20, 5, 1)],
+        [LastRound(10.0, 0.5, 0.2, 100, 1, 7, 3), LastRound(20.0, 0.5, 0.1, 10, 0, 4, 1)],
+        [LastRound(10.1, 0.5, 0.3, 50, 2, 7, 3), LastRound(20.1, 0.1, 0.1, 20, 0, 5, 1)],
     ]
     first, second = flips_of([diary(rounds=one) for one in rounds])
     assert (first.to, first.window, first.reading_seconds, first.bytes) == (
@@ -74,6 +74,7 @@ def test_a_switch_lasts_from_the_first_rank_to_the_last_one() -> None:
         0.3,
         150,
     )
+    assert first.ahead_bytes == 3
     assert (first.pages, first.pages_before) == (7, 10)  # of the engine
     assert (second.to, second.window, second.bytes) == ("dp", Window(20.0, 20.5), 30)
     assert (second.pages, second.pages_before) == (9, 10)  # of both ranks

@@ -12,7 +12,7 @@ NEAR_SECONDS = 0.1
 """Around a switch: gaps and requests in it are felt as its own."""
 AROUND_SECONDS = 0.3
 """Around a switch: in it, throughput is counted."""
-_BEGAN, _SECONDS, _READING, _BYTES, _PAGES, _EVICTED = range(6)
+_BEGAN, _SECONDS, _READING, _BYTES, _AHEAD, _PAGES, _EVICTED = range(7)
 """Columns of `flip_rank.Diary.rounds`."""
 
 
@@ -25,7 +25,9 @@ class Flip(NamedTuple):
     reading_seconds: float
     """Of the rank that read longest."""
     bytes: int
-    """Read by all ranks."""
+    """Read by all ranks in its step."""
+    ahead_bytes: int
+    """Read by all ranks ahead of it."""
     pages: int
     """In use after it, of all ranks: to tp, a page is one unit on every rank."""
     evicted: int
@@ -44,8 +46,9 @@ def flips_of(diaries: Diaries) -> list[Flip]:
         to: AttentionKind = "dp" if number % 2 else "tp"
         pages = ranks[0, _PAGES] if to == "tp" else ranks[:, _PAGES].sum()
         window = Window(float(ranks[:, _BEGAN].min()), float((ranks[:, _BEGAN] + ranks[:, _SECONDS]).max()))
-        reading, copied = float(ranks[:, _READING].max()), int(ranks[:, _BYTES].sum())
-        found.append(Flip(to, window, reading, copied, int(pages), int(ranks[0, _EVICTED])))
+        reading = float(ranks[:, _READING].max())
+        copied, ahead = (int(ranks[:, column].sum()) for column in (_BYTES, _AHEAD))
+        found.append(Flip(to, window, reading, copied, ahead, int(pages), int(ranks[0, _EVICTED])))
     return found
 
 

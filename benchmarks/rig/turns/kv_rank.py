@@ -4,7 +4,7 @@ writes a diary of all.
     python -m benchmarks.rig.turns.kv_rank JOB RANK
 
 JOB is as for `flip_rank`. After `ready`, each line of standard input is an `Order`, answered with `done` once
-it is carried out. When standard input ends, the rank stops and writes RANK.npz beside JOB.
+it is carried out. When standard input ends, the rank stops.
 """
 
 import asyncio
@@ -54,7 +54,12 @@ class Keep(msgspec.Struct, frozen=True, tag=True):
     pages: int
 
 
-Order = Hold | Keep
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Write the diary to RANK.npz beside JOB. All ranks do so before the first one stops, because the others
+    end with it."""
+
+
+Order = Hold | Keep | Save
 
 
 @dataclass(slots=True)
@@ -91,7 +96,7 @@ class Requests:
         self._held: list[AnswerStream] = []
         self._reading: set[asyncio.Task[None]] = set()
 
-    async def carry_out(self, order: Order) -> None:
+    async def carry_out(self, order: Hold | Keep) -> None:
         """Return once the order is carried out."""
         if isinstance(order, Hold):
             await self._hold(order)
@@ -157,7 +162,7 @@ class Requests:
 
 
 async def serve(job: Job, folder: Path, rank: int) -> None:
-    """Carry out orders until standard input ends, and write the diary."""
+    """Carry out orders until standard input ends."""
     diary = KvDiary()
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(serving(job, folder, rank, diary, MeteredEngine))
@@ -166,9 +171,12 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
         await stack.enter_async_context(alongside(requests.probe(), f"short requests of rank {rank}"))
         _say(b"ready\n")
         while line := await asyncio.to_thread(sys.stdin.readline):
-            await requests.carry_out(msgspec.json.decode(line, type=Order))
+            order = msgspec.json.decode(line, type=Order)
+            if isinstance(order, Save):
+                diary.save(folder / f"{rank}.npz")
+            else:
+                await requests.carry_out(order)
             _say(DONE)
-        diary.save(folder / f"{rank}.npz")
         requests.stop()
 
 

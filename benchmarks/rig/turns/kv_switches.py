@@ -30,7 +30,7 @@ from benchmarks.rig.turns.kv_figures import (
     quiet_moments,
     tokens_per_second,
 )
-from benchmarks.rig.turns.kv_rank import Hold, Keep, Order
+from benchmarks.rig.turns.kv_rank import Hold, Keep, Order, Save
 from benchmarks.rig.turns.random_model import Heads
 from benchmarks.rig.turns.turning_engine import RANKS, Rig, turning_engine
 from engine_adapter.kv_switch.capacity import held_limit
@@ -50,7 +50,10 @@ ANSWERS = 2
 """Long ones, at a time per rank."""
 GROWTH = 120
 """Tokens of a long answer in the middle of its life."""
-ARMS: Mapping[str, Mapping[str, Any]] = {"without pre-copy": {}}
+ARMS: Mapping[str, Mapping[str, Any]] = {
+    "with pre-copy": {},
+    "without pre-copy": {"copy_ahead_seconds": 0.0},
+}
 """By name: settings of the engine."""
 
 
@@ -104,6 +107,7 @@ async def kv_switches(
                 await asyncio.sleep(course.beside_seconds)
                 await rig.switch(shape.layers, sharded=True, attention="tp" if is_dp else "dp")
                 await asyncio.sleep(course.beside_seconds)
+        await _order(rig, Save())
         return KvRun(filling, static, await rig.ranks.diaries())
 
 
@@ -157,9 +161,10 @@ def _add_direction(report: Report, shape: ModelShape, run: KvRun, flips: Sequenc
     felt = [pause for one in windows for pause in pauses(run.diaries, one)]
     reading, moved = sum(flip.reading_seconds for flip in flips), sum(flip.bytes for flip in flips)
     least = sum(least_bytes(flip, RANKS, GROUPS, unit_bytes(shape)) for flip in flips)
-    speed = moved / RANKS / reading / 1e9
+    ahead = sum(flip.ahead_bytes for flip in flips)
+    speed = moved / RANKS / reading / 1e9 if moved else ""
     pause = (1e3 * median(felt), 1e3 * max(felt))
-    report.add(f"{name}: pause; bytes over the least", len(felt), *pause, speed, moved / least)
+    report.add(f"{name}: pause; bytes over the least", len(felt), *pause, speed, (moved + ahead) / least)
     first = 1e3 * first_tokens(run.diaries, windows, NEAR_SECONDS)
     usual = 1e3 * first_tokens(run.diaries, static, 0.0)
     if len(first) and len(usual):
@@ -173,7 +178,8 @@ def _add_direction(report: Report, shape: ModelShape, run: KvRun, flips: Sequenc
     step = median([one.end - one.begin for one in windows])
     report.notes.append(
         f"{name}: {len(flips)} switches, whose step takes {1e3 * step:.1f} ms (median), the copying of"
-        f" {moved / len(flips) / 1e6:.2f} MB {1e3 * reading / len(flips):.2f} ms (mean); tokens per second"
+        f" {moved / len(flips) / 1e6:.2f} MB {1e3 * reading / len(flips):.2f} ms (mean), after"
+        f" {ahead / len(flips) / 1e6:.2f} MB ahead; tokens per second"
         f" within {AROUND_SECONDS:g} s over static {rate / static_rate:.3f}; first token static:"
         f" {len(usual)}, longest {float(usual.max(initial=0.0)):.1f} ms"
     )

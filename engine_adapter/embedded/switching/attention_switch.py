@@ -59,7 +59,9 @@ class LastRound(NamedTuple):
     reading_seconds: float
     """Part of it in which units were read."""
     bytes: int
-    """Read from other ranks."""
+    """Read from other ranks in it."""
+    ahead_bytes: int
+    """Read from other ranks ahead of it."""
     pages: int
     """In use after it: on the rank, to tensor-parallel attention of the engine."""
     evicted: int
@@ -146,12 +148,14 @@ class AttentionSwitch:
         state = switched.states[0 if to == "tp" else self._rank]
         width = self._config.ranks if to == "tp" else self._runner.kv_pool.groups
         found = requests.restore(to, state, self.pages(to), width)
+        ahead = self.ahead.bytes
         self.ahead.switched(state.quarantined)
         self.last_round = LastRound(
             began,
             time.monotonic() - began,
             reading_seconds,
             copied,
+            ahead,
             len(state.pages),
             len(switched.evicted),
         )

@@ -49,6 +49,11 @@ class CopyingAhead:
         """Steps since the last search."""
 
     @property
+    def bytes(self) -> int:
+        """KV that this rank has read ahead of the switch to come, in bytes."""
+        return self._reader.bytes
+
+    @property
     def settled(self) -> bool:
         """True if no copy is under way that this rank knows of."""
         part = self._part

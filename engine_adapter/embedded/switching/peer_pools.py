@@ -70,6 +70,8 @@ class UnitReader:
         self, pools: PeerPools, bytes_per_second: int | None, on_end: Callable[[], None] = lambda: None
     ) -> None:
         """on_end: called by the thread after the last of the ordered reads has ended."""
+        self.bytes = 0
+        """Ordered since the thread began."""
         self._pools = pools
         self._limit = RateLimit(bytes_per_second, PIECE_BYTES)
         self._on_end = on_end
@@ -84,6 +86,7 @@ class UnitReader:
             self._thread = threading.Thread(target=self._run, name="KV units are read ahead", daemon=True)
             self._thread.start()
         self._orders.put((number, read))
+        self.bytes += self._pools.unit_bytes
 
     def ended(self) -> list[int]:
         """Return the numbers of reads that have ended since the last call, in order."""
@@ -102,6 +105,7 @@ class UnitReader:
             self._thread = None
             self._hurried.clear()
         self._ended.clear()
+        self.bytes = 0
 
     def _run(self) -> None:
         lower_priority(NICENESS)
