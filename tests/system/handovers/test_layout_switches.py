@@ -83,7 +83,7 @@ class Trial:
             service = MigrationService(MemoryBus(self.broker), SUBJECTS, CONDUCTING)
             async with alongside(service.run(), "the coordinator"):
                 self.coordinators += 1
-                await asyncio.sleep(self.dice.uniform(2.0, 10.0))
+                await asyncio.sleep(self.dice.uniform(0.5, 2.5))
 
     async def ask(self, request: SetLayout | MigrateExpert, done: Callable[[Placement], bool]) -> None:
         """Request a change until it is there: a coordinator may end before it writes the plan down."""
