@@ -240,7 +240,7 @@ class StepLoop:
         if self._setup.attention is not None:
             self._setup.attention.heard(headers)
         sizes = [header.note_bytes for header in headers]
-        plan = self._hear(self._setup.step_sync.share(note, sizes) if any(sizes) else [], report)
+        plan = self._hear(self._setup.step_sync.share(note, sizes) if any(sizes) else [])
         tokens = [header.tokens for header in headers]
         if next_up is not None and flips(served, tuple(header.epoch_ready for header in headers)):
             if self._changes_attention(next_up):
@@ -252,12 +252,14 @@ class StepLoop:
         work = own if self.placement.attention == "dp" else [one.work for one in plan.plan]
         return _Agreed(tokens, work, awake=any(tokens) or any(sizes))
 
-    def _hear(self, notes: Sequence[bytes], report: StepReport) -> StepNote:
+    def _hear(self, notes: Sequence[bytes]) -> StepNote:
         """Take the notes of all ranks. Return that of rank 0, which plans for all under tensor-parallel
         attention."""
         heard = [decoded(note) for note in notes] or [StepNote()]
-        for rank, note in enumerate(heard):
-            report.news += self._requests.hear(rank, note)
+        news = [one for rank, note in enumerate(heard) for one in self._requests.hear(rank, note)]
+        if news:
+            # Tokens of the last step on their owner: clients do not wait for this one.
+            self._report(StepReport(news=news))
         if notes and self._setup.attention is not None:
             self._setup.attention.ahead.hear([note.ahead for note in heard], self._requests)
         return heard[0]
