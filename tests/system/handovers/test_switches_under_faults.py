@@ -215,6 +215,7 @@ async def test_a_kill_at_a_random_byte_of_a_switch_loses_no_request_and_leaves_t
             assert isinstance(await ended(records, again), MigrationCommitted)
             await until(lambda: settled(slow, movers), lambda: standing(slow, movers), END_SECONDS)
             assert records.history(engine).latest.sharded == again.wanted
+        await until(lambda: enough(outcomes), "more answers", END_SECONDS)
     judge_outcomes(outcomes)
 
 
@@ -263,6 +264,7 @@ async def test_a_kill_while_the_attention_changes_loses_no_request_and_leaves_th
                     )
             await undisturbed(slow, movers, engine, Layout("tp", EVERY))
             await undisturbed(slow, movers, engine, Layout("dp", EVERY))
+        await until(lambda: enough(outcomes), "more answers", END_SECONDS)
     judge_outcomes(outcomes)
 
 
@@ -277,6 +279,11 @@ async def undisturbed(fleet: Fleet, movers: Movers, engine: str, wanted: Layout)
     assert isinstance(end, MigrationCommitted), end
     await until(lambda: settled(fleet, movers), lambda: standing(fleet, movers), END_SECONDS)
     assert history.latest.layout == wanted
+
+
+def enough(outcomes: Outcomes) -> bool:
+    """There are answers to judge: on a fast machine a test takes but seconds."""
+    return outcomes.streamed > 8 and outcomes.answered > 24
 
 
 def judge_outcomes(outcomes: Outcomes) -> None:
