@@ -5,6 +5,7 @@ import msgspec
 from fleet.event import Event
 from fleet.experts import ModelShape
 from fleet.layout import AttentionLayout, Layout, head_groups
+from fleet.layout_times import LayoutTimes
 from fleet.placement import PlacementRecord, as_stated
 from fleet.timing import EngineSpeed, RearrangeSpeed
 
@@ -116,6 +117,13 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     tp_speed: EngineSpeed | None = None
     """of all ranks together under tensor-parallel attention. `expert_read` is of a rank's part of an expert,
     and what ranks send one another is part of the steps. None: not measured, and `speed` stands in for it
+    """
+    layout_times: tuple[LayoutTimes, ...] = ()
+    """steps of the engine in each layout that it can change to, as measured at its start; empty: not measured
+    """
+    hardware: str = ""
+    """identity of the machine on which they were measured: times of another are not comparable; empty: not
+    stated
     """
 
     @property
