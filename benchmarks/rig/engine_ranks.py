@@ -139,7 +139,8 @@ class Requester:
         events: list[MigrationCommitted] = []
         times: list[float] = []
         async with asyncio.timeout(PLAN_SECONDS):
-            while not events or not events[-1].last:
+            # The two kinds of events are heard in either order.
+            while not events or not events[-1].last or self.placement.epoch < events[-1].epoch:
                 message = (await anext(self._messages)).message
                 if isinstance(message, PlacementCommitted):
                     self.placement = Placement.from_record(message.placement)
