@@ -26,6 +26,7 @@ from engine_adapter.engine import RankFacts
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream
 from fleet.layout import AttentionKind
 from fleet.placement import EMPTY, Placement
+from tests.engine_adapter.kv_event_mirror import KvEventMirror
 
 SAFE_MARGIN = 1e-3
 """Logits this close may change places, because layouts add in different orders."""
@@ -51,8 +52,8 @@ class Witness:
 class SwitchingRank:
     engine: EmbeddedEngine
     seen: Witness
-    blocks: dict[int, int | None] = field(default_factory=dict)
-    """hashes of the KV blocks that the rank has reported, with those of their parents"""
+    known: KvEventMirror = field(default_factory=KvEventMirror)
+    """KV blocks that the rank has reported"""
 
     async def submit(
         self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY, **changes: Any
@@ -68,19 +69,7 @@ class SwitchingRank:
     def take_facts(self) -> RankFacts:
         """Facts since the last call. Keeps the blocks: a parent must be known before its child."""
         facts = self.engine.take_facts()
-        for change in facts.kv:
-            if change == "cleared":
-                self.blocks.clear()
-                continue
-            if change.removed is not None:
-                for removed in change.removed.block_hashes:
-                    del self.blocks[removed]
-            if change.stored is not None:
-                parent = change.stored.parent_hash
-                assert parent is None or parent in self.blocks
-                for block in change.stored.blocks:
-                    self.blocks[block.block_hash] = parent
-                    parent = block.block_hash
+        self.known.apply(facts.kv)
         return facts
 
 
@@ -139,7 +128,7 @@ class SwitchingRanks:
         """Hashes of all blocks that any rank has."""
         for rank in self.ranks:
             rank.take_facts()
-        return {block for rank in self.ranks for block in rank.blocks}
+        return {block for rank in self.ranks for block in rank.known.parents}
 
 
 @asynccontextmanager

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_adapter.batching.kv_cache import Block, BlockTable, Change, KvCache, identify
+from engine_adapter.batching.kv_cache import Block, BlockTable, KvCache, identify
 from fleet.facts.dynamo_kv import KvBlock
+from tests.engine_adapter.kv_event_mirror import KvEventMirror
 
 SIZE = 4
 
@@ -28,30 +29,6 @@ def compute_blocks(cache: KvCache, blocks: Sequence[Block]) -> BlockTable:
     assert cache.extend(table, len(blocks))
     cache.register(table, blocks, len(blocks))
     return table
-
-
-class Reader:
-    """What a router's index knows from the events alone; refuses a block whose parent it does not know."""
-
-    def __init__(self) -> None:
-        self.parents: dict[int, int | None] = {}
-
-    def apply(self, changes: Sequence[Change]) -> None:
-        for change in changes:
-            if change == "cleared":
-                self.parents.clear()
-                continue
-            if change.stored is not None:
-                parent = change.stored.parent_hash
-                for block in change.stored.blocks:
-                    assert parent is None or parent in self.parents, "a child was announced before its parent"
-                    assert block.block_hash not in self.parents, "a block was announced twice"
-                    self.parents[block.block_hash] = parent
-                    parent = block.block_hash
-            if change.removed is not None:
-                for block_hash in change.removed.block_hashes:
-                    del self.parents[block_hash]
-                    assert block_hash not in self.parents.values(), "a parent was removed before its child"
 
 
 def test_a_prefix_that_was_computed_is_shared_and_the_rest_is_not() -> None:
@@ -93,7 +70,7 @@ def test_blocks_computed_twice_at_once_end_up_in_one_page_and_are_announced_once
         cache.register(table, blocks, 3)
     assert tables[0].pages == tables[1].pages
     assert cache.held == 3
-    reader = Reader()
+    reader = KvEventMirror()
     reader.apply(cache.take_changes())
     assert len(reader.parents) == 3
     cache.check_integrity(tables)
@@ -290,7 +267,7 @@ class Pool(RuleBasedStateMachine):
         super().__init__()
         self.cache = KvCache(7, SIZE)
         self.tables: list[tuple[BlockTable, list[Block]]] = []
-        self.reader = Reader()
+        self.reader = KvEventMirror()
         self.pinned: list[int] = []
 
     @rule(text=st.text("ab", min_size=1, max_size=5))
@@ -349,7 +326,7 @@ class Pool(RuleBasedStateMachine):
     def books_agree(self) -> None:
         self.cache.check_integrity(table for table, _ in self.tables)
         self.reader.apply(self.cache.take_changes())
-        late = Reader()
+        late = KvEventMirror()
         late.apply(self.cache.restated())
         assert late.parents == self.reader.parents
         for table, blocks in self.tables:

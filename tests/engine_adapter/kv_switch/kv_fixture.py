@@ -13,12 +13,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from engine_adapter.batching.kv_cache import Change, KvCache
+from engine_adapter.batching.kv_cache import KvCache
 from engine_adapter.batching.scheduler import BatchScheduler, SequenceState, Slice
 from engine_adapter.kv_switch.kv_state import KvState, OpenSequence, Switched, UnitRead, group_of_rank
 from engine_adapter.kv_switch.merging import merge
 from engine_adapter.kv_switch.scheduler_state import AheadCopies, RequestOrigin, restore, state_of
 from engine_adapter.kv_switch.splitting import split
+from tests.engine_adapter.kv_event_mirror import KvEventMirror
 
 SIZE = 4
 
@@ -51,27 +52,10 @@ class ServedScheduler:
 
     scheduler: BatchScheduler
     units: NDArray[np.int32]
-    parents: dict[int, int | None] = field(default_factory=dict)
+    known: KvEventMirror = field(default_factory=KvEventMirror)
 
     def read_events(self) -> None:
-        for change in self.scheduler.cache.take_changes():
-            self._apply(change)
-
-    def _apply(self, change: Change) -> None:
-        if change == "cleared":
-            self.parents.clear()
-            return
-        if change.stored is not None:
-            parent = change.stored.parent_hash
-            for block in change.stored.blocks:
-                assert parent is None or parent in self.parents, "a child was announced before its parent"
-                assert block.block_hash not in self.parents, "a block was announced twice"
-                self.parents[block.block_hash] = parent
-                parent = block.block_hash
-        if change.removed is not None:
-            for block_hash in change.removed.block_hashes:
-                del self.parents[block_hash]
-                assert block_hash not in self.parents.values(), "a parent was removed before its child"
+        self.known.apply(self.scheduler.cache.take_changes())
 
 
 class SwitchableEngine:
@@ -296,7 +280,7 @@ class SwitchableEngine:
         for one in self.served:
             one.read_events()
             registered = {entry.block.block_hash for entry in one.scheduler.cache.registered}
-            assert registered == set(one.parents)
+            assert registered == set(one.known.parents)
             after |= registered
         assert len(set(switched.evicted)) == len(switched.evicted)
         assert not after & set(switched.evicted)
