@@ -60,7 +60,7 @@ docs: venv ## generate docs/settings.md, docs/openapi.yaml, docs/asyncapi.yaml a
 	@for script in $(wildcard docs/make_*.py); do $(BIN)/python $$script || exit 1; done
 
 bench: venv ## every benchmark, quickly; make bench ARGS=--json
-	@for script in $(filter-out %/__init__.py,$(wildcard benchmarks/*.py benchmarks/real_vllm/*.py)); do echo "== $$script"; $(BIN)/python $$script --quick $(ARGS) || exit 1; done
+	@for script in $(filter-out %/__init__.py,$(wildcard benchmarks/*.py benchmarks/layouts/*.py benchmarks/real_vllm/*.py)); do echo "== $$script"; $(BIN)/python $$script --quick $(ARGS) || exit 1; done
 
 evidence: venv ## measure the closed loop on a live fleet (an hour) and write docs/evidence; ARGS="--only policies", ARGS="--soak soak.json"
 	@$(BIN)/python -m benchmarks.rig.evidence $(ARGS)

@@ -1,0 +1,1 @@
+"""Benchmarks of choosing a layout: the calibrated step times, and single layers."""

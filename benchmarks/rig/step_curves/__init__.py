@@ -1,0 +1,1 @@
+"""Random step times of two layouts, and how often the calibrator is right about them."""

@@ -1,0 +1,105 @@
+"""Answers of the calibrator about a random pair of layouts, beside the truth."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.rig.step_curves.families import Curve, DrawnPair, cells, drawn, measured
+from fleet.arrays import FloatArray
+from fleet.layout_times import LayoutName, LayoutTimes
+from migration.layouts.curves import LayoutCurves
+
+NOISE = 0.02
+DIFFERENT = 0.05
+"""relative difference of step times from which an answer counts"""
+CONTEXT = 1024
+
+
+class Judged(NamedTuple):
+    """One pair: cells and crossings."""
+
+    differing: int
+    """cells that differ by more than 5 %"""
+    right: int
+    """of these, named as they are"""
+    covered: float
+    """share of all cells whose true difference is within two stated standard errors"""
+    crossings: int
+    """true ones"""
+    answered: int
+    """stated ones"""
+
+
+class Score(NamedTuple):
+    """Many pairs of one family."""
+
+    right: float
+    """share of right cells, of those that differ"""
+    covered: float
+    without: int
+    """pairs without a crossing"""
+    false: int
+    """of these, pairs with a stated crossing"""
+    crossing: int
+    """pairs with crossings"""
+    missed: int
+    """of these, pairs without a stated one"""
+    exact: int
+    """of these, pairs with as many stated as true ones"""
+
+    @classmethod
+    def of(cls, judged: list[Judged]) -> "Score":
+        """Sum up. Cells of all pairs count alike."""
+        without = [one for one in judged if not one.crossings]
+        crossing = [one for one in judged if one.crossings]
+        return cls(
+            right=sum(one.right for one in judged) / max(sum(one.differing for one in judged), 1),
+            covered=float(np.mean([one.covered for one in judged])),
+            without=len(without),
+            false=sum(one.answered > 0 for one in without),
+            crossing=len(crossing),
+            missed=sum(not one.answered for one in crossing),
+            exact=sum(one.answered == one.crossings for one in crossing),
+        )
+
+
+def noisy_times(
+    layout: LayoutName, curve: Curve, batches: FloatArray, dice: np.random.Generator
+) -> LayoutTimes:
+    """Measure a curve at these batches, with noise."""
+    seconds = 1e-3 * curve(batches) * np.exp(dice.normal(0.0, NOISE, len(batches)))
+    return LayoutTimes(
+        layout=layout,
+        sequences=tuple(int(batch) for batch in batches),
+        contexts=(CONTEXT,),
+        seconds=(tuple(seconds.tolist()),),
+        noise=NOISE,
+        prefill_token=1e-5,
+    )
+
+
+def calibrated(pair: DrawnPair, most: float, dice: np.random.Generator) -> LayoutCurves:
+    """Fit the curves of a pair from six noisy measurements of each."""
+    batches = measured(most)
+    return LayoutCurves.fitted(
+        (noisy_times("ep", pair.one, batches, dice), noisy_times("tp", pair.other, batches, dice))
+    )
+
+
+def judged(family: str, most: float, seed: int) -> Judged:
+    """Draw a pair, calibrate it, and compare the answers."""
+    dice = np.random.default_rng([seed, int(most), *family.encode()])
+    pair = drawn(family, dice, most)
+    curves = calibrated(pair, most, dice)
+    at = cells(most).tolist()
+    answers = np.array([curves.better(batch, CONTEXT) == "ep" for batch in at])
+    differs = np.abs(pair.log_ratio) > np.log1p(DIFFERENT)
+    stated = [curves.difference("ep", "tp", batch, CONTEXT) for batch in at]
+    error = np.array([one.log_ratio for one in stated]) - pair.log_ratio
+    return Judged(
+        differing=int(differs.sum()),
+        right=int((differs & (answers == (pair.log_ratio < 0))).sum()),
+        covered=float((np.abs(error) <= 2.0 * np.array([one.deviation for one in stated])).mean()),
+        crossings=pair.crossings,
+        answered=len(curves.crossings("ep", "tp", CONTEXT)),
+    )

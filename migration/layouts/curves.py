@@ -1,0 +1,237 @@
+"""Step times of layouts over batch and context, from a few measurements, and where one layout overtakes
+another."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import groupby, pairwise
+from math import exp, hypot, inf, log
+from typing import NamedTuple
+
+import numpy as np
+
+from fleet.layout_times import LayoutName, LayoutTimes
+from migration.layouts.step_fit import fit
+
+_INTERVALS = 96
+"""Intervals of a table, even in log B: 8 % of B each between 1 and 2,048."""
+INDIFFERENCE = 0.025
+"""Relative difference of step times below which two layouts are alike: half of the 5 % that count as a
+difference."""
+_SIGNIFICANT = 1.3
+"""Standard errors from 0 at which a layout counts as better on one side of a crossing. A higher number misses
+crossings, a lower one sees some where there are none; `benchmarks/layout_curves.py` prints both shares.
+"""
+
+
+class MeasuredRange(NamedTuple):
+    """Fewest and most sequences, and shortest and longest context in tokens, that were measured."""
+
+    fewest: float
+    most: float
+    shortest: float
+    longest: float
+
+    def has(self, sequences: float, context: float) -> bool:
+        """Return True where the curve is measured; elsewhere the nearest measured value holds."""
+        return self.fewest <= sequences <= self.most and self.shortest <= context <= self.longest
+
+    def common(self, other: "MeasuredRange") -> "MeasuredRange":
+        """Return the part of both; empty, with fewest > most, if they do not overlap."""
+        return MeasuredRange(
+            max(self.fewest, other.fewest),
+            min(self.most, other.most),
+            max(self.shortest, other.shortest),
+            min(self.longest, other.longest),
+        )
+
+    def nearest(self, sequences: float, context: float) -> tuple[float, float]:
+        """Return the measured batch and context nearest to these."""
+        return (
+            min(max(sequences, self.fewest), self.most),
+            min(max(context, self.shortest), self.longest),
+        )
+
+
+EVERYWHERE = MeasuredRange(0.0, inf, 0.0, inf)
+
+
+class StepCurve:
+    """Duration of a decode step of one layout over the engine's decoding sequences and their mean context.
+
+    Between batches it is the posterior mean of `migration.layouts.step_fit`; between contexts, in tokens, a
+    line, as reading the KV cache is. Beyond the measured range the last value holds: `within` says where.
+    """
+
+    __slots__ = ("_contexts", "_deviations", "_first", "_per_log", "_seconds", "measured_range")
+
+    def __init__(self, times: LayoutTimes, seconds: list[list[float]], deviations: list[list[float]]) -> None:
+        """seconds, deviations: tables [contexts][_INTERVALS + 1] over the measured batches, even in log B."""
+        first, last = times.sequences[0], times.sequences[-1]
+        self.measured_range = MeasuredRange(first, last, times.contexts[0], times.contexts[-1])
+        self._contexts = list(times.contexts)
+        self._first = log(first)
+        self._per_log = _INTERVALS / log(last / first) if last > first else 0.0
+        self._seconds, self._deviations = seconds, deviations
+
+    @classmethod
+    def fitted(cls, times: LayoutTimes) -> "StepCurve":
+        """Fit the measured times of a layout, and tabulate the curve. It takes milliseconds."""
+        at = np.log(np.array(times.sequences, np.float64))
+        places = np.linspace(at[0], at[-1], _INTERVALS + 1)
+        rows = [fit(at, np.log(np.array(row)), times.noise, places) for row in times.seconds]
+        return cls(
+            times, [np.exp(row.mean).tolist() for row in rows], [row.deviation.tolist() for row in rows]
+        )
+
+    def seconds(self, sequences: float, context: float) -> float:
+        """Return the duration of a step of this many decoding sequences, of this many tokens each on
+        average."""
+        return self._value(self._seconds, sequences, context)
+
+    def deviation(self, sequences: float, context: float) -> float:
+        """Return the relative standard error of `seconds`."""
+        return self._value(self._deviations, sequences, context)
+
+    def within(self, sequences: float, context: float) -> bool:
+        """Return True inside the measured range. Elsewhere the last value holds."""
+        return self.measured_range.has(sequences, context)
+
+    def _value(self, table: list[list[float]], sequences: float, context: float) -> float:
+        """Interpolate in a table. Plain numbers: policies ask on every report."""
+        fewest, most, _, _ = self.measured_range
+        at = (log(min(max(sequences, fewest), most)) - self._first) * self._per_log
+        cell = min(int(at), _INTERVALS - 1)
+        part = at - cell
+        contexts = self._contexts
+        after = bisect_right(contexts, context)
+        row = table[max(after - 1, 0)]
+        value = row[cell] + part * (row[cell + 1] - row[cell])
+        if not 0 < after < len(contexts):
+            return value
+        row = table[after]
+        further = row[cell] + part * (row[cell + 1] - row[cell])
+        share = (context - contexts[after - 1]) / (contexts[after] - contexts[after - 1])
+        return value + share * (further - value)
+
+
+class CostDifference(NamedTuple):
+    """Logarithm of the ratio of two layouts' step times."""
+
+    log_ratio: float
+    """log(t of the one / t of the other): below 0 the one is faster"""
+    deviation: float
+    """standard error"""
+    within: bool
+    """False beyond the measured range of either layout, where the last difference holds"""
+
+    @property
+    def indifferent(self) -> bool:
+        """True if the difference is too small to matter, or not significant."""
+        return abs(self.log_ratio) < max(INDIFFERENCE, self.deviation)
+
+
+class Crossing(NamedTuple):
+    """A batch at which another layout becomes the faster one."""
+
+    sequences: float
+    surely_below: float
+    """up to this batch `below` is faster, significantly"""
+    surely_above: float
+    """from this batch on `above` is faster, significantly"""
+    below: LayoutName
+    above: LayoutName
+
+
+class LayoutCurves:
+    """Curves of the layouts of one engine, compared where both were measured."""
+
+    def __init__(self, curves: Mapping[LayoutName, StepCurve]) -> None:
+        self.curves = dict(curves)
+        self.measured_range = reduce(
+            MeasuredRange.common, (one.measured_range for one in curves.values()), EVERYWHERE
+        )
+        """of all layouts"""
+
+    @classmethod
+    def fitted(cls, times: Sequence[LayoutTimes]) -> "LayoutCurves":
+        """Fit the curves of all measured layouts."""
+        return cls({one.layout: StepCurve.fitted(one) for one in times})
+
+    def difference(
+        self, one: LayoutName, other: LayoutName, sequences: float, context: float
+    ) -> CostDifference:
+        """Compare two layouts. Beyond what was measured of both, the difference at the nearest batch and
+        context that was holds. KeyError for a layout without a curve."""
+        first, second = self.curves[one], self.curves[other]
+        both = first.measured_range.common(second.measured_range)
+        at = both.nearest(sequences, context)
+        return CostDifference(
+            log(first.seconds(*at) / second.seconds(*at)),
+            hypot(first.deviation(*at), second.deviation(*at)),
+            both.has(sequences, context),
+        )
+
+    def better(self, sequences: float, context: float) -> LayoutName:
+        """Return the layout with the shortest expected step, also where the difference is small."""
+        names = list(self.curves)
+        best = names[0]
+        for name in names[1:]:
+            if self.difference(name, best, sequences, context).log_ratio < 0:
+                best = name
+        return best
+
+    def crossings(self, one: LayoutName, other: LayoutName, context: float) -> tuple[Crossing, ...]:
+        """Return the batches at which the faster of two layouts changes, ascending; () if none does.
+
+        A change counts if each layout is significantly faster somewhere on its side, so that noise around a
+        small difference makes no crossings.
+        """
+        regions = list(self._regions(one, other, context))
+        return tuple(
+            Crossing(
+                sequences=self._zero(one, other, context, left.last, right.first),
+                surely_below=left.last,
+                surely_above=right.first,
+                below=left.faster,
+                above=right.faster,
+            )
+            for left, right in pairwise(regions)
+        )
+
+    def _regions(self, one: LayoutName, other: LayoutName, context: float) -> Iterator["_Region"]:
+        """Yield the ranges of batches in which either layout is significantly faster, in turn."""
+        both = self.curves[one].measured_range.common(self.curves[other].measured_range)
+        if both.fewest > both.most:
+            return
+        compared = [
+            (batch, self.difference(one, other, batch, context))
+            for batch in (
+                both.fewest * (both.most / both.fewest) ** (at / _INTERVALS) for at in range(_INTERVALS + 1)
+            )
+        ]
+        sure = [
+            (batch, one if each.log_ratio < 0 else other)
+            for batch, each in compared
+            if abs(each.log_ratio) > _SIGNIFICANT * each.deviation
+        ]
+        for faster, run in groupby(sure, key=lambda entry: entry[1]):
+            batches = [batch for batch, _ in run]
+            yield _Region(faster, batches[0], batches[-1])
+
+    def _zero(self, one: LayoutName, other: LayoutName, context: float, low: float, high: float) -> float:
+        """Return a batch between low and high where the expected difference is 0, by halving in log B."""
+        sign = self.difference(one, other, low, context).log_ratio < 0
+        for _ in range(40):
+            middle = exp(0.5 * (log(low) + log(high)))
+            if (self.difference(one, other, middle, context).log_ratio < 0) == sign:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+class _Region(NamedTuple):
+    faster: LayoutName
+    first: float
+    last: float
