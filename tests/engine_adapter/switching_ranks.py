@@ -62,6 +62,11 @@ class SwitchingRank:
         return await self.engine.submit(replace(request, **changes))
 
     @property
+    def blocks(self) -> dict[int, int | None]:
+        """Hashes of the KV blocks that it has reported, with those of their parents."""
+        return self.known.parents
+
+    @property
     def held(self) -> int:
         """Pages that requests hold."""
         return self.take_facts().load.decode_blocks
@@ -128,7 +133,7 @@ class SwitchingRanks:
         """Hashes of all blocks that any rank has."""
         for rank in self.ranks:
             rank.take_facts()
-        return {block for rank in self.ranks for block in rank.known.parents}
+        return {block for rank in self.ranks for block in rank.blocks}
 
 
 @asynccontextmanager
