@@ -1,0 +1,1 @@
+"""Simulation of an engine that changes its layout under load, and the best schedule known with hindsight."""
