@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fleet.layout_times import LayoutName, LayoutTimes
-from migration.layouts.step_fit import fit
+from migration.layouts.step_fit import bend_models
 
 _INTERVALS = 96
 """Intervals of a table, even in log B: 8 % of B each between 1 and 2,048."""
@@ -77,9 +77,8 @@ class StepCurve:
     @classmethod
     def fitted(cls, times: LayoutTimes) -> "StepCurve":
         """Fit the measured times of a layout, and tabulate the curve. It takes milliseconds."""
-        at = np.log(np.array(times.sequences, np.float64))
-        places = np.linspace(at[0], at[-1], _INTERVALS + 1)
-        rows = [fit(at, np.log(np.array(row)), times.noise, places) for row in times.seconds]
+        models = bend_models(times.sequences, times.noise, _INTERVALS)
+        rows = [models.fit(np.log(np.array(row))) for row in times.seconds]
         return cls(
             times, [np.exp(row.mean).tolist() for row in rows], [row.deviation.tolist() for row in rows]
         )

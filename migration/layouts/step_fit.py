@@ -14,6 +14,7 @@ size and length of r are a grid. The posterior is the mean of its models, weight
 disagreement of models is part of the error.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -24,17 +25,11 @@ _PLACES = 13
 """Places of a bend, evenly over the measured range."""
 _SHARPNESS = (1.0, 2.5, 12.0)
 """1 is the bend of a sum of two parts, 12 a kink."""
-_RESIDUALS = (
-    (0.003, 1.5),
-    (0.02, 0.8),
-    (0.02, 2.0),
-    (0.06, 0.8),
-    (0.06, 2.0),
-    (0.2, 0.8),
-    (0.2, 2.0),
-    (0.5, 2.0),
-)
-"""Standard deviation of r, and its length in log B (squared exponential)."""
+_SMOOTH = ((0.003, 1.5), (0.02, 0.8), (0.02, 2.0), (0.06, 2.0), (0.2, 2.0))
+"""Standard deviation and length in log B of a smooth r (squared exponential)."""
+_ROUGH = ((0.05, 3.0), (0.15, 3.0), (0.4, 3.0))
+"""The same of an r with kinks anywhere, whose mean is nearly straight between the points
+(Ornstein-Uhlenbeck)."""
 _LEVEL, _SLOPE, _BEND = (0.0, 3.0), (0.1, 0.3), (0.4, 0.4)
 """Prior mean and standard deviation of b0 (beside the mean of log t), b1 and b2."""
 _LEAST_NOISE = 0.003
@@ -48,38 +43,60 @@ class Fit(NamedTuple):
     deviation: FloatArray
 
 
-def fit(at: FloatArray, log_seconds: FloatArray, noise: float, places: FloatArray) -> Fit:
-    """Return the posterior at `places` of measurements `log_seconds` of relative error `noise` at `at`.
+class BendModels(NamedTuple):
+    """All models for measurements at the same batches, solved as far as they do not depend on the times."""
 
-    at, places: log B, float64 [points] and [places].
+    slopes: FloatArray
+    """[models, points + places]: prior mean of log t, beside its level"""
+    known: FloatArray
+    """[models, residuals, points, points]: inverse covariance of the measurements"""
+    log_determinant: FloatArray
+    """[models, residuals]: of the covariance of the measurements"""
+    gain: FloatArray
+    """[models, residuals, places, points]: from surprises to posterior means"""
+    variance: FloatArray
+    """[models, residuals, places]: posterior variance"""
+
+    def fit(self, log_seconds: FloatArray) -> Fit:
+        """Return the posterior of these measurements, float64 [points]."""
+        points = len(log_seconds)
+        level = log_seconds.mean()
+        surprise = log_seconds - level - self.slopes[:, :points]
+        explained = np.einsum("mi,mrij,mj->mr", surprise, self.known, surprise)
+        evidence = -0.5 * (explained + self.log_determinant)
+        weight = np.exp(evidence - evidence.max())
+        weight /= weight.sum()
+        prior = level + self.slopes[:, None, points:]
+        means = prior + (self.gain @ surprise[:, None, :, None])[..., 0]
+        mean = np.einsum("mr,mrx->x", weight, means)
+        spread = np.einsum("mr,mrx->x", weight, self.variance + (means - mean) ** 2)
+        return Fit(mean, np.sqrt(spread))
+
+
+@lru_cache(maxsize=8)
+def bend_models(sequences: tuple[int, ...], noise: float, intervals: int) -> BendModels:
+    """Return the models for these measured batches, of relative error `noise`.
+
+    Places are intervals + 1 numbers, even in log B, over the measured range. Layouts and contexts have the
+    same batches, so the last ones are kept.
     """
-    both = np.concatenate([at, places])
-    features = _features(both, at)  # [models, 3, both]
-    prior_mean, prior = np.array([_LEVEL, _SLOPE, _BEND]).T
-    level = log_seconds.mean()
-    mean = level + np.einsum("f,mfx->mx", prior_mean, features)
-    linear = np.einsum("f,mfx,mfy->mxy", prior**2, features, features[:, :, : len(at)])
-    distance = (both[:, None] - at) ** 2
-    residual = np.array([size**2 * np.exp(-distance / (2 * length**2)) for size, length in _RESIDUALS])
-    # [models, residuals, both, points]: every bend with every residual.
+    at = np.log(np.array(sequences, np.float64))
+    both = np.concatenate([at, np.linspace(at[0], at[-1], intervals + 1)])
+    points = len(at)
+    features = _features(both, at)
+    mean, deviation = np.array([_LEVEL, _SLOPE, _BEND]).T
+    slopes = np.einsum("f,mfx->mx", mean, features)
+    linear = np.einsum("f,mfx,mfy->mxy", deviation**2, features, features[:, :, :points])
+    residual = _residuals(np.abs(both[:, None] - at))
     covariance = linear[:, None] + residual
-    n = len(at)
-    seen = covariance[:, :, :n] + max(noise, _LEAST_NOISE) ** 2 * np.eye(n)
-    error = np.broadcast_to((log_seconds - mean[:, :n])[:, None, :, None], (*seen.shape[:3], 1))
-    known = np.linalg.inv(seen)
-    solved = known @ error
-    evidence = -0.5 * (error * solved).sum(axis=(2, 3)) - 0.5 * np.linalg.slogdet(seen)[1]
-    weight = np.exp(evidence - evidence.max())
-    weight /= weight.sum()
-    across = covariance[:, :, n:]
-    found = mean[:, None, n:] + (across @ solved)[..., 0]
-    own = (prior[:, None] ** 2 * features[:, :, n:] ** 2).sum(axis=1)[:, None] + np.array(
-        [s**2 for s, _ in _RESIDUALS]
-    )[:, None]
-    variance = np.maximum(own - ((across @ known) * across).sum(axis=3), 0.0)
-    average = np.einsum("mr,mrx->x", weight, found)
-    spread = np.einsum("mr,mrx->x", weight, variance + (found - average) ** 2)
-    return Fit(average, np.sqrt(spread))
+    measured = covariance[:, :, :points] + max(noise, _LEAST_NOISE) ** 2 * np.eye(points)
+    known = np.linalg.inv(measured)
+    across = covariance[:, :, points:]
+    gain = across @ known
+    alone = np.einsum("f,mfx->mx", deviation**2, features[:, :, points:] ** 2)[:, None]
+    alone = alone + _residuals(np.zeros(1))
+    variance = np.maximum(alone - (gain * across).sum(axis=3), 0.0)
+    return BendModels(slopes, known, np.linalg.slogdet(measured)[1], gain, variance)
 
 
 def _features(x: FloatArray, measured: FloatArray) -> FloatArray:
@@ -93,3 +110,10 @@ def _features(x: FloatArray, measured: FloatArray) -> FloatArray:
             bend = bend - np.logaddexp(0.0, sharp * (middle - place)) / sharp
             made.append([np.ones_like(x), x - middle, bend])
     return np.array(made)
+
+
+def _residuals(distance: FloatArray) -> FloatArray:
+    """Return the covariances of r at two places this far apart: float64 [residuals, ...] of [...]."""
+    smooth = [size**2 * np.exp(-(distance**2) / (2.0 * length**2)) for size, length in _SMOOTH]
+    rough = [size**2 * np.exp(-distance / length) for size, length in _ROUGH]
+    return np.array(smooth + rough)

@@ -28,6 +28,8 @@ class Judged(NamedTuple):
     """true ones"""
     answered: int
     """stated ones"""
+    matters: bool
+    """each layout is faster by more than 5 % somewhere"""
 
 
 class Score(NamedTuple):
@@ -44,6 +46,8 @@ class Score(NamedTuple):
     """pairs with crossings"""
     missed: int
     """of these, pairs without a stated one"""
+    mattering: int
+    """of the missed pairs, those in which each layout is faster by more than 5 % somewhere"""
     exact: int
     """of these, pairs with as many stated as true ones"""
 
@@ -59,6 +63,7 @@ class Score(NamedTuple):
             false=sum(one.answered > 0 for one in without),
             crossing=len(crossing),
             missed=sum(not one.answered for one in crossing),
+            mattering=sum(not one.answered and one.matters for one in crossing),
             exact=sum(one.answered == one.crossings for one in crossing),
         )
 
@@ -102,4 +107,5 @@ def judged(family: str, most: float, seed: int) -> Judged:
         covered=float((np.abs(error) <= 2.0 * np.array([one.deviation for one in stated])).mean()),
         crossings=pair.crossings,
         answered=len(curves.crossings("ep", "tp", CONTEXT)),
+        matters=min(pair.log_ratio.max(), -pair.log_ratio.min()) > np.log1p(DIFFERENT),
     )

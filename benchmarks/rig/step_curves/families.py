@@ -122,9 +122,15 @@ def zigzag(dice: np.random.Generator, most: float) -> Pair:
     return base, lambda batch: base(batch) * np.exp(np.interp(np.log(batch), places, heights))
 
 
+def alike(dice: np.random.Generator, most: float) -> Pair:
+    """One curve twice, up to 6 % apart, so that noise alone makes crossings."""
+    base, ratio = experts(dice, most), np.exp(dice.uniform(-0.06, 0.06))
+    return base, lambda batch: ratio * base(batch)
+
+
 SINGLE = (affine, experts, roofline, kink, powers, power, knots, convex, graphs)
 """families of one curve: both layouts draw one"""
-PAIRED = (wave, zigzag)
+PAIRED = (wave, zigzag, alike)
 FAMILIES = tuple(one.__name__ for one in (*SINGLE, *PAIRED))
 
 
