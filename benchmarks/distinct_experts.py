@@ -17,6 +17,7 @@ import typer
 
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from deploy.demo_model import checkpoint_path
+from engine_adapter.embedded.calibration.calibrate import measure_prices
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.model_runner import Forward, ModelRunner, SequenceWork
 from fleet.placement import linear
@@ -62,7 +63,7 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
     with Checkpoint(checkpoint_path()) as checkpoint:
         about = checkpoint.config
         runner = ModelRunner(checkpoint, linear(layers=about.layers, experts=about.experts, ranks=1))
-    speed = runner.measure_speed()
+    speed = measure_prices(runner).dp
     ratios = []
     for count in SEQUENCES:
         tokens = chance.permutation(np.arange(32, 127))[:count].tolist()

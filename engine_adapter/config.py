@@ -84,6 +84,13 @@ class EmbeddedConfig:
     """Artificial delay added to sending a token to the experts of another rank and back, per layer and rank.
     Ranks of one machine then wait for each other as over a network, which shows the value of locality there.
     Routing costs include it."""
+    collective_seconds: Annotated[float, Meta(ge=0, le=_MAX_LINK_SECONDS)] = 0.0
+    """Artificial delay added to every exchange between the ranks, whatever their layout. With `link_seconds`
+    it emulates a network on one machine, so that layouts can be compared there. Measured step times include
+    it."""
+    calibration_seconds: NonNegative = 1.5
+    """Time for measuring steps of many kinds at the start, in every layout that the engine can serve, beside
+    the first step of each kind. 0: as few as possible, so that figures are less certain."""
     preempt_to_switch: bool = False
     """True: where the KV of open requests does not fit a switch of attention, the latest ones lose theirs and
     are computed again. False: the switch is refused."""

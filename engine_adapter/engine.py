@@ -13,6 +13,7 @@ from fleet.experts import ModelShape
 from fleet.facts.activity import RearrangementTime
 from fleet.facts.dynamo_kv import KvBlock, KvChange
 from fleet.facts.engines import FIXED_ATTENTION, UNSHARDABLE, Capabilities, ServedModel
+from fleet.layout_times import LayoutTimes
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
@@ -64,6 +65,10 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     speed: EngineSpeed | None = None
     tp_speed: EngineSpeed | None = None
     """`EngineJoined.tp_speed`."""
+    layout_times: tuple[LayoutTimes, ...] = ()
+    """`EngineJoined.layout_times`."""
+    hardware: str = ""
+    """`EngineJoined.hardware`."""
     tokenizer: bytes | None = None
     """Zip archive of tokenizer.json and tokenizer_config.json, or None."""
     weights_digest: str | None = None

@@ -118,6 +118,8 @@ class EngineMembership:
             weights_digest=about.weights_digest,
             speed=about.speed,
             tp_speed=about.tp_speed,
+            layout_times=about.layout_times,
+            hardware=about.hardware,
             capabilities=about.capabilities,
         )
 

@@ -32,6 +32,8 @@ from fleet.sharding import contents
 
 _PROJECTIONS = ("gate", "up", "down")
 _BALLAST = "ballast"
+_SMALL_NUMBERS = np.uint8(0x3F)
+"""Mask of bytes of which no float32 or bfloat16 is 2 or more."""
 
 
 def unshardable(shape: ModelShape, ranks: int, ballast_bytes: int = 0) -> str:
@@ -171,7 +173,10 @@ class Arena:
             self.cell(cell)[begin : begin + size] = self._ballast(layer, expert)[part * size :][:size]
 
     def _ballast(self, layer: int, expert: int) -> NDArray[np.uint8]:
-        return np.frombuffer(np.random.default_rng((layer, expert)).bytes(self.ballast_bytes), np.uint8)
+        drawn = np.random.default_rng((layer, expert)).bytes(self.ballast_bytes)
+        # Small numbers if read as weights, in whichever dtype: on scratch, a layer is computed in a form in
+        # which it does not lie in memory.
+        return np.frombuffer(drawn, np.uint8) & _SMALL_NUMBERS
 
     @property
     def _part_width(self) -> int:

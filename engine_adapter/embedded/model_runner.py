@@ -1,14 +1,12 @@
 """Forward pass of one rank: work in, logits and routing out. Handles pages and positions; knows no
 requests."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -23,43 +21,21 @@ from engine_adapter.embedded.attention import (
     plan_attention,
 )
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint, Qwen3MoeConfig
-from engine_adapter.embedded.component_speeds import (
-    StepTimes,
-    dispatch_seconds,
-    expert_seconds,
-    fastest_seconds,
-    gather_byte_seconds,
-    pair_seconds,
-    read_seconds,
-)
 from engine_adapter.embedded.dispatch import Dispatch, GlooDispatch, LocalDispatch, Sending, least_rows
 from engine_adapter.embedded.kv_pool import KvPool
 from engine_adapter.embedded.layers import Layer, load_layer
 from engine_adapter.embedded.malloc_tuning import keep_freed_memory
-from engine_adapter.embedded.moe import CellMatrices, SparseBlock
+from engine_adapter.embedded.moe import CellMatrices
 from engine_adapter.embedded.sequence_parallel import ThreadTeam, share
 from engine_adapter.embedded.step_sync import RankGroup
 from engine_adapter.embedded.tensor_parallel import TensorParallel, part_of_attention
 from engine_adapter.engine import RankMemory
 from fleet.experts import ModelShape
 from fleet.layout import AttentionKind, head_groups, tp_refusal
-from fleet.placement import Placement, with_attention, with_rows
-from fleet.timing import EngineSpeed
+from fleet.placement import Placement
 
 PAGE_TOKENS = 16
 """Positions per KV page. Equal to the block size of block hashes."""
-_MANY_SEQUENCES = 32
-"""Sequences in the step that is compared with a step of one, to measure the cost per sequence. With fewer,
-that cost is below the noise of a busy machine."""
-_SEQUENCE_PAGES = 16
-"""Most pages of a sequence in the steps that are compared to measure the cost per page."""
-_PROMPT_TOKENS, _CACHED_TOKENS = 256, 768
-"""Most tokens of a prompt that is measured, and most of those before it, to measure the cost per pair."""
-_STRIDE = 7919
-"""Between the tokens that are measured: a prime, so that all tokens of a vocabulary come before one comes
-again."""
-_OF_STEPS = ("prefill_token", "prefill_pair", "step", "decode_sequence", "decode_block")
-"""Speeds that `StepTimes` yields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +139,7 @@ class ModelRunner:
         torch.set_num_threads(1)
         keep_freed_memory()
         self.rank = rank
+        self._group = group
         self.max_tokens = max_tokens
         self._dtype = RUN_DTYPES[dtype]
         self.arena = load_arena(checkpoint, placement, rank, dtype, ballast_bytes, spare_layers)
@@ -257,6 +234,21 @@ class ModelRunner:
         return self._served.placement
 
     @property
+    def served(self) -> PreparedEpoch:
+        """The served epoch. It may be adopted again, after others have been tried between steps."""
+        return self._served
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """Exchange of the ranks in steps of data-parallel attention."""
+        return self._dispatches[0]
+
+    @property
+    def computes_tp(self) -> bool:
+        """True if the ranks can compute tensor-parallel attention, with the experts of all layers sharded."""
+        return self._tensor_parallel is not None and self.arena.parts == self.placement.ranks
+
+    @property
     def cells(self) -> NDArray[np.int32]:
         """int32 [layers, slots_per_rank]: the cell of each slot in the served epoch. Read-only."""
         return self._served.cells
@@ -318,12 +310,15 @@ class ModelRunner:
         attention, it has one unit on every rank. ValueError as for `KvPool.page_table`."""
         self._pages = self.kv_pool.page_table(units, self._units_of_page)
 
-    def slow_links(self, seconds: float) -> None:
-        """Apply `Dispatch.slow_links` to all threads of this rank. Call it between two steps."""
+    def slow_links(self, token_seconds: float, collective_seconds: float = 0.0) -> None:
+        """Emulate a network from now on: apply `Dispatch.slow_links` to all threads of this rank, and
+        `RankGroup.slow_collectives`. Call it between two steps."""
         for dispatch in self._dispatches:
-            dispatch.slow_links(seconds)
+            dispatch.slow_links(token_seconds)
         if self._tensor_parallel is not None:
-            self._tensor_parallel.slow_links(seconds)
+            self._tensor_parallel.slow_links(token_seconds)
+        if self._group is not None:
+            self._group.slow_collectives(collective_seconds)
 
     def forward(self, work: Sequence[SequenceWork], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         """Compute one step. All ranks call it for the same step. Under data-parallel attention, each brings
@@ -434,128 +429,6 @@ class ModelRunner:
                 raise WorkError(
                     f"work {at}: pages {min(one.pages)} to {max(one.pages)}; there are {self.kv_pages}"
                 )
-
-    def measure_speed(self) -> EngineSpeed:
-        """Time this rank's own steps under data-parallel attention, which takes a few hundred milliseconds
-        for a small model. All ranks call it together.
-
-        Overwrites KV pages, so call it before serving. Every rank runs the same number of steps, independent
-        of the clock.
-        """
-        served, dispatch = self._served, self._dispatches[0]
-        with self._serving(with_attention(served.placement, "dp", epoch=served.placement.epoch)):
-            blocks = self._blocks(sharded=False)
-            with torch.inference_mode():
-                prices = EngineSpeed(
-                    dispatch=dispatch_seconds(
-                        dispatch, served.placement, served.sending, self.shape, self.rank, self.max_tokens
-                    ),
-                    expert_read=read_seconds(blocks, self.shape, served.placement.slots_per_rank),
-                    expert_pair=pair_seconds(blocks[0], self.shape, served.placement.slots_per_rank),
-                    gather_byte=gather_byte_seconds(
-                        dispatch, self.shape, served.placement.ranks, self.max_tokens
-                    ),
-                )
-            return self._measure_steps(prices, self.max_tokens, 15)
-
-    def measure_tp_speed(self) -> EngineSpeed | None:
-        """Time the steps of all ranks under tensor-parallel attention, like `measure_speed`. None when the
-        ranks cannot compute it, and for an engine of one rank.
-
-        What ranks send one another is part of the steps, so it costs nothing beside them.
-        """
-        placement = self.placement
-        if self._tensor_parallel is None or self.arena.parts != placement.ranks:
-            return None
-        sharded = with_rows(placement, dict.fromkeys(range(placement.layers)), epoch=placement.epoch)
-        with self._serving(with_attention(sharded, "tp", epoch=placement.epoch)):
-            with torch.inference_mode():
-                read = read_seconds(self._blocks(sharded=True), self.shape, placement.experts)
-            prices = EngineSpeed(dispatch=0.0, expert_read=read, expert_pair=0.0, gather_byte=0.0)
-            return self._measure_steps(prices, self.max_tokens * placement.ranks, 15)
-
-    @contextmanager
-    def _serving(self, placement: Placement) -> Iterator[None]:
-        """Serve another placement for measurements, with meaningless weights in layers of another form. KV is
-        lost."""
-        served, units = self._served, self.kv_units
-        layers = [
-            layer.with_cells(self._matrices, cells, sharded=at in placement.sharded)
-            for at, (layer, cells) in enumerate(zip(served.layers, served.cells, strict=True))
-        ]
-        self.adopt(self._prepared(placement, served.cells, layers))
-        self.adopt_kv(self.kv_pool.first_units(self._units_of_page))
-        try:
-            yield
-        finally:
-            self.adopt(served)
-            self.adopt_kv(units)
-            # Meaningless weights can leave values behind that are no numbers. A weight of zero would not hide
-            # them where padding is read.
-            self.kv_pool.values[: _MANY_SEQUENCES * _SEQUENCE_PAGES * self.kv_pool.groups].zero_()
-
-    def _blocks(self, *, sharded: bool) -> list[SparseBlock]:
-        """Return the blocks of all layers in one form. Of layers in the other form, the weights are then
-        meaningless: for measurements only."""
-        return [
-            layer.with_cells(self._matrices, cells, sharded=sharded).block
-            for layer, cells in zip(self._served.layers, self.cells, strict=True)
-        ]
-
-    def _measure_steps(self, prices: EngineSpeed, max_tokens: int, times: int) -> EngineSpeed:
-        """Measure what whole steps cost, and return it with the prices of what experts cost beside it.
-        max_tokens: of a step. All ranks compute the same tokens."""
-        positions = min(self.kv_pages * PAGE_TOKENS, self.config.max_positions)
-        sequences = min(_MANY_SEQUENCES, self.kv_pages, max_tokens)
-        pages = max(1, min(_SEQUENCE_PAGES, self.kv_pages // sequences, positions // PAGE_TOKENS))
-        tokens = max(1, min(_PROMPT_TOKENS, max_tokens, positions // 2))
-        cached = min(_CACHED_TOKENS, positions - tokens)
-        decodes = [self._decodes(1, 1), self._decodes(sequences, 1), self._decodes(sequences, pages)]
-        prompts = [self._prompt(tokens, 0), self._prompt(tokens, cached)]
-        seconds = self._fastest_steps(decodes, prices, times) + self._fastest_steps(
-            prompts, prices, max(3, times // 3)
-        )
-        speed = StepTimes(*seconds).speed(sequences=sequences, pages=pages, tokens=tokens, cached=cached)
-        return msgspec.structs.replace(
-            prices,
-            **{name: getattr(speed, name) for name in _OF_STEPS},
-        )
-
-    def _decodes(self, sequences: int, pages: int) -> list[SequenceWork]:
-        return [
-            SequenceWork(
-                self._tokens(1, at),
-                pages * PAGE_TOKENS - 1,
-                range(at * pages, (at + 1) * pages),
-                needs_logits=True,
-            )
-            for at in range(sequences)
-        ]
-
-    def _prompt(self, tokens: int, cached: int) -> list[SequenceWork]:
-        pages = range(-(-(cached + tokens) // PAGE_TOKENS))
-        return [SequenceWork(self._tokens(tokens, 0), cached, pages, needs_logits=True)]
-
-    def _tokens(self, count: int, first: int) -> list[int]:
-        """IDs that differ, as those of requests do: equal ones would all go to the same experts."""
-        return [(first + at) * _STRIDE % self.config.vocabulary for at in range(count)]
-
-    def _fastest_steps(
-        self, works: Sequence[Sequence[SequenceWork]], prices: EngineSpeed, times: int
-    ) -> list[float]:
-        """Minimum seconds of each work without its experts, measured in turn. Load that arises meanwhile thus
-        slows all of them, and only their differences matter."""
-        experts = []
-        for work in works:  # the first steps are not measured: memory is touched for the first time
-            found = self.forward(work)
-            experts.append(
-                expert_seconds(prices, self.placement, self.shape, found.routed, found.served_by, self.rank)
-            )
-        taken = [[fastest_seconds(partial(self.forward, work), 1) for work in works] for _ in range(times)]
-        return [
-            max(0.0, min(seconds) - expert)
-            for seconds, expert in zip(zip(*taken, strict=True), experts, strict=True)
-        ]
 
 
 def _group_rows(config: Qwen3MoeConfig, dtype: torch.dtype, ranks: int, parts: int) -> int:

@@ -9,24 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.batching.sampling import GREEDY, Draw, sample
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.arena import unshardable
+from engine_adapter.embedded.calibration.calibrate import EngineCalibration, calibrate, measure_prices
+from engine_adapter.embedded.calibration.hardware import hardware_digest
 from engine_adapter.embedded.checkpoint import Checkpoint, Qwen3MoeConfig
-from engine_adapter.embedded.component_speeds import fastest_seconds
 from engine_adapter.embedded.model_runner import (
-    PAGE_TOKENS,
     Forward,
     ModelRunner,
     PreparedEpoch,
     SequenceWork,
 )
-from engine_adapter.embedded.step_notes import StepNote, TravellingWork, decoded, encoded
-from engine_adapter.embedded.step_sync import RankGroup, StepHeader, StepSync
+from engine_adapter.embedded.step_sync import RankGroup, StepSync
 from engine_adapter.embedded.switching.attention_switch import AttentionSwitch
 from engine_adapter.embedded.switching.peer_pools import PeerPools
 from engine_adapter.engine import ExpertMemory, RankMemory
@@ -38,10 +35,6 @@ from fleet.experts import ModelShape
 from fleet.facts.engines import FIXED_ATTENTION, UNSHARDABLE
 from fleet.layout import tp_refusal
 from fleet.placement import Placement
-from fleet.timing import EngineSpeed
-
-_MANY_SEQUENCES, _TIMES = 32, 25
-"""Sequences of the larger of two measured steps, and repetitions of each."""
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +71,9 @@ class RankSetup:
     max_context: int
     placement: Placement
     """Initial placement."""
-    speed: EngineSpeed
-    """Of steps under data-parallel attention."""
-    tp_speed: EngineSpeed | None = None
-    """Of steps under tensor-parallel attention. None: the ranks cannot compute it."""
+    calibration: EngineCalibration
+    hardware: str = ""
+    """`EngineJoined.hardware`."""
     runner: ForwardPass
     experts: MovableExperts | None = None
     """None: the experts cannot be moved."""
@@ -142,17 +134,14 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
             )
         opened.callback(runner.close)
         attention, fixed = _attention(runner, start, group, step_sync, config)
-        speed = _with_links(runner, config, runner.measure_speed())
-        tp_speed = runner.measure_tp_speed()
+        measured = calibrated(runner, step_sync, config, changes_attention=attention is not None)
         return RankSetup(
             shape=runner.shape,
             vocabulary=about.vocabulary,
             max_context=about.max_positions,
             placement=start.placement,
-            speed=_with_loop(speed, step_sync, about.vocabulary, tensor_parallel=False),
-            tp_speed=None
-            if tp_speed is None
-            else _with_loop(tp_speed, step_sync, about.vocabulary, tensor_parallel=True),
+            calibration=measured,
+            hardware=hardware_digest(config.ranks, config.dtype),
             kv_block_bytes=runner.kv_pool.page_bytes,
             memory=runner.memory._replace(communicators=communicators, runtime=before.private),
             weights_digest=weights,
@@ -206,57 +195,19 @@ def _attention(
     return AttentionSwitch(runner, peers, step_sync, config, start.placement.attention), ""
 
 
-def _with_loop(
-    speed: EngineSpeed, step_sync: StepSync, vocabulary: int, *, tensor_parallel: bool
-) -> EngineSpeed:
-    """Add what the step loop does around the forward pass: exchange headers, and the plan of rank 0 under
-    tensor-parallel attention, and sample. All ranks call it together."""
-    logits = np.zeros((_MANY_SEQUENCES, vocabulary), np.float32)
-
-    def around(sequences: int) -> None:
-        plans = tensor_parallel and step_sync.rank == 0
-        work = TravellingWork([1], PAGE_TOKENS, [0, 1], True)
-        note = encoded(StepNote(plan=(work,) * sequences if plans else ()))
-        headers = step_sync.exchange(StepHeader(step=0, note_bytes=len(note)))
-        sizes = [header.note_bytes for header in headers]
-        if any(sizes):
-            for each in step_sync.share(note, sizes):
-                decoded(each)
-        sample(logits[:sequences], [Draw(GREEDY, 1)] * sequences)
-
-    one = fastest_seconds(lambda: around(1), _TIMES)
-    many = fastest_seconds(lambda: around(_MANY_SEQUENCES), _TIMES)
-    each = max(0.0, many - one) / (_MANY_SEQUENCES - 1)
-    return msgspec.structs.replace(
-        speed, step=speed.step + max(0.0, one - each), decode_sequence=speed.decode_sequence + each
-    )
-
-
-def _with_links(runner: ModelRunner, config: EmbeddedConfig, measured: EngineSpeed) -> EngineSpeed:
-    """Apply the configured link delay to the measured speeds. The added delay is known and need not be
-    measured."""
-    if config.link_seconds:
-        runner.slow_links(config.link_seconds)
-        # Of a token in a sharded layer, the price counts twice its bytes for every other rank.
-        measured = msgspec.structs.replace(
-            measured,
-            dispatch=measured.dispatch + config.link_seconds,
-            gather_byte=measured.gather_byte + config.link_seconds / (2 * runner.shape.token_bytes),
-        )
+def calibrated(
+    runner: ModelRunner, step_sync: StepSync, config: EmbeddedConfig, *, changes_attention: bool
+) -> EngineCalibration:
+    """Measure the engine. From then on, its links are as slow as configured."""
+    prices = measure_prices(runner)
+    runner.slow_links(config.link_seconds, config.collective_seconds)
+    if config.link_seconds or config.collective_seconds:
         log.info(
-            "sending a token to another rank and back takes %.3g s, including %.3g s of emulated network"
-            " delay",
-            measured.dispatch,
+            "emulated network: %.3g s for each token sent to another rank and back, %.3g s for each exchange",
             config.link_seconds,
+            config.collective_seconds,
         )
-    if config.dispatch_seconds is None:
-        return measured
-    log.info(
-        "sending a token to another rank and back: %.3g s measured; the configured %.3g s are used",
-        measured.dispatch,
-        config.dispatch_seconds,
-    )
-    return msgspec.structs.replace(measured, dispatch=config.dispatch_seconds)
+    return calibrate(runner, step_sync, config, prices, changes_attention=changes_attention)
 
 
 def _join(

@@ -103,6 +103,7 @@ class RankGroup:
         self.seconds = 0.0
         """Seconds in collectives so far, waiting for slower ranks included."""
         self._step_timeout_s = step_timeout_s
+        self._delay = 0.0
         self._group: Any = _translated(
             lambda: _meet(run_directory, rank, ranks, step_timeout_s, join_timeout_s),
             f"join of {ranks} ranks",
@@ -141,6 +142,10 @@ class RankGroup:
         found: list[list[int]] = self.all_gather(torch.tensor(list(numbers), dtype=torch.int64)).tolist()
         return found
 
+    def slow_collectives(self, seconds: float) -> None:
+        """Emulate a network: every collective from now on takes this much longer."""
+        self._delay = seconds
+
     def close(self) -> None:
         """Leave the group. The others get PeerLost in their next call."""
         self._group.shutdown()
@@ -148,6 +153,8 @@ class RankGroup:
     def _run(self, call: Callable[[], object], what: str) -> None:
         self.collectives += 1
         begun = time.perf_counter()
+        if self._delay:
+            time.sleep(self._delay)
         _translated(call, what, self._step_timeout_s)
         self.seconds += time.perf_counter() - begun
 

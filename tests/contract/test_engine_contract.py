@@ -21,7 +21,6 @@ from engine_adapter.batching.sampling import Sampling
 from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.model_runner import ModelRunner
 from engine_adapter.embedded.setup import build_setup
 from engine_adapter.engine import EngineFailed, RankFacts
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream
@@ -38,8 +37,8 @@ from fleet.facts.dynamo_kv import KvChange
 from fleet.placement import Placement
 from fleet.routings import UNKNOWN, count_pairs
 from fleet.settings import FilePath
-from fleet.timing import EngineSpeed
 from tests.engine_adapter.vllm.recorded_server import RECORDING, RecordedVllm, recorded_vllm
+from tests.unmeasured_engines import skip_calibration
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"kv_blocks": 24, "max_batch_tokens": 48, "max_running": 4, "max_waiting": 4}
@@ -189,9 +188,7 @@ def starter(request: pytest.FixtureRequest) -> Starter:
     """Return what starts the rank that the parameter names."""
     if request.param == "simulated":
         return simulated
-    request.getfixturevalue("monkeypatch").setattr(
-        ModelRunner, "measure_speed", lambda _: EngineSpeed()
-    )  # most of the time that a tiny engine needs to start
+    skip_calibration(request.getfixturevalue("monkeypatch"))
     return functools.partial(embedded, request.getfixturevalue("tiny_checkpoint"))
 
 

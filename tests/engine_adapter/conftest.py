@@ -18,6 +18,7 @@ import xxhash
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine_adapter.config import EmbeddedConfig
+from engine_adapter.embedded.calibration.calibrate import EngineCalibration
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.model_runner import Forward, SequenceWork
 from engine_adapter.embedded.setup import RankSetup
@@ -195,7 +196,7 @@ def pretend_engine(byte_folder: Path, tmp_path: Path) -> EngineStarter:
                 vocabulary=256,
                 max_context=context,
                 placement=linear(layers=2, experts=8, ranks=1),
-                speed=EngineSpeed(),
+                calibration=EngineCalibration(speed=EngineSpeed()),
                 runner=runner,
                 step_sync=step_sync,
                 close=step_sync.close,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine_adapter.embedded.calibration.calibrate import measure_prices
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.model_runner import PAGE_TOKENS, ModelRunner, SequenceWork
 from engine_adapter.embedded.step_sync import RankGroup, StepHeader, StepSync, StepSyncError
@@ -115,14 +116,13 @@ def generate(job, rank, group, folder):
     tokens, logits = greedy(
         runner, job["prompts"][rank :: job["ranks"]], job["count"], exchange=counting_exchange(step_sync)
     )
-    speed = runner.measure_speed()
+    prices = measure_prices(runner).dp
     np.savez(
         folder / f"{rank}.npz",
         tokens=tokens,
         logits=logits,
-        step_seconds=speed.step,
-        dispatch_seconds=speed.dispatch,
-        pair_seconds=speed.expert_pair,
+        dispatch_seconds=prices.dispatch,
+        pair_seconds=prices.expert_pair,
     )
     step_sync.exchange(StepHeader(step=10**6))  # nobody leaves while another still needs it
     step_sync.close()

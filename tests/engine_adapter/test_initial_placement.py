@@ -9,14 +9,14 @@ import torch
 
 from deploy.sections import DEMO_CHECKPOINT
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork
+from engine_adapter.embedded.model_runner import SequenceWork
 from engine_adapter.embedded.setup import build_setup
 from engine_adapter.initial_placement import epoch_above, initial, leave_last, read
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
 from fleet.dispatch import served_by
 from fleet.placement import EMPTY, Placement, Split, even_split, linear, with_rows, with_slots
-from fleet.timing import EngineSpeed
+from tests.unmeasured_engines import skip_calibration
 
 SIZE = {"layers": 4, "experts": 32, "ranks": 2}
 
@@ -105,7 +105,7 @@ def test_a_simulated_engine_begins_with_the_file_and_the_slots_it_is_given(tmp_p
 
 
 def test_a_rank_of_the_embedded_engine_has_room_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
+    skip_calibration(monkeypatch)
     config = EmbeddedConfig(checkpoint=DEMO_CHECKPOINT, slots_per_rank=40, kv_blocks=64, max_batch_tokens=65)
     machine = build_setup(config, 0, None)
     machine.close()
@@ -115,7 +115,7 @@ def test_a_rank_of_the_embedded_engine_has_room_for_replicas(monkeypatch: pytest
 def test_a_rank_that_begins_with_the_last_epoch_holds_its_experts_and_computes_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
+    skip_calibration(monkeypatch)
     config = EmbeddedConfig(
         checkpoint=DEMO_CHECKPOINT, slots_per_rank=33, kv_blocks=64, max_batch_tokens=65, threads=1
     )

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from bus.memory import MemoryBus
-from engine_adapter.embedded.model_runner import ModelRunner
 from engine_adapter.serving.http import RankApp
 from fleet.facts.engines import Capabilities
-from fleet.timing import EngineSpeed
 from router.access.api_keys import key_line
 from router.api.bus_api import BusApi
 from router.api.library import Decider
@@ -22,6 +20,7 @@ from tests.contract.test_engine_contract import embedded, tiny_checkpoint  # noq
 from tests.router.conftest import byte_archive, open_house, serve_rank  # noqa: F401 the router's fixtures
 from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat, served_app, until
 from tests.simulated_engines import simulated_engine
+from tests.unmeasured_engines import skip_calibration
 
 TENANTS = ("acme", "rival")
 PROMPT = "{0} dollars a piece is our offer, which must stay unknown before Friday, delivered in May. " * 2
@@ -73,7 +72,7 @@ async def attacked(request: pytest.FixtureRequest, guarded: House) -> AsyncItera
         async with simulated_house(guarded):
             yield guarded
         return
-    request.getfixturevalue("monkeypatch").setattr(ModelRunner, "measure_speed", lambda _: EngineSpeed())
+    skip_calibration(request.getfixturevalue("monkeypatch"))
     async with embedded_house(
         guarded, request.getfixturevalue("tiny_checkpoint"), request.getfixturevalue("byte_archive")
     ):

@@ -32,6 +32,7 @@ from fleet.facts.demand import ClustersPublished
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvMetrics, KvRemoved, KvStored, RoutedKvEvent
 from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.layout import EP
+from fleet.layout_times import LayoutTimes
 from fleet.placement import Placement, linear, with_attention
 from fleet.requests.demand import DescribeClusters
 from fleet.requests.engines import DescribeEngine, DescribeMemory, KvSnapshot, KvSnapshotRequested
@@ -320,6 +321,19 @@ async def test_rank_0_reports_the_blocks_of_an_engine_that_can_have_tensor_paral
         )
     assert isinstance(answer, KvSnapshot)
     assert len(answer.events) == most
+
+
+async def test_a_join_states_the_steps_in_each_layout_and_the_machine_they_were_measured_on(
+    broker: MemoryBroker,
+) -> None:
+    engine, about = PuppetEngine(), {"sequences": (1, 8), "contexts": (64,), "seconds": ((1e-3, 2e-3),)}
+    times = tuple(LayoutTimes(layout=name, noise=0.01, prefill_token=1e-4, **about) for name in ("ep", "tp"))
+    engine.description = msgspec.structs.replace(engine.description, layout_times=times, hardware="a1b2")
+    async with running(broker, engine):
+        bus = MemoryBus(broker)
+        joined = await bus.request(SUBJECTS.describe_engine("a", WORKER), DescribeEngine(worker_id=WORKER))
+    assert isinstance(joined, EngineJoined)
+    assert (joined.layout_times, joined.hardware) == (times, "a1b2")
 
 
 async def test_a_join_states_the_speeds_of_both_attentions(broker: MemoryBroker) -> None:

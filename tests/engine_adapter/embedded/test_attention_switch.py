@@ -15,13 +15,12 @@ from transformers import Qwen3MoeForCausalLM
 
 from engine_adapter.batching.sampling import Sampling
 from engine_adapter.batching.scheduler import Overloaded
-from engine_adapter.embedded.model_runner import ModelRunner
 from engine_adapter.kv_switch.kv_state import SwitchRefused
 from fleet.blocks import BLOCK_SIZE
-from fleet.timing import EngineSpeed
 from tests.engine_adapter.embedded_ranks import write_speaking_model
 from tests.engine_adapter.switching_ranks import SwitchingRanks, collected, judge, switching_ranks
 from tests.faults.fleet_fixture import until
+from tests.unmeasured_engines import skip_calibration
 
 LAYERS, EXPERTS = 2, 6
 TEXT = Path(__file__).read_bytes()
@@ -54,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
+    skip_calibration(monkeypatch)
 
 
 def started(
@@ -85,13 +84,6 @@ async def test_streams_go_on_through_every_change_with_the_tokens_of_transformer
             assert (answer.outcome.reason, answer.outcome.completion_tokens) == ("length", 60)
             assert len(answer.token_ids) == 60
             judge(model.oracle, prompt, answer.token_ids)
-
-
-async def test_an_engine_states_the_speed_of_its_tensor_parallel_steps(pair: SwitchingRanks) -> None:
-    for rank in pair.ranks:
-        speed = rank.engine.description.tp_speed
-        assert speed is not None
-        assert speed.step > 0
 
 
 async def test_a_request_is_served_whichever_rank_accepts_it(model: Model, pair: SwitchingRanks) -> None:

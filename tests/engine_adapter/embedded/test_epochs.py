@@ -18,14 +18,14 @@ from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.dispatch import SMALL_GATHER_BYTES, GlooDispatch
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.model_runner import Forward, ModelRunner, SequenceWork
+from engine_adapter.embedded.model_runner import Forward, SequenceWork
 from engine_adapter.embedded.setup import RankSetup, build_setup
 from engine_adapter.engine import EngineFailed
 from engine_adapter.serving.generation import AnswerStream
 from fleet.dispatch import COVER, SPLIT
 from fleet.placement import EMPTY, Placement, Split, linear
-from fleet.timing import EngineSpeed
 from tests.fleet.splits import random_split
+from tests.unmeasured_engines import skip_calibration
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS, EXPERTS = 2, 6
@@ -51,8 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
-    monkeypatch.setattr(ModelRunner, "measure_tp_speed", lambda self: None)
+    skip_calibration(monkeypatch)
 
 
 @dataclass

@@ -170,9 +170,7 @@ def test_ranks_in_processes_of_their_own_compute_the_same_bits_as_one(tmp_path, 
     assert_continues_like(oracle, PROMPTS, tokens, logits)
     assert np.array_equal(tokens, alone[0])
     assert np.array_equal(logits, alone[1])
-    assert all(
-        arrays["step_seconds"] > 0 and 0 < arrays["pair_seconds"] < arrays["step_seconds"] for arrays in found
-    )
+    assert all(0 < arrays["pair_seconds"] < 1e-2 for arrays in found)
 
 
 @pytest.mark.timeout(300)

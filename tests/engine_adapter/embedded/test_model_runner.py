@@ -164,14 +164,6 @@ def test_a_placement_for_more_ranks_than_there_are_is_refused():
         ModelRunner(checkpoint, linear(layers=4, experts=32, ranks=2))
 
 
-def test_the_measured_speed_is_of_this_machine(runner):
-    speed = runner.measure_speed()
-    assert 0 < speed.step < 1
-    assert 0 < speed.prefill_token < speed.step
-    assert speed.dispatch == 0
-    assert 0 < speed.expert_read < speed.step, "one distinct expert more costs a part of a step"
-
-
 def test_sequences_of_like_length_are_computed_as_one_batch_and_outliers_apart(runner):
     def batches(*lengths):
         spans = [SequenceSpan(1, length - 1, range(-(-length // 16))) for length in lengths]

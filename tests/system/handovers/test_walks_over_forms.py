@@ -22,17 +22,16 @@ from transformers import Qwen3MoeForCausalLM
 from bus import Declined
 from bus.memory import MemoryBroker, MemoryBus
 from deploy.process import alongside
-from engine_adapter.embedded.model_runner import ModelRunner
 from fleet.facts.migrations import MigrationCommitted, MigrationStaged
 from fleet.placement import Placement, linear, with_rows
 from fleet.requests.plans import MigrateExpert, MigrationAccepted, RollBack, SetLayout
-from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
 from tests.engine_adapter.embedded_ranks import SUBJECTS, EmbeddedRanks, embedded_ranks, write_speaking_model
 from tests.engine_adapter.rank_threads import RankThreads, Text, rank_threads
 from tests.faults.fleet_fixture import until
 from tests.faults.records import Records
 from tests.migration.executor_fixture import ask, leading
+from tests.unmeasured_engines import skip_calibration
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 4, 6, 32, 48
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * 4
@@ -265,8 +264,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelRunner, "measure_speed", lambda self: EngineSpeed())
-    monkeypatch.setattr(ModelRunner, "measure_tp_speed", lambda self: None)
+    skip_calibration(monkeypatch)
 
 
 async def walks(model: Model, folder: Path, ranks: int, seed: int, count: int) -> Walker:

@@ -1,9 +1,7 @@
-"""Measured costs of steps: of experts, of what ranks send each other, and of the rest, from whole steps less
-those two."""
+"""Measured costs of parts of a step: of experts, and of what ranks send each other."""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,66 +12,10 @@ from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, Sending
 from engine_adapter.embedded.moe import SparseBlock
 from fleet.experts import ModelShape
 from fleet.placement import Placement, linear
-from fleet.timing import EngineSpeed, gathered_bytes, surplus_pairs
+from fleet.timing import gathered_bytes
 
 _FEW_PAIRS, _MANY_PAIRS = 16, 144
 """Rows of one expert in the two calls that are compared to measure the cost per row."""
-
-
-class StepTimes(NamedTuple):
-    """Seconds of five steps of a rank, each without its experts (`expert_seconds`)."""
-
-    alone: float
-    """One sequence, of one page, decodes."""
-    together: float
-    """`sequences` of them."""
-    longer: float
-    """As many, of `pages` pages each."""
-    prompt: float
-    """`tokens` tokens of a prompt, from its first."""
-    later: float
-    """As many, behind `cached` tokens."""
-
-    def speed(self, *, sequences: int, pages: int, tokens: int, cached: int) -> EngineSpeed:
-        """Return the speed with which the time model predicts these steps. Experts are left out."""
-        block = max(0.0, self.longer - self.together) / max(1, sequences * (pages - 1))
-        sequence = max(0.0, (self.together - self.alone) / max(1, sequences - 1) - block)
-        step = max(0.0, self.alone - sequence - block)
-        pair = max(0.0, self.later - self.prompt) / max(1, tokens * cached)
-        return EngineSpeed(
-            prefill_token=max(0.0, (self.prompt - step) / tokens - pair * (tokens + 1) / 2),
-            prefill_pair=pair,
-            step=step,
-            decode_sequence=sequence,
-            decode_block=block,
-        )
-
-
-def expert_seconds(
-    prices: EngineSpeed,
-    placement: Placement,
-    shape: ModelShape,
-    routed: NDArray[Any],
-    served_by: Sequence[NDArray[np.int64]],
-    rank: int,
-) -> float:
-    """Seconds of a step for its experts and for what ranks send each other, by the time model. All ranks have
-    the same tokens. routed, served_by: as in `Forward`. prices: of the placement's attention."""
-    ranks, tokens = placement.ranks, len(routed)
-    distinct = sum(len(np.unique(routed[:, layer])) for layer in range(placement.layers))
-    if placement.attention == "tp":
-        return prices.expert_read * distinct
-    remote, surplus = 0, 0.0
-    for layer in served_by:
-        own = layer[rank * tokens : (rank + 1) * tokens]
-        remote += sum(int((own == other).any(axis=1).sum()) for other in range(ranks) if other != rank)
-        surplus += float(surplus_pairs(np.bincount(layer.ravel(), minlength=ranks)[None]))
-    return (
-        prices.expert_read * distinct / ranks
-        + prices.dispatch * remote
-        + prices.expert_pair * surplus
-        + prices.gather_byte * tokens * ranks * gathered_bytes(shape, ranks, len(placement.sharded))
-    )
 
 
 def pair_seconds(block: SparseBlock, shape: ModelShape, slots: int) -> float:

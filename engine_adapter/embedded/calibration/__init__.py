@@ -1,0 +1,1 @@
+"""Calibration at the start of a rank: what its steps cost, in every layout that it can serve."""

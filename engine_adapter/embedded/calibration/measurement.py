@@ -1,0 +1,127 @@
+"""Steps measured in several layouts, in turn, so that load that arises meanwhile slows all of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from engine_adapter.embedded.calibration.cells import Cell, DecodeCell, works
+from engine_adapter.embedded.calibration.rehearsal import RehearsedStep, StepRehearsal, serve
+from engine_adapter.embedded.calibration.speed_fit import StepLoad
+from engine_adapter.embedded.dispatch import sent_away
+from engine_adapter.embedded.model_runner import ModelRunner, PreparedEpoch, SequenceWork
+from fleet.timing import gathered_bytes, surplus_pairs
+
+FEWEST, MOST = 2, 15
+"""Steps of a kind that are measured, however long or short they are."""
+_NANOSECOND = 1e-9
+LayoutKey = TypeVar("LayoutKey")
+
+
+@dataclass(slots=True)
+class MeasuredSteps:
+    """Steps of one kind in one layout. All ranks have the same."""
+
+    cell: Cell
+    load: StepLoad
+    surplus: float
+    """Pairs of the most loaded rank above the mean, summed over layers."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each step, the mean of the ranks."""
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return float(np.median(self.seconds))
+
+
+class StepMeasurement(Generic[LayoutKey]):
+    """Measurement of several layouts by one rank, on scratch (`rehearsal.scratch`). All ranks make the same
+    calls."""
+
+    def __init__(
+        self, runner: ModelRunner, rehearsal: StepRehearsal, layouts: Mapping[LayoutKey, PreparedEpoch]
+    ) -> None:
+        self._runner = runner
+        self._rehearsal = rehearsal
+        self._layouts = layouts
+
+    def of(
+        self, cells: Mapping[LayoutKey, Sequence[Cell]], budget: float
+    ) -> dict[LayoutKey, list[MeasuredSteps]]:
+        """Measure steps of every kind in every layout. budget: seconds, of which each kind gets as many. What
+        rank 0 finds first decides how many steps that is, on every rank."""
+        found = {key: self._first(key, every) for key, every in cells.items()}
+        every = [one for steps in found.values() for one in steps]
+        share = budget / len(every)
+        times = [min(max(round(share / one.seconds.pop()), FEWEST), MOST) for one in every]
+        left = dict(zip(map(id, every), times, strict=True))
+        for turn in range(max(times)):
+            for key, steps in found.items():
+                serve(self._runner, self._layouts[key])
+                for one in steps:
+                    if turn < left[id(one)]:
+                        one.seconds.append(self._step(one.cell).seconds)
+        self._agree(every)
+        return found
+
+    def _first(self, key: LayoutKey, cells: Sequence[Cell]) -> list[MeasuredSteps]:
+        """Make the first steps of a layout, which touch memory for the first time."""
+        serve(self._runner, self._layouts[key])
+        found = []
+        for cell in cells:
+            step = self._step(cell)
+            load, surplus = self._described(cell, step)
+            found.append(MeasuredSteps(cell, load, surplus, [step.seconds]))
+        self._agree(found)
+        return found
+
+    def _agree(self, steps: Sequence[MeasuredSteps]) -> None:
+        """Replace the times by the means of all ranks."""
+        mine = [round(seconds / _NANOSECOND) for one in steps for seconds in one.seconds]
+        means = iter((np.mean(self._rehearsal.gather(mine), axis=0) * _NANOSECOND).tolist())
+        for one in steps:
+            one.seconds = [next(means) for _ in one.seconds]
+
+    def _step(self, cell: Cell) -> RehearsedStep:
+        return self._rehearsal.step(self._work(cell, self._rehearsal.rank))
+
+    def _work(self, cell: Cell, rank: int) -> list[SequenceWork]:
+        placement = self._runner.placement
+        return works(cell, placement.attention, rank, placement.ranks, self._runner.config.vocabulary)
+
+    def _described(self, cell: Cell, step: RehearsedStep) -> tuple[StepLoad, float]:
+        """Return the load of rank 0, which has as much work as any, and the surplus of the engine."""
+        placement, shape = self._runner.placement, self._runner.shape
+        work, ranks = self._work(cell, 0), placement.ranks
+        one_plan = placement.attention == "tp"
+        own = sum(len(one.tokens) for one in work)
+        tokens = own if one_plan else sum(step.tokens_by_rank)
+        remote, surplus = 0, 0.0
+        for layer in step.served_by:
+            remote += sent_away(layer[:own], 0)
+            surplus += float(surplus_pairs(np.bincount(layer.ravel(), minlength=ranks)[None]))
+        uneven = 0.0 if one_plan else shape.layers * shape.top_k * (tokens / ranks - own)
+        decodes = isinstance(cell, DecodeCell)
+        pairs = sum(len(one.tokens) * (one.start + (len(one.tokens) + 1) / 2) for one in work)
+        load = StepLoad(
+            prefill_token=0 if decodes else own,
+            prefill_pair=0 if decodes else pairs,
+            decode_sequence=own if decodes else 0,
+            decode_block=sum(len(one.pages) for one in work) if decodes else 0,
+            dispatch=remote,
+            expert_read=self._distinct(step) / (1 if one_plan else ranks),
+            expert_pair=surplus + uneven,
+            gather_byte=tokens * gathered_bytes(shape, ranks, len(placement.sharded)),
+        )
+        return load, surplus
+
+    def _distinct(self, step: RehearsedStep) -> int:
+        """Return the distinct experts of all tokens of a step, summed over layers."""
+        shape = self._runner.shape
+        used = np.zeros((shape.layers, shape.experts), np.bool_)
+        for layer in range(shape.layers):
+            used[layer, step.routed[:, layer].ravel()] = True
+        by_rank = np.array(self._rehearsal.gather(np.packbits(used).tolist()), np.uint8)
+        return int(np.bitwise_count(np.bitwise_or.reduce(by_rank, axis=0)).sum())
