@@ -16,7 +16,7 @@ import numpy as np
 import typer
 
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
-from benchmarks.rig.step_curves.accuracy import CONTEXT, Judged, Score, calibrated, judged
+from benchmarks.rig.step_curves.accuracy import CONTEXT, CONTEXTS, Judged, Score, calibrated, judged
 from benchmarks.rig.step_curves.families import FAMILIES, drawn, measured
 
 MOST = (256, 2048)
@@ -29,7 +29,7 @@ CALL_SECONDS = 2e-6
 def call_seconds() -> float:
     """Return the seconds of one question for a step time."""
     dice = np.random.default_rng(0)
-    curve = calibrated(drawn("affine", dice, 256), 256, dice).curves["ep"]
+    curve = calibrated(drawn("affine", dice, 256), 256, CONTEXTS, dice).curves["ep"]
     calls = 20_000
     return min(timeit.repeat(lambda: curve.seconds(77.0, CONTEXT), number=calls, repeat=5)) / calls
 
@@ -63,8 +63,15 @@ def main(
         every += found
         for at, most in enumerate(MOST):
             add(report, f"{family}, {most}", Score.of(found[at * count : (at + 1) * count]))
+    between = [
+        judged(family, most, seed * 1_000_000 + at, CONTEXTS)
+        for family in FAMILIES
+        for most in MOST
+        for at in range(max(count // 10, 5))
+    ]
+    add(report, "all, between two contexts", Score.of(between))
     score = Score.of(every)
-    add(report, "all", score)
+    add(report, "all, at a measured context", score)
     answers = 1.0 - (score.false + score.missed) / (score.without + score.crossing)
     report.notes.append(
         f"measured batches: {', '.join(str(measured(most).astype(int).tolist()) for most in MOST)}"
@@ -72,6 +79,7 @@ def main(
     report.targets += [
         Target("time of one question, us", 1e6 * call_seconds(), 1e6 * CALL_SECONDS, at_least=False, unit=""),
         Target("right answers to whether there is a crossing", answers, ANSWERS, unit=""),
+        Target("right cells between two contexts", Score.of(between).right, RIGHT, unit=""),
         Target("right cells of those that differ by more than 5 %", score.right, RIGHT, unit=""),
     ]
     report.finish(as_json=as_json, check=check)

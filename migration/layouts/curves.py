@@ -36,6 +36,10 @@ class MeasuredRange(NamedTuple):
         """Return True where the curve is measured; elsewhere the nearest measured value holds."""
         return self.fewest <= sequences <= self.most and self.shortest <= context <= self.longest
 
+    def has_batch(self, sequences: float) -> bool:
+        """Return True for a batch that is measured, in some context."""
+        return self.fewest <= sequences <= self.most
+
     def common(self, other: "MeasuredRange") -> "MeasuredRange":
         """Return the part of both; empty, with fewest > most, if they do not overlap."""
         return MeasuredRange(
@@ -151,24 +155,36 @@ class LayoutCurves:
             MeasuredRange.common, (one.measured_range for one in curves.values()), EVERYWHERE
         )
         """of all layouts"""
+        self._widest = max(curves.values(), key=lambda one: one.measured_range.most, default=None)
 
     @classmethod
     def fitted(cls, times: Sequence[LayoutTimes]) -> "LayoutCurves":
         """Fit the curves of all measured layouts."""
         return cls({one.layout: StepCurve.fitted(one) for one in times})
 
+    def seconds(self, layout: LayoutName, sequences: float, context: float) -> float:
+        """Return the duration of a step. KeyError for a layout without a curve.
+
+        Beyond what was measured of this layout, its ratio to the layout that was measured up to the largest
+        batch holds, not its time: of two layouts, the one that was measured less is not the faster one for
+        that.
+        """
+        curve, widest = self.curves[layout], self._widest
+        value = curve.seconds(sequences, context)
+        if widest is None or widest is curve or curve.within(sequences, context):
+            return value
+        at = curve.measured_range.nearest(sequences, context)
+        return value * widest.seconds(sequences, context) / widest.seconds(*at)
+
     def difference(
         self, one: LayoutName, other: LayoutName, sequences: float, context: float
     ) -> CostDifference:
-        """Compare two layouts. Beyond what was measured of both, the difference at the nearest batch and
-        context that was holds. KeyError for a layout without a curve."""
+        """Compare two layouts. KeyError for a layout without a curve."""
         first, second = self.curves[one], self.curves[other]
-        both = first.measured_range.common(second.measured_range)
-        at = both.nearest(sequences, context)
         return CostDifference(
-            log(first.seconds(*at) / second.seconds(*at)),
-            hypot(first.deviation(*at), second.deviation(*at)),
-            both.has(sequences, context),
+            log(self.seconds(one, sequences, context) / self.seconds(other, sequences, context)),
+            hypot(first.deviation(sequences, context), second.deviation(sequences, context)),
+            first.within(sequences, context) and second.within(sequences, context),
         )
 
     def better(self, sequences: float, context: float) -> LayoutName:

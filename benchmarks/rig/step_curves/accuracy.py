@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.rig.step_curves.families import Curve, DrawnPair, cells, drawn, measured
-from fleet.arrays import FloatArray
+from benchmarks.rig.step_curves.families import DrawnPair, cells, changes, drawn, measured
 from fleet.layout_times import LayoutName, LayoutTimes
 from migration.layouts.curves import LayoutCurves
 
@@ -13,6 +12,9 @@ NOISE = 0.02
 DIFFERENT = 0.05
 """relative difference of step times from which an answer counts"""
 CONTEXT = 1024
+CONTEXTS = (512, 8192)
+"""measured, where the step times at one between them are asked for"""
+LAYOUTS: tuple[LayoutName, LayoutName] = ("ep", "tp")
 
 
 class Judged(NamedTuple):
@@ -69,43 +71,49 @@ class Score(NamedTuple):
 
 
 def noisy_times(
-    layout: LayoutName, curve: Curve, batches: FloatArray, dice: np.random.Generator
+    layout: LayoutName, pair: DrawnPair, most: float, contexts: tuple[int, ...], dice: np.random.Generator
 ) -> LayoutTimes:
-    """Measure a curve at these batches, with noise."""
-    seconds = 1e-3 * curve(batches) * np.exp(dice.normal(0.0, NOISE, len(batches)))
+    """Measure a layout of a pair at six batches and these contexts, with noise."""
+    batches = measured(most)
+    which = LAYOUTS.index(layout)
+    seconds = [
+        1e-3 * pair.seconds(which, batches, context) * np.exp(dice.normal(0.0, NOISE, len(batches)))
+        for context in contexts
+    ]
     return LayoutTimes(
         layout=layout,
         sequences=tuple(int(batch) for batch in batches),
-        contexts=(CONTEXT,),
-        seconds=(tuple(seconds.tolist()),),
+        contexts=contexts,
+        seconds=tuple(tuple(row.tolist()) for row in seconds),
         noise=NOISE,
         prefill_token=1e-5,
     )
 
 
-def calibrated(pair: DrawnPair, most: float, dice: np.random.Generator) -> LayoutCurves:
-    """Fit the curves of a pair from six noisy measurements of each."""
-    batches = measured(most)
-    return LayoutCurves.fitted(
-        (noisy_times("ep", pair.one, batches, dice), noisy_times("tp", pair.other, batches, dice))
-    )
+def calibrated(
+    pair: DrawnPair, most: float, contexts: tuple[int, ...], dice: np.random.Generator
+) -> LayoutCurves:
+    """Fit the curves of a pair from noisy measurements of each."""
+    return LayoutCurves.fitted([noisy_times(layout, pair, most, contexts, dice) for layout in LAYOUTS])
 
 
-def judged(family: str, most: float, seed: int) -> Judged:
-    """Draw a pair, calibrate it, and compare the answers."""
+def judged(family: str, most: float, seed: int, contexts: tuple[int, ...] = (CONTEXT,)) -> Judged:
+    """Draw a pair, calibrate it, and compare the answers at a context: the measured one, or one between
+    them."""
     dice = np.random.default_rng([seed, int(most), *family.encode()])
-    pair = drawn(family, dice, most)
-    curves = calibrated(pair, most, dice)
+    asked = float(dice.uniform(contexts[0], contexts[-1]))
+    pair = drawn(family, dice, most, (*contexts, asked) if len(contexts) > 1 else contexts)
+    curves, truth = calibrated(pair, most, contexts, dice), pair.log_ratio(most, asked)
     at = cells(most).tolist()
-    answers = np.array([curves.better(batch, CONTEXT) == "ep" for batch in at])
-    differs = np.abs(pair.log_ratio) > np.log1p(DIFFERENT)
-    stated = [curves.difference("ep", "tp", batch, CONTEXT) for batch in at]
-    error = np.array([one.log_ratio for one in stated]) - pair.log_ratio
+    answers = np.array([curves.better(batch, asked) == LAYOUTS[0] for batch in at])
+    differs = np.abs(truth) > np.log1p(DIFFERENT)
+    stated = [curves.difference(*LAYOUTS, batch, asked) for batch in at]
+    error = np.array([one.log_ratio for one in stated]) - truth
     return Judged(
         differing=int(differs.sum()),
-        right=int((differs & (answers == (pair.log_ratio < 0))).sum()),
+        right=int((differs & (answers == (truth < 0))).sum()),
         covered=float((np.abs(error) <= 2.0 * np.array([one.deviation for one in stated])).mean()),
-        crossings=pair.crossings,
-        answered=len(curves.crossings("ep", "tp", CONTEXT)),
-        matters=min(pair.log_ratio.max(), -pair.log_ratio.min()) > np.log1p(DIFFERENT),
+        crossings=changes(truth),
+        answered=len(curves.crossings(*LAYOUTS, asked)),
+        matters=bool(min(truth.max(), -truth.min()) > np.log1p(DIFFERENT)),
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.rig.step_curves.accuracy import CONTEXT, Score, judged
+from benchmarks.rig.step_curves.accuracy import CONTEXT, CONTEXTS, Score, judged
 from benchmarks.rig.step_curves.families import FAMILIES, cells, changes, drawn, measured
 from fleet.layout_times import LayoutName, LayoutTimes
 from migration.layouts.curves import LayoutCurves, StepCurve
@@ -44,11 +44,17 @@ def test_the_faster_layout_is_named_wherever_they_differ(family: str, most: int)
     assert score.missed <= 4
 
 
+def test_the_faster_layout_is_named_between_measured_contexts() -> None:
+    score = Score.of([judged(family, 256, seed, CONTEXTS) for family in FAMILIES for seed in range(4)])
+    assert score.right > 0.97
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drawn_pairs_cross_at_most_once_between_neighbouring_points(family: str) -> None:
     pair, at = drawn(family, np.random.default_rng(3), 256), cells(256)
+    log_ratio = pair.log_ratio(256, 0.0)
     for low, high in pairwise(measured(256)):
-        assert changes(pair.log_ratio[(at >= low) & (at <= high)]) <= 1
+        assert changes(log_ratio[(at >= low) & (at <= high)]) <= 1
 
 
 def test_a_line_is_met_between_the_points() -> None:
@@ -105,7 +111,7 @@ def test_beyond_the_measured_range_the_last_value_holds_and_says_so() -> None:
     assert curve.within(256, 2048)
 
 
-def test_layouts_are_compared_only_where_both_were_measured() -> None:
+def test_a_layout_that_was_measured_less_is_not_faster_for_that() -> None:
     short = LayoutTimes(
         layout="tp",
         sequences=(1, 4, 16),
@@ -117,7 +123,7 @@ def test_layouts_are_compared_only_where_both_were_measured() -> None:
     curves = LayoutCurves.fitted((times("ep", line(5.0, 0.05)), short))
     found = curves.difference("ep", "tp", 200, 1024)
     assert not found.within
-    assert found.log_ratio == curves.difference("ep", "tp", 16, 1024).log_ratio
+    assert found.log_ratio == pytest.approx(curves.difference("ep", "tp", 16, 1024).log_ratio)
     assert curves.better(200, 1024) == "tp"
 
 
