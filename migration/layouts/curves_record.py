@@ -1,14 +1,9 @@
 """Calibrated step times and their corrections, as they are stored."""
 
-from collections.abc import Iterable
-
 import msgspec
 
 from fleet.layout_times import LayoutName, LayoutTimes
-
-MOST_LOG = 5.0
-"""Highest log correction that is believed: a factor of about 150."""
-_REMEDY = "remove the record, and the curves begin anew"
+from migration.layouts.log_factor import LogFactor
 
 
 class CurveKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,53 +17,38 @@ class CurveKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayoutCorrection(msgspec.Struct, frozen=True, kw_only=True):
-    """Correction of one layout, as it is stored."""
+    """Correction of one layout, beside the machine's factor."""
 
     layout: LayoutName
     measured: float
     """Unix time of the calibration, or of the last live step"""
-    logs: tuple[float, ...]
-    """log factor at every calibrated batch, beside the machine's"""
-    variances: tuple[float, ...]
-    updated: tuple[float, ...]
-    """Unix time of each"""
+    level: LogFactor
+    """at every batch"""
+    knots: tuple[LogFactor, ...]
+    """beside the level: at each calibrated batch, with lines in log B between them"""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.measured < float("inf"):
+            raise ValueError(
+                f"stored layout curves: {self.layout} was measured at Unix time {self.measured}; remove the"
+                " record, and the curves begin anew"
+            )
 
 
 class CurvesRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Calibrated times and their corrections, as they are stored. ValueError names a figure out of range."""
+    """Calibrated times and their corrections. ValueError names what does not fit together."""
 
     key: CurveKey
     times: tuple[LayoutTimes, ...]
-    machine: float
-    """log factor"""
-    machine_variance: float
-    machine_updated: float
+    machine: LogFactor
     corrections: tuple[LayoutCorrection, ...]
+    """in the order of `times`"""
 
     def __post_init__(self) -> None:
-        layouts = [one.layout for one in self.times]
-        if [one.layout for one in self.corrections] != layouts:
+        expected = [(one.layout, len(one.sequences)) for one in self.times]
+        stored = [(one.layout, len(one.knots)) for one in self.corrections]
+        if stored != expected:
             raise ValueError(
-                f"stored layout curves: corrections of {[one.layout for one in self.corrections]} beside"
-                f" times of {layouts}; {_REMEDY}"
-            )
-        for times, one in zip(self.times, self.corrections, strict=True):
-            lengths = {len(one.logs), len(one.variances), len(one.updated)}
-            if lengths != {len(times.sequences)}:
-                raise ValueError(
-                    f"stored layout curves: {sorted(lengths)} corrections of {one.layout} for"
-                    f" {len(times.sequences)} batches; {_REMEDY}"
-                )
-        _check("log factor", -MOST_LOG, MOST_LOG, self.machine, *(one.logs for one in self.corrections))
-        _check("variance", 0.0, 1.0, self.machine_variance, *(one.variances for one in self.corrections))
-        for one in self.corrections:
-            _check("time", 0.0, 1e11, self.machine_updated, one.updated, (one.measured,))
-
-
-def _check(name: str, low: float, high: float, machine: float, *others: Iterable[float]) -> None:
-    """Raise ValueError for a figure out of range; nan is out of every range."""
-    for value in (machine, *(each for one in others for each in one)):
-        if not low <= value <= high:
-            raise ValueError(
-                f"stored layout curves: a {name} must be from {low:g} to {high:g}, not {value}; {_REMEDY}"
+                f"stored layout curves: corrections (layout, batches) {stored} beside times {expected};"
+                " remove the record, and the curves begin anew"
             )

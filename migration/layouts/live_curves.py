@@ -1,20 +1,22 @@
 """Step times of layouts, calibrated once and corrected by live steps of the layout in force.
 
 Only the layout in force is measured. A live step that is slower than its curve says two things at once: the
-machine is slower, in every layout, or this layout's curve is too low here. Both are estimated as logarithms
-that drift, each by a scalar Kalman filter without covariances: the machine's factor, which drifts fast, and
-for each layout one correction at every calibrated batch, which drifts slowly. So a change is first believed
-of the machine, which leaves the comparison of layouts as it was. A step just after a switch tells more of the
-new layout, whose corrections are older. Pure: `at` is Unix time, since corrections are stored.
+machine is slower, in every layout, or this layout's curve is too low. Both are estimated as logarithms that
+drift: the machine's factor, fast; for each layout a level and a correction at every calibrated batch, slowly.
+Each is a Kalman filter of one number, without covariances, and takes its part of the surprise. So a change is
+first believed of the machine, which leaves the comparison of layouts as it was. Just after a switch the
+machine's factor is known, and a surprise is believed of the new layout, whose corrections are older. Pure:
+`at` is Unix time, since corrections are stored.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 
 from fleet.layout_times import LayoutName, LayoutTimes
 from migration.layouts.curves import LayoutCurves
-from migration.layouts.curves_record import MOST_LOG, CurveKey, CurvesRecord, LayoutCorrection
+from migration.layouts.curves_record import CurveKey, CurvesRecord, LayoutCorrection
+from migration.layouts.log_factor import LogFactor
 
 STALE_SECONDS = 86_400.0
 """Age from which a layout that is not in force is uncertain: a day, so that what was learnt of the night's
@@ -23,11 +25,15 @@ layout lasts until the next night. Until then its deviation grows.
 _MACHINE_DRIFT = 0.1**2 / 600
 """Variance of the machine's log factor, per second: 10 % in ten minutes, as by heat or a neighbour."""
 _LAYOUT_DRIFT = 0.03**2 / 3600
-"""Variance of a layout's correction, per second: 3 % in an hour. A higher drift lets a slow machine pass for
-a slow layout, a lower one learns late of a curve that was measured wrongly."""
+"""Variance of a layout's level, per second: 3 % in an hour. A higher drift lets a slow machine pass for a
+slow layout, a lower one learns late of a curve that was measured wrongly."""
+_KNOT_DRIFT = 0.02**2 / 3600
+"""The same of its correction at one batch."""
 _UNKNOWN_MACHINE = 0.3**2
-"""Variance of the machine's factor before the first live step: scratch measurements leave parts of a step
-out."""
+"""Variance of the machine's factor before the first live step: other load than at calibration."""
+_UNSEEN_LAYOUT, _UNSEEN_KNOT = 0.03**2, 0.02**2
+"""Variance of a layout's corrections before its first live step: a step on scratch memory is not quite a live
+one."""
 _REPORT_NOISE = 0.02
 """Relative standard error of a reported step time."""
 _OUTLIER = 4.0
@@ -36,54 +42,50 @@ _LEAST_SHARE = 0.1
 """Least part of the calibrated step that remains where imbalance is lower than at calibration."""
 
 
-@dataclass(slots=True)
-class _Estimate:
-    """Estimate of a log factor that drifts."""
-
-    value: float
-    variance: float
-    updated: float
-
-    def grow(self, drift: float, at: float) -> None:
-        """Add the drift since the last update. drift: variance per second. Time never runs backwards."""
-        if at > self.updated:
-            self.variance = min(self.variance + drift * (at - self.updated), 1.0)
-            self.updated = at
-
-    def take(self, surprise: float, share: float, total: float) -> None:
-        """Take this estimate's part of a surprise. share: of this estimate in the prediction; total: variance
-        of the surprise."""
-        gain = self.variance * share / total
-        self.value = min(max(self.value + gain * surprise, -MOST_LOG), MOST_LOG)
-        self.variance *= 1.0 - gain * share
-
-
 class _Correction:
-    """Log correction of one layout over batch: estimates at the calibrated batches, with lines in log B
-    between."""
+    """Log correction of one layout over batch."""
 
-    __slots__ = ("_at", "knots", "measured")
+    __slots__ = ("_at", "knots", "level", "measured")
 
-    def __init__(self, sequences: Sequence[int], measured: float, knots: list[_Estimate]) -> None:
+    def __init__(
+        self, sequences: Sequence[int], measured: float, level: LogFactor, knots: Sequence[LogFactor]
+    ) -> None:
+        """sequences: the calibrated batches, with a knot for each."""
         self._at = [log(number) for number in sequences]
-        self.measured = measured
-        self.knots = knots
+        self.measured, self.level, self.knots = measured, level, list(knots)
 
-    def around(self, sequences: float) -> tuple[_Estimate, _Estimate, float]:
-        """Return the two estimates beside a batch, and the weight of the second."""
-        at, x = self._at, log(max(sequences, 1.0))
-        if len(at) == 1 or x <= at[0]:
-            return self.knots[0], self.knots[0], 0.0
-        upper = 1
-        while upper < len(at) - 1 and at[upper] < x:
-            upper += 1
-        weight = min((x - at[upper - 1]) / (at[upper] - at[upper - 1]), 1.0)
-        return self.knots[upper - 1], self.knots[upper], weight
+    @classmethod
+    def unseen(cls, times: LayoutTimes, at: float) -> "_Correction":
+        """Return that of a layout that was calibrated at this time, without any live step since."""
+        return cls(
+            times.sequences,
+            at,
+            LogFactor(value=0.0, variance=_UNSEEN_LAYOUT, updated=at),
+            [LogFactor(value=0.0, variance=_UNSEEN_KNOT, updated=at) for _ in times.sequences],
+        )
+
+    def around(self, sequences: float) -> tuple[LogFactor, LogFactor, float, float]:
+        """Return the knots beside a batch, and their weights."""
+        at, knots = self._at, self.knots
+        x = log(sequences) if sequences > 1.0 else 0.0
+        above = bisect_right(at, x)
+        if above == 0:
+            return knots[0], knots[0], 1.0, 0.0
+        if above == len(at):
+            return knots[-1], knots[-1], 1.0, 0.0
+        weight = (x - at[above - 1]) / (at[above] - at[above - 1])
+        return knots[above - 1], knots[above], 1.0 - weight, weight
 
     def value(self, sequences: float) -> float:
         """Return the log correction at a batch."""
-        low, high, weight = self.around(sequences)
-        return low.value + weight * (high.value - low.value)
+        low, high, of_low, of_high = self.around(sequences)
+        return self.level.value + of_low * low.value + of_high * high.value
+
+    def variance(self, sequences: float, at: float) -> float:
+        """Return the variance of `value` by this time."""
+        low, high, of_low, of_high = self.around(sequences)
+        knots = of_low**2 * low.aged(_KNOT_DRIFT, at) + of_high**2 * high.aged(_KNOT_DRIFT, at)
+        return self.level.aged(_LAYOUT_DRIFT, at) + knots
 
 
 class LiveCurves:
@@ -108,48 +110,40 @@ class LiveCurves:
         self._now = at
         self._surplus: float | None = None
         self._calibrated = {one.layout: one for one in self.times}
-        self._machine = _Estimate(0.0, _UNKNOWN_MACHINE, at)
-        self._corrections: dict[LayoutName, _Correction] = {
-            one.layout: _Correction(one.sequences, at, [_Estimate(0.0, 0.0, at) for _ in one.sequences])
-            for one in self.times
-        }
+        self._machine = LogFactor(value=0.0, variance=_UNKNOWN_MACHINE, updated=at)
+        self._corrections = {one.layout: _Correction.unseen(one, at) for one in self.times}
 
     def observe(
         self, layout: LayoutName, sequences: float, context: float, seconds: float, at: float
     ) -> None:
         """Take the median duration of recent decode steps of the layout in force.
 
-        sequences, context: means of those steps. Batches beyond the range that was measured of all layouts
-        are left out, since no curve predicts them; so are layouts without a curve. ValueError for a duration
-        that is not above 0.
+        sequences, context: means of those steps. Batches beyond the range that was measured of the layout are
+        left out, since no curve predicts them; so are layouts without a curve. ValueError for a duration that
+        is not above 0.
         """
-        if not 0.0 < seconds < float("inf"):
+        if not 0.0 < seconds < inf:
             raise ValueError(
                 f"live step of layout {layout}: a duration is finite seconds above 0, not {seconds}"
             )
         self.advance(at)
-        correction, common = self._corrections.get(layout), self.curves.measured_range
-        if correction is None or not common.fewest <= sequences <= common.most:
+        correction = self._corrections.get(layout)
+        if correction is None or not self.curves.curves[layout].measured_range.has_batch(sequences):
             return
-        machine, now = self._machine, self._now
-        low, high, weight = correction.around(sequences)
+        now, machine, level = self._now, self._machine, correction.level
+        low, high, of_low, of_high = correction.around(sequences)
         machine.grow(_MACHINE_DRIFT, now)
-        low.grow(_LAYOUT_DRIFT, now)
-        high.grow(_LAYOUT_DRIFT, now)
-        expected = log(self._modelled(layout, sequences, context))
-        expected += machine.value + low.value + weight * (high.value - low.value)
-        total = (
-            machine.variance
-            + (1.0 - weight) ** 2 * low.variance
-            + weight**2 * high.variance
-            + _REPORT_NOISE**2
-        )
+        level.grow(_LAYOUT_DRIFT, now)
+        low.grow(_KNOT_DRIFT, now)
+        high.grow(_KNOT_DRIFT, now)
+        total = machine.variance + level.variance + _REPORT_NOISE**2
+        total += of_low**2 * low.variance + of_high**2 * high.variance
         limit = _OUTLIER * sqrt(total)
-        surprise = min(max(log(seconds) - expected, -limit), limit)
+        surprise = min(max(log(seconds / self.step_seconds(layout, sequences, context)), -limit), limit)
         machine.take(surprise, 1.0, total)
-        low.take(surprise, 1.0 - weight, total)
-        if weight:
-            high.take(surprise, weight, total)
+        level.take(surprise, 1.0, total)
+        low.take(surprise, of_low, total)
+        high.take(surprise, of_high, total)
         correction.measured = now
 
     def advance(self, at: float) -> None:
@@ -161,7 +155,7 @@ class LiveCurves:
         sequence of the engine and summed over layers, as `LayoutTimes.surplus`. Until then that of the
         calibration counts.
         """
-        if not 0.0 <= surplus_per_sequence < float("inf"):
+        if not 0.0 <= surplus_per_sequence < inf:
             raise ValueError(
                 f"imbalance: surplus pairs are finite and at least 0, not {surplus_per_sequence}"
             )
@@ -185,8 +179,7 @@ class LiveCurves:
         The machine's factor, which all have in common, is left out. It grows with the time since the layout
         was measured.
         """
-        low, high, weight = self._corrections[layout].around(sequences)
-        variance = (1.0 - weight) * self._aged(low) + weight * self._aged(high)
+        variance = self._corrections[layout].variance(sequences, self._now)
         return sqrt(self.curves.curves[layout].deviation(sequences, context) ** 2 + variance)
 
     def uncertain(self, layout: LayoutName) -> bool:
@@ -201,32 +194,25 @@ class LiveCurves:
 
     def _modelled(self, layout: LayoutName, sequences: float, context: float) -> float:
         """Return the calibrated duration of a step, at the imbalance of today."""
-        at = self.curves.measured_range.nearest(sequences, context)
-        seconds = self.curves.curves[layout].seconds(*at)
+        seconds = self.curves.seconds(layout, sequences, context)
         if layout != "ep" or self._surplus is None:
             return seconds
-        more = self._expert_pair * (self._surplus - self._calibrated[layout].surplus) * at[0]
+        batch, _ = self.curves.curves[layout].measured_range.nearest(sequences, context)
+        more = self._expert_pair * (self._surplus - self._calibrated[layout].surplus) * batch
         return max(seconds + more, _LEAST_SHARE * seconds)
-
-    def _aged(self, estimate: _Estimate) -> float:
-        """Return the variance of a layout's estimate by now."""
-        return estimate.variance + _LAYOUT_DRIFT * (self._now - estimate.updated)
 
     def record(self) -> CurvesRecord:
         """Return everything that a successor needs."""
         return CurvesRecord(
             key=self.key,
             times=self.times,
-            machine=self._machine.value,
-            machine_variance=self._machine.variance,
-            machine_updated=self._machine.updated,
+            machine=self._machine.copy(),
             corrections=tuple(
                 LayoutCorrection(
                     layout=layout,
                     measured=one.measured,
-                    logs=tuple(knot.value for knot in one.knots),
-                    variances=tuple(knot.variance for knot in one.knots),
-                    updated=tuple(knot.updated for knot in one.knots),
+                    level=one.level.copy(),
+                    knots=tuple(knot.copy() for knot in one.knots),
                 )
                 for layout, one in self._corrections.items()
             ),
@@ -253,12 +239,10 @@ class LiveCurves:
             key, record.times if applies else times, at, expert_pair=expert_pair, stale_seconds=stale_seconds
         )
         if applies:
-            made._machine = _Estimate(record.machine, record.machine_variance, record.machine_updated)
+            made._machine = record.machine.copy()
             made._corrections = {
                 one.layout: _Correction(
-                    times_of.sequences,
-                    one.measured,
-                    [_Estimate(*each) for each in zip(one.logs, one.variances, one.updated, strict=True)],
+                    times_of.sequences, one.measured, one.level.copy(), [knot.copy() for knot in one.knots]
                 )
                 for times_of, one in zip(record.times, record.corrections, strict=True)
             }
