@@ -24,6 +24,7 @@ from engine_adapter.simulated.link_model import SimulatedLinks
 from engine_adapter.simulated.model.config import PLACEMENTS, SimulatedConfig
 from engine_adapter.simulated.model.dispatch_model import DispatchModel, StepTraffic
 from engine_adapter.simulated.model.faults import FaultOrder, Faults
+from engine_adapter.simulated.model.layout_times import layout_times
 from engine_adapter.simulated.model.routing_model import RoutingModel, place
 from engine_adapter.simulated.model.step_time import StepPlan, seconds, tokens_of_row
 from engine_adapter.simulated.model.step_totals import StepTotals
@@ -79,6 +80,8 @@ class SimulatedEngine:
                 f"simulated engine: {self.placement!r} is not of {self.routing.shape} on {config.ranks} ranks"
             )
         self.routes = self._routes_of(self.placement)
+        self.layout_times = layout_times(config, self.routing, self.placement)
+        """Of the layouts that the engine can change to."""
         self.totals = self._no_steps()
         self.adoptions = AdoptionRun(config.ranks, self._routes_of, self.wake)
         self.links = SimulatedLinks(config, self.faults, self.chance)

@@ -37,6 +37,7 @@ from engine_adapter.simulated.model.text import VOCABULARY, Script, WordTokenize
 from engine_adapter.simulated.sequences import RowTrace, SimulatedSequence
 from fleet.blocks import BLOCK_SIZE
 from fleet.facts.engines import Capabilities
+from fleet.layout_times import LayoutTimes
 from fleet.placement import Placement
 
 _MAX_SENT = 16
@@ -58,6 +59,7 @@ class SimulatedGroup(Protocol):
     links: SimulatedLinks
     routes: DispatchModel
     totals: StepTotals
+    layout_times: tuple[LayoutTimes, ...]
     failure: EngineFailed | None
 
     @property
@@ -81,7 +83,7 @@ class SimulatedRank:
 
     def __init__(self, engine: SimulatedGroup, number: int) -> None:
         config = engine.config
-        self.description = _describe(config, number, engine.tokenizer.archive)
+        self.description = _describe(config, number, engine.tokenizer.archive, engine.layout_times)
         self.vocabulary = VOCABULARY
         self.tokenizer = engine.tokenizer
         self._engine = engine
@@ -309,7 +311,9 @@ def _multiplied(load: RankLoad, factor: float) -> RankLoad:
     )
 
 
-def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescription:
+def _describe(
+    config: SimulatedConfig, rank: int, archive: bytes, layout_times: tuple[LayoutTimes, ...]
+) -> EngineDescription:
     return EngineDescription(
         model=config.served_model,
         rank=rank,
@@ -325,6 +329,8 @@ def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescr
         tp_refusal=_TP_REFUSAL,
         dispatch=config.dispatch_rule,
         speed=config.real_speed,
+        layout_times=layout_times,
+        hardware=f"simulated {config.shape}" if layout_times else "",
         tokenizer=archive,
         weights_digest=config.weights,
         memory=RankMemory(
