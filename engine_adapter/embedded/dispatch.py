@@ -20,7 +20,6 @@ Contract of every implementation, whatever the transport:
 - A handle is valid for one `combine` of the latest `dispatch`, or one `reduce` of the latest `gather`.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -411,7 +410,7 @@ class GlooDispatch:
         ranks = slots // self._slots
         self.served_by.append(ranks)
         if self._link_seconds:
-            self._wait(
+            self._group.wait(
                 self._link_seconds * sent_away(ranks[self._step.home == self._group.rank], self._group.rank)
             )
         pairs = np.flatnonzero(ranks == self._group.rank)
@@ -435,7 +434,7 @@ class GlooDispatch:
         check_experts(experts, self._experts)
         everyones_x, ids, everyones_weights = self._everyones(x, experts, weights)
         if self._link_seconds:
-            self._wait(self._link_seconds * len(x) * (self._group.ranks - 1))
+            self._group.wait(self._link_seconds * len(x) * (self._group.ranks - 1))
         call = self._calls.next()
         return sorted_by_expert(everyones_x, ids, everyones_weights, self._experts, self._group_rows, call)
 
@@ -458,11 +457,6 @@ class GlooDispatch:
 
     def slow_links(self, seconds: float) -> None:
         self._link_seconds = seconds
-
-    def _wait(self, seconds: float) -> None:
-        """Emulate a network delay. Counted as time in collectives."""
-        time.sleep(seconds)
-        self._group.seconds += seconds
 
     def _everyones(
         self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor | None = None

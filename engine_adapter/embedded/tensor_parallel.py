@@ -6,7 +6,6 @@ every rank, so hidden states have the same bits on all of them. A row's bits do 
 batch, as in `engine_adapter.embedded.dispatch`.
 """
 
-import time
 from typing import Any
 
 import numpy as np
@@ -126,7 +125,5 @@ class TensorParallel:
     def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
         """Gather [rows, n] of every rank: [ranks, rows, n]."""
         if self._link_seconds:
-            seconds = self._link_seconds / 2 * len(mine) * (self._group.ranks - 1)
-            time.sleep(seconds)
-            self._group.seconds += seconds
+            self._group.wait(self._link_seconds / 2 * len(mine) * (self._group.ranks - 1))
         return self._group.all_gather(mine)

@@ -384,7 +384,7 @@ def test_slowed_links_take_their_time_for_each_token_sent_away_and_change_no_res
     joined, pool = groups
     placement = linear(layers=1, experts=8, ranks=len(joined))
     slept, chosen = [], np.array([[0, 7], [0, 1], [6, 7]])
-    monkeypatch.setattr("engine_adapter.embedded.dispatch.time.sleep", slept.append)
+    monkeypatch.setattr(RankGroup, "wait", lambda _, seconds: slept.append(seconds))
 
     def run(group, seconds):
         count = 3 if group.rank == 0 else 0
@@ -407,7 +407,7 @@ def test_slowed_links_take_their_time_for_each_token_that_all_other_ranks_gather
     ranks = len(joined)
     placement = with_rows(linear(layers=1, experts=8, ranks=ranks), {0: None}, epoch=1)
     slept = []
-    monkeypatch.setattr("engine_adapter.embedded.dispatch.time.sleep", slept.append)
+    monkeypatch.setattr(RankGroup, "wait", lambda _, seconds: slept.append(seconds))
 
     def run(group):
         count = 3 if group.rank == 0 else 0

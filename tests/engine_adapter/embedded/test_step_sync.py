@@ -269,3 +269,23 @@ def test_a_killed_peer_is_noticed_at_once_and_a_frozen_one_within_the_step_time_
     found = json.loads((tmp_path / "0.json").read_text())
     assert found["error"] == error
     assert shortest <= found["seconds"] < longest
+
+
+def test_emulated_delays_are_waited_for_in_sum_however_short_and_however_late_a_timer_is(
+    tmp_path, monkeypatch
+):
+    with ThreadPoolExecutor(1) as pool:
+        group = ranks_in_threads(tmp_path, 1, pool)[0]
+    now, late = 0.0, 7e-5
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds + late
+
+    monkeypatch.setattr("engine_adapter.embedded.step_sync.time.sleep", sleep)
+    monkeypatch.setattr("engine_adapter.embedded.step_sync.time.perf_counter", lambda: now)
+    for at in range(1000):
+        group.wait(3e-5)
+        assert abs(now - (at + 1) * 3e-5) <= 2e-4 + late
+    assert group.seconds == pytest.approx(now)
+    group.close()
