@@ -108,7 +108,7 @@ def calibrate(
 
 
 def _fitted(prices: EngineSpeed, steps: list[MeasuredSteps]) -> EngineSpeed:
-    return fitted(prices, [one.load for one in steps], [one.median for one in steps])
+    return fitted(prices, [one.load for one in steps], [one.usual for one in steps])
 
 
 def _placements(runner: ModelRunner) -> dict[_LayoutKey, Placement]:

@@ -9,8 +9,11 @@ BATCHES = 6
 """Numbers of decoding sequences that are measured, at most."""
 _CONTEXTS = (64, 1024)
 """Tokens of a sequence in short and in long contexts, where the engine has room for them."""
+_FULL_TOKENS = 512
+"""Most tokens of a rank in a step full of prompt tokens."""
 _PROMPT_TOKENS, _CACHED_TOKENS = 256, 768
-"""Most tokens of a prompt that is measured, and most of those before it, to measure the cost per pair."""
+"""Most tokens of other prompts that are measured, and most of those before them, to measure the cost per
+pair."""
 _STRIDE = 7919
 """Between the tokens that are measured: a prime, so that all tokens of a vocabulary come before one comes
 again. Equal ones would all go to the same experts."""
@@ -79,12 +82,13 @@ def batches(room: Room) -> Batches:
 
 
 def prompts(room: Room) -> list[PromptCell]:
-    """Return steps of prompts: full ones on every rank first and behind a context, and on rank 0 alone."""
+    """Return steps of prompts: first a full one on every rank, then one behind a context, then on rank 0
+    alone."""
     of_rank = room.pages // room.ranks * PAGE_TOKENS
     positions = max(1, min(room.positions, of_rank))
     tokens = max(1, min(_PROMPT_TOKENS, room.tokens, positions // 2))
     cells = [
-        PromptCell(tokens),
+        PromptCell(max(1, min(_FULL_TOKENS, room.tokens, positions))),
         PromptCell(tokens, cached=min(_CACHED_TOKENS, positions - tokens)),
         PromptCell(max(1, tokens // 4), alone=True),
         PromptCell(tokens, alone=True),
