@@ -13,7 +13,9 @@ from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median
 from fleet.experts import ModelShape
 from fleet.placement import linear
 from fleet.timing import EngineSpeed
-from migration.layouts.hot_layers import HotLayerWatch, LayerTraffic, expected_reads, hot_layers
+from migration.layouts.hot_layers import HotLayerWatch, hot_layers
+from migration.layouts.layer_traffic import LayerTraffic, expected_reads, expected_traffic
+from migration.model.cost_model import CostTerms
 
 SHAPE = ModelShape(layers=94, experts=128, top_k=8, hidden=4096, expert_intermediate=1536)
 RANKS = 8
@@ -63,13 +65,22 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
     watch = HotLayerWatch(SPEED, SHAPE)
     watch.of(traffic)
     all_of_it = milliseconds(lambda: hot_layers(skewed(dice), SPEED, SHAPE), times)
+    placement = linear(layers=SHAPE.layers, experts=SHAPE.experts, ranks=RANKS)
+    demand = dice.gamma(0.5, 1.0, (RANKS, SHAPE.layers, SHAPE.experts))
+    terms = CostTerms(speed=SPEED, node=np.zeros(RANKS, np.intp), top_k=SHAPE.top_k, step_tokens=STEP_TOKENS)
+    by_demand = milliseconds(
+        lambda: hot_layers(expected_traffic(placement, demand, terms), SPEED, SHAPE), times
+    )
     report = Report("layers worth sharding", ["94 layers, 8 ranks", "median ms"])
     report.add("expected reads, traffic and answer", all_of_it)
+    report.add("expected traffic of a demand, and answer", by_demand)
     report.add("answer", milliseconds(lambda: hot_layers(traffic, SPEED, SHAPE), times))
     report.add("nothing changed", milliseconds(lambda: watch.of(traffic), times))
     found = hot_layers(traffic, SPEED, SHAPE)
     report.notes.append(f"{len(found)} of {SHAPE.layers} layers gain; the first: {found[0]}")
-    report.targets.append(Target("everything", all_of_it, MILLISECONDS, at_least=False, unit=" ms"))
+    report.targets.append(
+        Target("everything", max(all_of_it, by_demand), MILLISECONDS, at_least=False, unit=" ms")
+    )
     report.finish(as_json=as_json, check=check)
 
 

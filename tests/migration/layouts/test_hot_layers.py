@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleet.dispatch import loads as loads_of
 from fleet.experts import ModelShape
-from fleet.placement import linear
+from fleet.facts.activity import DispatchMeasured
+from fleet.placement import linear, with_rows
 from fleet.timing import EngineSpeed, gathered_bytes, step_seconds, surplus_pairs
-from migration.layouts.hot_layers import HotLayerWatch, LayerTraffic, expected_reads, hot_layers, layer_costs
+from migration.layouts.hot_layers import (
+    HotLayerWatch,
+    hot_layers,
+    layer_costs,
+    layers_to_gather,
+)
+from migration.layouts.layer_traffic import LayerTraffic, expected_reads, expected_traffic, measured_traffic
+from migration.model.cost_model import CostTerms, priced
 
 SHAPE = ModelShape(layers=6, experts=8, top_k=2, hidden=64, expert_intermediate=64)
 SPEED = EngineSpeed(
@@ -82,6 +91,44 @@ def test_no_set_of_layers_is_better_than_those_that_gain(
     saved = by_the_time_model(one, ()) - by_the_time_model(one, chosen)
     assert sum(layer.seconds for layer in found) == pytest.approx(saved, abs=1e-12)
     assert [layer.seconds for layer in found] == sorted((layer.seconds for layer in found), reverse=True)
+
+
+@given(loads, st.sets(st.integers(0, LAYERS - 1)))
+def test_sharding_and_gathering_lead_to_the_best_set_from_any_other(
+    flat: list[int], sharded: set[int]
+) -> None:
+    served = np.array(flat, np.float64).reshape(LAYERS, RANKS) + 1.0
+    served *= served.sum(axis=1).mean() / served.sum(axis=1, keepdims=True)
+    whole = np.array([layer not in sharded for layer in range(LAYERS)])
+    one = traffic(served, [150] * LAYERS)
+    hot = hot_layers(
+        traffic(
+            served * whole[:, None], np.where(whole, 150, 0), whole=whole, pairs=one.pairs, tokens=one.tokens
+        ),
+        SPEED,
+        SHAPE,
+    )
+    cold = layers_to_gather(one, sorted(sharded), SPEED, SHAPE)
+    assert {layer.layer for layer in cold} <= sharded
+    chosen = tuple(sorted(sharded - {layer.layer for layer in cold} | {layer.layer for layer in hot}))
+    every = chain.from_iterable(combinations(range(LAYERS), count) for count in range(LAYERS + 1))
+    assert by_the_time_model(one, chosen) == pytest.approx(
+        min(by_the_time_model(one, subset) for subset in every), abs=1e-12
+    )
+
+
+def test_expected_traffic_costs_what_the_planner_says() -> None:
+    placement = linear(layers=3, experts=8, ranks=4, slots_per_rank=2)
+    dice = np.random.default_rng(2)
+    demand = dice.gamma(0.3, 1.0, (4, 3, 8)) + 0.01
+    terms = CostTerms(speed=SPEED, node=np.zeros(4, np.intp), top_k=2, step_tokens=64.0)
+    found = layer_costs(expected_traffic(placement, demand, terms), SPEED, SHAPE)
+    even = (
+        SPEED.expert_pair
+        * loads_of(placement, demand, terms.node).mean(axis=1)
+        * terms.pairs_per_demand(demand)
+    )
+    assert found.imbalance + found.dispatch == pytest.approx(priced(placement, demand, terms).seconds - even)
 
 
 def test_no_replica_brings_a_hot_expert_to_the_mean_but_sharding_does() -> None:
@@ -165,3 +212,45 @@ def test_sums_that_do_not_fit_are_refused() -> None:
         traffic(served, balance=np.ones(3))
     with pytest.raises(ValueError, match="a window has a step at least"):
         traffic(served, steps=0)
+
+
+def report(rank: int, **about: Any) -> DispatchMeasured:
+    zeros = (0.0,) * 2
+    fields = {
+        "remote_ranks": zeros,
+        "local": zeros,
+        "served": zeros,
+        "balance": (10.0, 10.0),
+        "tokens": 100,
+        "pairs": 200,
+    }
+    return DispatchMeasured(
+        engine="e",
+        worker_id=1,
+        rank=rank,
+        model="m",
+        epoch=0,
+        seconds=1.0,
+        steps=10,
+        step_seconds=0.5,
+        **{**fields, **about},
+    )
+
+
+def test_reports_of_the_ranks_add_up() -> None:
+    placement = with_rows(linear(layers=2, experts=4, ranks=2), {1: None}, epoch=1)
+    reports = [
+        report(rank, served=(300.0 * rank + 50.0, 0.0), remote_ranks=(80.0 + rank, 0.0), balance=(5.0, 10.0))
+        for rank in (0, 1)
+        for _ in range(3)
+    ]
+    found = measured_traffic(reports, placement, np.zeros((2, 2)), np.zeros(2))
+    assert (found.steps, found.tokens, found.pairs) == (30, 600, 1200)
+    assert found.served.tolist() == [[150.0, 1050.0], [0.0, 0.0]]
+    assert found.remote_ranks.tolist() == [[240.0, 243.0], [0.0, 0.0]]
+    assert found.balance.tolist() == [15.0, 30.0]
+    assert found.whole.tolist() == [True, False]
+    # Half of the highest load is the mean, 20 pairs of a step.
+    assert found.surplus.tolist() == [pytest.approx(20.0), 0.0]
+    with pytest.raises(ValueError, match="a window has a step at least"):
+        measured_traffic([], placement, np.zeros((2, 2)), np.zeros(2))
