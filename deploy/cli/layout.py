@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from deploy.cli.considered import (
-    DEFAULT_CONTEXT,
-    DEFAULT_HARDWARE,
-    DEFAULT_RANKS,
     ContextOption,
     HardwareOption,
+    KernelsOption,
     ModelOption,
+    PlotOption,
     RanksOption,
+    compare,
 )
 from deploy.cli.migrate import NoWaitOption
 from deploy.terminal.command_settings import bus_from, refuse
@@ -66,6 +66,8 @@ def layout(
     hardware: HardwareOption = None,
     ranks: RanksOption = None,
     context: ContextOption = None,
+    kernels: KernelsOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Show the layout of each engine: which MoE layers are sharded, its attention, and which layouts it can
     change to.
@@ -88,27 +90,27 @@ def layout(
     the same products in another order.
 
     With --model: compare the layouts of a model on hardware that is only considered. Sizes, memory, KV
-    capacity and switch times follow from the model's dimensions and the links' rates.
+    capacity and switch times follow from the model's dimensions and the links' rates; decode steps and the
+    crossing of the layouts from prices fitted to published kernel timings, or to your own (--kernels FILE).
+    Without timings it says unknown.
 
     Exit status 1: the switch was refused or aborted; the layers turned over before stay as they are. With
     --memory: a rank does not state its memory.
     """
     live = {"ENGINE": engine, "--set": wanted, "--now": now, "--dry-run": dry_run, "--memory": memory}
-    considering = {"--hardware": hardware, "--ranks": ranks, "--context": context}
+    considering = {
+        "--hardware": hardware,
+        "--ranks": ranks,
+        "--context": context,
+        "--kernels": kernels,
+        "--plot": plot,
+    }
     if model is not None:
         refuse(
             {**live, "--no-wait": no_wait, "--nats": nats, "--config": config},
             "does not go with --model, which asks no engine",
         )
-        from deploy.views.considered import considered, show_considered
-
-        one = considered(
-            model,
-            DEFAULT_HARDWARE if hardware is None else hardware,
-            DEFAULT_RANKS if ranks is None else ranks,
-            DEFAULT_CONTEXT if context is None else context,
-        )
-        show_considered(one, as_json=as_json)
+        compare(model, hardware, ranks, context, kernels, plot, as_json=as_json)
         return
     refuse(considering, "belongs to --model NAME|FILE")
     bus = bus_from(config, nats)

@@ -1,4 +1,4 @@
-"""Heat-map rendering. The only module that imports matplotlib (extra `plot`)."""
+"""Heat-map rendering. Imports matplotlib (extra `plot`)."""
 
 from pathlib import Path
 from typing import Any

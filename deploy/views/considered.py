@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deploy.terminal.output import USAGE, console, fail, in_json, show, table
+from deploy.terminal.output import USAGE, console, fail, table
 from fleet.layout_times import LayoutName
 from fleet.text import byte_size, duration
 from migration.hardware.machines import Machine, machine_named
@@ -55,11 +55,8 @@ def _model(name: str) -> ConsideredModel:
     return model_of_config(name, raw)
 
 
-def show_considered(one: Considered, *, as_json: bool) -> None:
+def show_sizes(one: Considered) -> None:
     """Print sizes, memory, capacity and switch times."""
-    if as_json:
-        show(in_json(sizes_record(one)))
-        return
     for title, head, rows in sections(one):
         console().print(title, markup=False)
         table(head, rows)
@@ -79,7 +76,7 @@ def sections(one: Considered) -> Iterator[Section]:
         ("layout", "can be served", "KV tokens that fit", "longest request"),
         [
             (layout, f"no: {refusal}", "", "")
-            if (refusal := _refusal(one, layout))
+            if (refusal := refusal_of(one, layout))
             else (layout, "yes", *(f"{count:,}" for count in _capacity(one, layout)))
             for layout in LAYOUTS
         ],
@@ -134,7 +131,7 @@ def sizes_record(one: Considered) -> dict[str, Any]:
         "hardware": machine.name,
         "ranks": ranks,
         "context": context,
-        "refused": {layout: _refusal(one, layout) or None for layout in LAYOUTS},
+        "refused": {layout: refusal_of(one, layout) or None for layout in LAYOUTS},
         "kv_tokens": {layout: _capacity(one, layout)[0] for layout in LAYOUTS},
         "longest_request": {layout: _capacity(one, layout)[1] for layout in LAYOUTS},
         "experts": {"gpu": experts.total, "layer": experts.layer, "moved": experts.moved},
@@ -166,11 +163,16 @@ def sizes_record(one: Considered) -> dict[str, Any]:
     }
 
 
-def _refusal(one: Considered, layout: LayoutName) -> str:
+def refusal_of(one: Considered, layout: LayoutName) -> str:
     """Return why a layout cannot be served on this hardware; empty: it can."""
     pool = memory_table(*one[:3]).kv_pool
     short = f"needs {byte_size(-pool)} more on each GPU; use more ranks" if pool <= 0 else ""
     return one.model.refusal(layout, one.ranks) or short
+
+
+def tokens_that_fit(one: Considered, layout: LayoutName) -> int:
+    """Return the KV tokens that the engine has room for in a layout."""
+    return _capacity(one, layout)[0]
 
 
 def _capacity(one: Considered, layout: LayoutName) -> tuple[int, int]:

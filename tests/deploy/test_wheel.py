@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "engine_adapter/vllm/plugin/"
 PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "deploy")
 BOARDS = {"deploy/dashboards/loop.json", "deploy/dashboards/router.json"}
+PRICES = {"migration/hardware/published_prices.json"}
 DEMO_MODEL = {
     f"deploy/demo_model/checkpoint/{name}"
     for name in (
@@ -34,7 +35,7 @@ def files() -> set[str]:
 
 def test_the_wheel_holds_boards_the_demo_model_and_marks_of_typed_packages(files: set[str]) -> None:
     data = {file for file in files if not file.endswith(".py")}
-    assert data == BOARDS | DEMO_MODEL | {f"{package}/py.typed" for package in PACKAGES}
+    assert data == BOARDS | DEMO_MODEL | PRICES | {f"{package}/py.typed" for package in PACKAGES}
     assert f"{DEMO_CHECKPOINT.relative_to(ROOT)}/model.safetensors" in files
 
 

@@ -1,6 +1,7 @@
 """`roost layout --model`: what it prints without bus and engine, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,17 @@ def test_sizes_memory_and_switch_times_are_printed() -> None:
         assert text in output
 
 
-@pytest.mark.parametrize("hardware", MACHINES)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_bundled_model_is_compared_on_every_hardware(model: str, hardware: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "hardware"),
+    [*((model, "h200-nvl") for model in MODELS), *(("mixtral-8x7b", hardware) for hardware in MACHINES)],
+)
+def test_every_bundled_model_and_every_hardware_is_compared(model: str, hardware: str) -> None:
     record = json.loads(roost("layout", "--model", model, "--hardware", hardware, "--json").stdout)
     assert (record["model"], record["hardware"], record["ranks"]) == (model, hardware, 8)
     assert len(record["switch"]) == 6
+    timed = hardware in ("h200-nvl", "h100")
+    assert (record["decode"]["unknown"] is None) == timed
+    assert len(record["decode"]["steps"]) == (4 if timed else 0), "two stacks, two routings"
     if record["memory"]["kv_pool"] <= 0:
         assert "more on each GPU" in record["refused"]["ep"]
     else:
@@ -46,6 +52,46 @@ def test_a_config_file_is_a_model_too(tmp_path: Path) -> None:
     )  # fmt: skip
     output = roost("layout", "--model", str(config), "--ranks", "4").stdout
     assert "on 4 GPUs" in output
+    assert "crossing of tp and ep: unknown: no published kernel timings" in output
+
+
+def test_crossings_are_ranges_with_source_kernels_and_error() -> None:
+    output = roost("layout", "--model", "qwen3-235b", "--kernels", "vllm").stdout
+    assert re.search(r"vllm 0\.24\.0, tokens spread .* error of the form: ep \d\.\d%, tp \d\.\d%", output)
+    assert re.search(r"crossing of tp and ep: \d+ to [\d,]+ sequences, from tp to ep", output)
+    assert "certain beyond the error: tp 1 to" in output
+    assert "Source: NVIDIA aiconfigurator-core 0.12.0" in output
+    assert "ms per step, vllm 0.24.0" in output
+    assert "sglang" not in output
+
+
+def test_a_model_without_a_crossing_says_so() -> None:
+    output = roost("layout", "--model", "mixtral-8x7b").stdout
+    assert output.count("crossing of tp and ep: none from 1 to 2,048: tp is always faster") == 4
+
+
+def test_long_contexts_that_were_not_timed_are_unknown() -> None:
+    output = roost("layout", "--model", "qwen3-30b", "--context", "100000").stdout
+    assert "context 100,000 (256 to 16,384 were timed)" in output
+
+
+def test_own_timings_and_pictures(tmp_path: Path) -> None:
+    times, picture = tmp_path / "times.toml", tmp_path / "curves.svg"
+    times.write_text(
+        "".join(
+            f'[[times]]\nlayout = "{layout}"\ncontext = 1024\nsequences = [1, 8, 64, 512]\n'
+            f"milliseconds = {milliseconds}\n"
+            for layout, milliseconds in (("ep", [12.0, 14, 20, 36]), ("tp", [8.0, 10, 18, 42]))
+        )
+    )
+    options = ("layout", "--model", "qwen3-30b", "--kernels", str(times), "--plot", str(picture))
+    output = roost(*options).stdout
+    assert re.search(r"crossing of tp and ep: \d+ to \d+ sequences, from tp to ep", output)
+    assert "experts-tp" not in output.split("Decode steps")[1].split("Sequences of")[0]
+    assert picture.read_text().startswith("<?xml")
+    result = roost(*options, "--context", "64")
+    assert result.exit_code == 2
+    assert "context 64 was not timed, only 1,024 to 1,024" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -58,6 +104,8 @@ def test_a_config_file_is_a_model_too(tmp_path: Path) -> None:
         (["--model", "qwen3-30b", "--set", "tp"], "--set does not go with --model"),
         (["--model", "qwen3-30b", "engine-0"], "ENGINE does not go with --model"),
         (["--hardware", "h100"], "--hardware belongs to --model"),
+        (["--kernels", "vllm"], "--kernels belongs to --model"),
+        (["--model", "qwen3-30b", "--kernels", "trt"], "'trt' is neither a file of timings nor one of vllm"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: list[str], complaint: str) -> None:

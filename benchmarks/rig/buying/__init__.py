@@ -1,0 +1,1 @@
+"""Prices of decode steps, fitted to published kernel timings."""
