@@ -9,6 +9,8 @@ from fleet.timing import MAX_SECONDS
 
 LayoutName = Literal["ep", "experts-tp", "tp"]
 """Layouts that an engine as a whole can be in: `fleet.layout.EP`, `experts_tp` and `tp`."""
+MOST_FIGURES = 32
+"""Most batches, and most contexts, of one table."""
 
 
 class LayoutTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +38,11 @@ class LayoutTimes(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(
                     f"times of layout {self.layout}: {name} must be numbers from 1 on, ascending, not"
                     f" {list(numbers)}"
+                )
+            if len(numbers) > MOST_FIGURES:
+                raise ValueError(
+                    f"times of layout {self.layout}: {len(numbers)} {name}; {MOST_FIGURES} are enough,"
+                    " log-spaced"
                 )
         if len(self.seconds) != len(self.contexts) or any(
             len(row) != len(self.sequences) for row in self.seconds

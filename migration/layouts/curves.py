@@ -2,7 +2,7 @@
 another."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import groupby, pairwise
 from math import exp, hypot, inf, log
@@ -20,7 +20,7 @@ INDIFFERENCE = 0.025
 difference."""
 _SIGNIFICANT = 1.3
 """Standard errors from 0 at which a layout counts as better on one side of a crossing. A higher number misses
-crossings, a lower one sees some where there are none; `benchmarks/layout_curves.py` prints both shares.
+crossings, a lower one sees some where there are none; `benchmarks/layouts/curves.py` prints both shares.
 """
 
 
@@ -58,6 +58,14 @@ class MeasuredRange(NamedTuple):
 
 
 EVERYWHERE = MeasuredRange(0.0, inf, 0.0, inf)
+Price = Callable[[float, float], float]
+"""Seconds, or a share, of a number of sequences and a context."""
+
+
+def _tabulated(measured: MeasuredRange) -> list[float]:
+    """Return the batches of a table: _INTERVALS + 1, even in log B."""
+    growth = measured.most / measured.fewest
+    return [measured.fewest * growth ** (at / _INTERVALS) for at in range(_INTERVALS + 1)]
 
 
 class StepCurve:
@@ -69,13 +77,19 @@ class StepCurve:
 
     __slots__ = ("_contexts", "_deviations", "_first", "_per_log", "_seconds", "measured_range")
 
-    def __init__(self, times: LayoutTimes, seconds: list[list[float]], deviations: list[list[float]]) -> None:
-        """seconds, deviations: tables [contexts][_INTERVALS + 1] over the measured batches, even in log B."""
-        first, last = times.sequences[0], times.sequences[-1]
-        self.measured_range = MeasuredRange(first, last, times.contexts[0], times.contexts[-1])
-        self._contexts = list(times.contexts)
-        self._first = log(first)
-        self._per_log = _INTERVALS / log(last / first) if last > first else 0.0
+    def __init__(
+        self,
+        measured_range: MeasuredRange,
+        contexts: Sequence[float],
+        seconds: list[list[float]],
+        deviations: list[list[float]],
+    ) -> None:
+        """seconds, deviations: tables [contexts][batches of `_tabulated`]."""
+        self.measured_range = measured_range
+        fewest, most, _, _ = measured_range
+        self._contexts = list(contexts)
+        self._first = log(fewest)
+        self._per_log = _INTERVALS / log(most / fewest) if most > fewest else 0.0
         self._seconds, self._deviations = seconds, deviations
 
     @classmethod
@@ -84,8 +98,21 @@ class StepCurve:
         models = bend_models(times.sequences, times.noise, _INTERVALS)
         rows = [models.fit(np.log(np.array(row))) for row in times.seconds]
         return cls(
-            times, [np.exp(row.mean).tolist() for row in rows], [row.deviation.tolist() for row in rows]
+            MeasuredRange(times.sequences[0], times.sequences[-1], times.contexts[0], times.contexts[-1]),
+            times.contexts,
+            [np.exp(row.mean).tolist() for row in rows],
+            [row.deviation.tolist() for row in rows],
         )
+
+    def replaced(self, seconds: Price, deviation: Price) -> "StepCurve":
+        """Return a curve over the same range with other figures, which are asked for at its batches and
+        contexts."""
+        batches = _tabulated(self.measured_range)
+        tables = [
+            [[price(batch, context) for batch in batches] for context in self._contexts]
+            for price in (seconds, deviation)
+        ]
+        return StepCurve(self.measured_range, self._contexts, *tables)
 
     def seconds(self, sequences: float, context: float) -> float:
         """Return the duration of a step of this many decoding sequences, of this many tokens each on
@@ -159,7 +186,7 @@ class LayoutCurves:
 
     @classmethod
     def fitted(cls, times: Sequence[LayoutTimes]) -> "LayoutCurves":
-        """Fit the curves of all measured layouts."""
+        """Fit the curves of all measured layouts. Of two tables of one layout the last counts."""
         return cls({one.layout: StepCurve.fitted(one) for one in times})
 
     def seconds(self, layout: LayoutName, sequences: float, context: float) -> float:
@@ -219,12 +246,7 @@ class LayoutCurves:
         both = self.curves[one].measured_range.common(self.curves[other].measured_range)
         if both.fewest > both.most:
             return
-        compared = [
-            (batch, self.difference(one, other, batch, context))
-            for batch in (
-                both.fewest * (both.most / both.fewest) ** (at / _INTERVALS) for at in range(_INTERVALS + 1)
-            )
-        ]
+        compared = [(batch, self.difference(one, other, batch, context)) for batch in _tabulated(both)]
         sure = [
             (batch, one if each.log_ratio < 0 else other)
             for batch, each in compared

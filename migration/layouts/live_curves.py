@@ -11,6 +11,7 @@ machine's factor is known, and a surprise is believed of the new layout, whose c
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from math import exp, inf, log, sqrt
 
 from fleet.layout_times import LayoutName, LayoutTimes
@@ -104,7 +105,8 @@ class LiveCurves:
 
         expert_pair: seconds per pair of the most loaded rank above the mean (`EngineSpeed.expert_pair`).
         """
-        self.key, self.times = key, tuple(times)
+        self.key = key
+        self.times = tuple({one.layout: one for one in times}.values())
         self.curves = LayoutCurves.fitted(self.times)
         self._expert_pair, self._stale = expert_pair, stale_seconds
         self._now = at
@@ -120,11 +122,12 @@ class LiveCurves:
 
         sequences, context: means of those steps. Batches beyond the range that was measured of the layout are
         left out, since no curve predicts them; so are layouts without a curve. ValueError for a duration that
-        is not above 0.
+        is not above 0, and for a context that is below 0.
         """
-        if not 0.0 < seconds < inf:
+        if not 0.0 < seconds < inf or not 0.0 <= context < inf:
             raise ValueError(
-                f"live step of layout {layout}: a duration is finite seconds above 0, not {seconds}"
+                f"live step of layout {layout}: {seconds} s of sequences of {context} tokens; a duration is"
+                " finite seconds above 0, and a context finite tokens"
             )
         self.advance(at)
         correction = self._corrections.get(layout)
@@ -200,6 +203,16 @@ class LiveCurves:
         batch, _ = self.curves.curves[layout].measured_range.nearest(sequences, context)
         more = self._expert_pair * (self._surplus - self._calibrated[layout].surplus) * batch
         return max(seconds + more, _LEAST_SHARE * seconds)
+
+    def corrected(self) -> LayoutCurves:
+        """Return the curves as they are believed now, to be shown: with their differences and crossings.
+        Deviations are those of `deviation`."""
+        return LayoutCurves(
+            {
+                layout: curve.replaced(partial(self.step_seconds, layout), partial(self.deviation, layout))
+                for layout, curve in self.curves.curves.items()
+            }
+        )
 
     def record(self) -> CurvesRecord:
         """Return everything that a successor needs."""

@@ -31,6 +31,7 @@ def test_times_pass_through_the_wire_unchanged() -> None:
         ({"sequences": (8, 1)}, r"sequences .*\[8, 1\]"),
         ({"sequences": ()}, "sequences"),
         ({"contexts": (0, 512)}, "contexts"),
+        ({"sequences": tuple(range(1, 34))}, "33 sequences; 32 are enough"),
         ({"seconds": ((0.01, 0.02),)}, "2 rows of 2"),
         ({"seconds": ((0.01, 0.02), (0.012,))}, "2 rows of 2"),
         ({"seconds": ((0.0, 0.02), (0.012, 0.03))}, "not 0.0"),

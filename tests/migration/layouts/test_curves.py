@@ -5,7 +5,7 @@ from math import exp, log
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.rig.step_curves.accuracy import CONTEXT, CONTEXTS, Score, judged
@@ -148,6 +148,7 @@ def test_one_batch_is_enough_for_a_flat_curve() -> None:
     assert StepCurve.fitted(one).seconds(100, 64) == StepCurve.fitted(one).seconds(8, 64)
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.floats(1e-5, 10.0), min_size=6, max_size=6),
     st.floats(0.0, 0.3),
@@ -159,6 +160,7 @@ def test_any_measurements_make_a_finite_curve(row: list[float], noise: float, ba
     assert 0.0 <= curve.deviation(batch, 1024) < float("inf")
 
 
+@settings(max_examples=20)
 @given(st.floats(1e-3, 1e3), st.floats(1.0, 256.0))
 def test_units_do_not_matter(unit: float, batch: float) -> None:
     row = [one * (1.0 + 0.02 * (-1) ** at) for at, one in enumerate(line(5.0, 0.05))]
@@ -172,9 +174,12 @@ def test_more_noise_makes_the_answer_less_certain() -> None:
     assert unsure.deviation(50, CONTEXT) > 2 * sure.deviation(50, CONTEXT)
 
 
+CROSSING = LayoutCurves.fitted((times("ep", line(5.0, 0.02)), times("tp", line(3.0, 0.06))))
+
+
 @given(st.floats(1.0, 300.0))
 def test_the_difference_is_that_of_the_curves(batch: float) -> None:
-    curves = LayoutCurves.fitted((times("ep", line(5.0, 0.02)), times("tp", line(3.0, 0.06))))
+    curves = CROSSING
     found = curves.difference("ep", "tp", batch, 1024)
     ratio = curves.curves["ep"].seconds(batch, 1024) / curves.curves["tp"].seconds(batch, 1024)
     assert found.log_ratio == pytest.approx(log(ratio))

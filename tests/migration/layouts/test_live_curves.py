@@ -97,6 +97,23 @@ def test_a_layout_wrong_at_large_batches_only_is_corrected_there() -> None:
     assert apart == pytest.approx(log(1.2), abs=0.08)
 
 
+def test_corrected_curves_are_what_is_believed_now() -> None:
+    curves = live(expert_pair=1e-5)
+    curves.imbalance(5.0)
+    serve(curves, "tp", 1.3, 0.0, 600)
+    shown = curves.corrected()
+    for batch in (1, 7, 50, 256):
+        for layout in ("ep", "tp"):
+            assert shown.seconds(layout, batch, 1024) == pytest.approx(
+                curves.step_seconds(layout, batch, 1024), rel=0.01
+            )
+            assert shown.curves[layout].deviation(batch, 1024) == pytest.approx(
+                curves.deviation(layout, batch, 1024), rel=0.05
+            )
+    (crossing,) = shown.crossings("ep", "tp", 1024)
+    assert abs(ratio(curves, crossing.sequences)) < 0.01
+
+
 def test_one_wild_report_changes_little() -> None:
     curves = live()
     now = serve(curves, "ep", 1.0, 0.0, 60)
@@ -157,6 +174,8 @@ def test_imbalance_above_that_of_the_calibration_costs_expert_parallelism_alone(
 def test_impossible_durations_are_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="finite seconds above 0"):
         live().observe("ep", 50, 1024, seconds, 1.0)
+    with pytest.raises(ValueError, match="a context finite tokens"):
+        live().observe("ep", 50, float("nan"), 1.0, 1.0)
     with pytest.raises(ValueError, match="finite and at least 0"):
         live().imbalance(-1.0 if seconds == 0 else seconds)
 
