@@ -112,8 +112,9 @@ def crossing_line(found: tuple[BatchStretch, ...]) -> str:
             f"none: they differ by less than {INDIFFERENT:.0%} from {found[0].first:,} to {found[-1].last:,}"
         )
     alike = [_span(one) for one in found if one.faster is None]
-    rest = f", or less than {INDIFFERENT:.0%} slower ({', '.join(alike)})" if alike else ""
-    return f"none from {found[0].first:,} to {found[-1].last:,}: {faster.pop()} is always faster{rest}"
+    always = f"{faster.pop()} is {'' if alike else 'always '}faster"
+    rest = f", or they are less than {INDIFFERENT:.0%} apart ({', '.join(alike)})" if alike else ""
+    return f"none from {found[0].first:,} to {found[-1].last:,}: {always}{rest}"
 
 
 def _change(one: PredictedCrossing) -> str:
