@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.calibration.cells import Cell, Room, batches, prompts
+from engine_adapter.embedded.calibration.cells import Cell, Room, affordable, batches, prompts
 from engine_adapter.embedded.calibration.component_speeds import (
     dispatch_seconds,
     gather_byte_seconds,
@@ -83,14 +83,16 @@ def calibrate(
         for key, one in placements.items()
         if one.attention == "dp" and one.sharded == runner.placement.sharded
     )
-    room = _room(runner, config)
-    every, full = batches(room), prompts(room)
-    cells: dict[_LayoutKey, list[Cell]] = {
-        key: [*every.cells, *(full if key in (served, "tp") else full[:1])] for key in placements
-    }
     layouts = {key: runner.prepare(one, runner.cells) for key, one in placements.items()}
     with scratch(runner):
         measurement = StepMeasurement(runner, StepRehearsal(runner, step_sync), layouts)
+        room = _room(runner, config)
+        slowest = measurement.seconds_of("ep", batches(room).cells[-1])
+        room = affordable(room, slowest, len(layouts))
+        every, full = batches(room), prompts(room)
+        cells: dict[_LayoutKey, list[Cell]] = {
+            key: [*every.cells, *(full if key in (served, "tp") else full[:1])] for key in layouts
+        }
         found = measurement.of(cells, config.calibration_seconds)
     log.info("steps in %s measured in %.1f s", ", ".join(placements), time.perf_counter() - began)
     tokens = full[0].tokens * room.ranks

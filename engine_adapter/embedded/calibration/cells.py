@@ -14,6 +14,8 @@ _FULL_TOKENS = 512
 _PROMPT_TOKENS, _CACHED_TOKENS = 256, 768
 """Most tokens of other prompts that are measured, and most of those before them, to measure the cost per
 pair."""
+ROUND_SECONDS = 4.0
+"""Longest time for one step of each kind in all layouts: a slow engine measures fewer sequences."""
 _STRIDE = 7919
 """Between the tokens that are measured: a prime, so that all tokens of a vocabulary come before one comes
 again. Equal ones would all go to the same experts."""
@@ -79,6 +81,17 @@ def batches(room: Room) -> Batches:
     contexts = sorted({min(context, longest, pages * PAGE_TOKENS) for context in _CONTEXTS})
     counts = sorted({round(most ** (at / (BATCHES - 1))) for at in range(BATCHES)})
     return Batches(tuple(counts), tuple(contexts))
+
+
+def affordable(room: Room, slowest: float, layouts: int) -> Room:
+    """Return the room with fewer sequences, if measuring all steps once would take longer than
+    `ROUND_SECONDS`. slowest: seconds of the largest step. layouts: that are measured."""
+    # In equal ratios, all batches together take about twice as long as the largest, in each of two contexts.
+    expected = 2 * len(_CONTEXTS) * layouts * slowest
+    if expected <= ROUND_SECONDS:
+        return room
+    most = batches(room).sequences[-1] // room.ranks
+    return room._replace(sequences=max(1, int(most * ROUND_SECONDS / expected)))
 
 
 def prompts(room: Room) -> list[PromptCell]:

@@ -38,6 +38,11 @@ class MeasuredSteps:
         return float(np.quantile(self.seconds, QUARTILE))
 
 
+def repeats(seconds: float, share: float) -> int:
+    """Return how often a step that takes this long is measured in `share` seconds."""
+    return min(max(round(share / seconds), FEWEST), MOST)
+
+
 class StepMeasurement(Generic[LayoutKey]):
     """Measurement of several layouts by one rank, on scratch (`rehearsal.scratch`). All ranks make the same
     calls."""
@@ -52,21 +57,35 @@ class StepMeasurement(Generic[LayoutKey]):
     def of(
         self, cells: Mapping[LayoutKey, Sequence[Cell]], budget: float
     ) -> dict[LayoutKey, list[MeasuredSteps]]:
-        """Measure steps of every kind in every layout. budget: seconds, of which each kind gets as many. What
-        rank 0 finds first decides how many steps that is, on every rank."""
+        """Measure steps of every kind in every layout. budget: seconds, of which each kind gets as many.
+
+        The first steps decide how many steps that is, on every rank. They count only in a slow engine, whose
+        steps are measured once more.
+        """
         found = {key: self._first(key, every) for key, every in cells.items()}
         every = [one for steps in found.values() for one in steps]
+        is_slow = sum(one.seconds[0] for one in every) > 2 * budget
         share = budget / len(every)
-        times = [min(max(round(share / one.seconds.pop()), FEWEST), MOST) for one in every]
-        left = dict(zip(map(id, every), times, strict=True))
-        for turn in range(max(times)):
-            for key, steps in found.items():
+        planned = {
+            key: [(one, 1 if is_slow else repeats(one.seconds[0], share)) for one in steps]
+            for key, steps in found.items()
+        }
+        if not is_slow:
+            for one in every:
+                one.seconds.clear()
+        for turn in range(MOST):
+            for key, steps in planned.items():
                 serve(self._runner, self._layouts[key])
-                for one in steps:
-                    if turn < left[id(one)]:
+                for one, times in steps:
+                    if turn < times:
                         one.seconds.append(self._step(one.cell).seconds)
         self._agree(every)
         return found
+
+    def seconds_of(self, key: LayoutKey, cell: Cell) -> float:
+        """Return the seconds of a single step."""
+        serve(self._runner, self._layouts[key])
+        return self._mean([self._step(cell).seconds])[0]
 
     def _first(self, key: LayoutKey, cells: Sequence[Cell]) -> list[MeasuredSteps]:
         """Make the first steps of a layout, which touch memory for the first time."""
@@ -81,10 +100,15 @@ class StepMeasurement(Generic[LayoutKey]):
 
     def _agree(self, steps: Sequence[MeasuredSteps]) -> None:
         """Replace the times by the means of all ranks."""
-        mine = [round(seconds / _NANOSECOND) for one in steps for seconds in one.seconds]
-        means = iter((np.mean(self._rehearsal.gather(mine), axis=0) * _NANOSECOND).tolist())
+        means = iter(self._mean([seconds for one in steps for seconds in one.seconds]))
         for one in steps:
             one.seconds = [next(means) for _ in one.seconds]
+
+    def _mean(self, seconds: Sequence[float]) -> list[float]:
+        """Return the means of all ranks."""
+        mine = [round(one / _NANOSECOND) for one in seconds]
+        means: list[float] = (np.mean(self._rehearsal.gather(mine), axis=0) * _NANOSECOND).tolist()
+        return means
 
     def _step(self, cell: Cell) -> RehearsedStep:
         return self._rehearsal.step(self._work(cell, self._rehearsal.rank))

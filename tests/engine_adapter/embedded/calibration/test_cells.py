@@ -5,7 +5,16 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.embedded.calibration.cells import BATCHES, DecodeCell, Room, batches, prompts, works
+from engine_adapter.embedded.calibration.cells import (
+    BATCHES,
+    ROUND_SECONDS,
+    DecodeCell,
+    Room,
+    affordable,
+    batches,
+    prompts,
+    works,
+)
 from engine_adapter.embedded.model_runner import PAGE_TOKENS
 from fleet.layout import AttentionKind
 
@@ -60,3 +69,15 @@ def test_ranks_share_the_sequences_or_all_compute_every_one(room: Room) -> None:
         assert max(map(len, shared)) == len(shared[0])
         if isinstance(cell, DecodeCell):
             assert len(every[0]) == cell.sequences
+
+
+@given(rooms, st.floats(1e-4, 100), st.integers(1, 4))
+def test_a_slow_engine_measures_fewer_sequences(room: Room, slowest: float, layouts: int) -> None:
+    """If a step takes as long for each sequence, whatever their number."""
+    found = affordable(room, slowest, layouts)
+    assert 1 <= found.sequences <= room.sequences
+    each = slowest / batches(room).sequences[-1]
+    seconds = [each * cell.sequences for cell in batches(found).cells]
+    assert layouts * sum(seconds) <= 1.5 * ROUND_SECONDS or found.sequences == 1
+    if layouts * 4 * slowest <= ROUND_SECONDS:
+        assert found == room
