@@ -1,0 +1,190 @@
+"""Roost's layout policy: the regret of staying, with that of requests that wait, against the cost of going.
+
+The regret of staying is that of ski rental (Karlin et al., Competitive snoopy caching, 1988): the serving
+time that the work since the last switch would have saved in another layout, `max(0, regret + saved)`. The
+engine switches once regret reaches the loss of the switch. Four things are added.
+
+1. *Queue.* While requests wait because the layout in force has no free sequence or KV, time is saved in a
+   layout that runs more of them at once, even if its steps are longer.
+2. *Work left.* Requests in the engine have tokens left whatever arrives. A part of what the other layout
+   would save on them counts beside the regret, as far as it exceeds the cost of coming back. So a burst is
+   answered before half of it is over, and a load that hovers at a crossing causes no switches.
+3. *Memory.* Regret is forgotten with a time constant that grows with the time since the last switch. So a
+   dear switch, over a slow link, needs a gain that pays for it within that time, and a small gain of long ago
+   is no reason to go now.
+4. *Doubt.* A difference of step times within their standard error is none, and a layout whose step times are
+   uncertain is no candidate.
+"""
+
+from collections.abc import Mapping
+from math import exp, hypot
+from typing import NamedTuple
+
+from fleet.layout_times import LayoutName
+from migration.layouts.costs import LayoutLimits, StepCosts, SwitchCost
+from migration.layouts.policy import LayoutDecision, LayoutLoad
+
+
+class RegretSettings(NamedTuple):
+    """Settings of the policy. `benchmarks/layout_policy.py` compares them on serving and rollouts."""
+
+    hysteresis: float = 1.2
+    """multiple of a switch's loss that must be reached: 1 in ski rental. A little more costs little, and
+    keeps an engine with a slow link from switches that hardly pay
+    """
+    memory: float = 60.0
+    """seconds: least time constant of regret, and so the time in which a switch has to pay. Loads of serving
+    change within minutes
+    """
+    ahead: float = 0.5
+    """share of the work left that counts: requests end one by one, so half of them run on average"""
+    queue: float = 0.5
+    """worth of a token of a request that would wait otherwise, beside one of a request that runs. For the
+    makespan of a rollout it is 1. For the mean latency of requests of equal length it is far less: those that
+    run end later when more of them share the steps
+    """
+    doubt: float = 0.25
+    """standard errors of the difference of step times that do not count"""
+
+    def check(self) -> "RegretSettings":
+        """Return the settings. ValueError names a setting that is out of range."""
+        bad = [
+            f"{name} {value:g}"
+            for name, value in self._asdict().items()
+            if not (0 <= value <= 1e6 and (value > 0 or name not in ("hysteresis", "memory")))
+        ]
+        if bad or self.queue > 1 or self.ahead > 1:
+            raise ValueError(
+                f"settings of the layout policy: {', '.join(bad) or 'queue or ahead above 1'}; hysteresis and"
+                " memory must be above 0, ahead and queue shares from 0 to 1, doubt from 0 on"
+            )
+        return self
+
+
+DEFAULT_SETTINGS = RegretSettings()
+FULL = 1.05
+"""A layout is full if at most this times the running sequences could run."""
+LASTING = 0.5
+"""Share of the time since the last switch that is the time constant of regret, if that is longer than the
+setting: a load that has lasted for long is likely to last. So a small gain is taken at last.
+"""
+PREFILL_ERROR = 0.05
+"""Relative difference of the costs of a prompt token that is within the error of their measurement, for which
+no standard error is known."""
+
+
+class _Candidate(NamedTuple):
+    """Another layout at a report, seconds of serving."""
+
+    layout: LayoutName
+    regret: float
+    left: float
+    """saved on the work left, less the cost of coming back; at least 0"""
+    cost: float
+    refusal: str
+    """why it cannot be the target now; empty: it can"""
+
+    @property
+    def surplus(self) -> float:
+        """Gain beyond the cost."""
+        return self.regret + self.left - self.cost
+
+    def reason(self, goes: bool) -> str:
+        """Return the sentence with the numbers that decided."""
+        figures = f"regret {self.regret:.3g} s and {self.left:.3g} s on the work left"
+        if goes:
+            return f"turns to {self.layout}: {figures} reach the cost of {self.cost:.3g} s"
+        if self.refusal:
+            return f"stays: {self.layout} has {figures}, but {self.refusal}"
+        return f"stays: {figures} for {self.layout} are below the cost of {self.cost:.3g} s"
+
+
+class RegretPolicy:
+    """Policy of one engine. It keeps the regret of staying for each other layout, since the last switch."""
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        limits: Mapping[LayoutName, LayoutLimits],
+        switches: Mapping[tuple[LayoutName, LayoutName], SwitchCost],
+        settings: RegretSettings = DEFAULT_SETTINGS,
+    ) -> None:
+        """limits: of every layout that the engine can serve. switches: every change that is possible."""
+        self._costs, self._limits, self._switches = costs, limits, switches
+        self._settings = settings.check()
+        self._regrets: dict[LayoutName, float] = dict.fromkeys(limits, 0.0)
+        self._layout: LayoutName | None = None
+        self._at = self._since = 0.0
+        """times of the last report, and of the first one in this layout"""
+
+    @property
+    def regrets(self) -> Mapping[LayoutName, float]:
+        """Seconds of serving that were lost by staying, for each other layout, at the last report."""
+        return self._regrets
+
+    def decide(self, load: LayoutLoad) -> LayoutDecision:
+        """Add the work since the last report to the regrets, and return the decision."""
+        layout = load.layout
+        if layout != self._layout:
+            self._layout, self._at, self._since = layout, load.at, load.at
+            self._regrets = dict.fromkeys(self._limits, 0.0)
+        memory = max(self._settings.memory, LASTING * (load.at - self._since))
+        kept = exp(min(0.0, self._at - load.at) / memory)
+        self._at = load.at
+        if layout not in self._limits or self._costs.uncertain(layout):
+            return LayoutDecision(None, None, 0.0, 0.0, f"stays: the step times of {layout} are uncertain")
+        best: _Candidate | None = None
+        for other in self._limits:
+            if (layout, other) in self._switches and not self._costs.uncertain(other):
+                one = self._candidate(load, other, kept)
+                if best is None or (not one.refusal, one.surplus) > (not best.refusal, best.surplus):
+                    best = one
+        if best is None:
+            return LayoutDecision(None, None, 0.0, 0.0, "stays: the step times of all others are uncertain")
+        goes = best.surplus >= 0.0 and not best.refusal
+        target = best.layout if goes else None
+        return LayoutDecision(target, best.layout, best.regret, best.cost, best.reason(goes))
+
+    def _candidate(self, load: LayoutLoad, other: LayoutName, kept: float) -> _Candidate:
+        """Price another layout at this report. kept: share of the regret that is not forgotten."""
+        saved, left = self._saved(load, other)
+        regret = self._regrets[other] = max(0.0, kept * self._regrets[other] + saved)
+        cost = self._settings.hysteresis * self._switches[load.layout, other].loss(load.kv_tokens)
+        back = self._switches.get((other, load.layout))
+        if back is not None:
+            left -= back.loss(load.kv_tokens)
+        refusal, limits = "", self._limits[other]
+        if saved <= 0.0:
+            refusal = "it saves nothing at this load"
+        elif not limits.holds(load.running, load.kv_tokens):
+            refusal = (
+                f"it holds {limits.max_running} sequences and {limits.kv_tokens} tokens of KV, and"
+                f" {load.running:.0f} with {load.kv_tokens:.0f} run"
+            )
+        return _Candidate(other, regret, max(0.0, left), cost, refusal)
+
+    def _saved(self, load: LayoutLoad, other: LayoutName) -> tuple[float, float]:
+        """Return the seconds that another layout would have saved on the work since the last report, and
+        would save on the share of the work left that counts. Negative: it would take longer."""
+        costs, settings = self._costs, self._settings
+        layout, running, context = load.layout, load.running, load.context
+        prompt_token = costs.prefill_token(layout)
+        prompts = prompt_token - costs.prefill_token(other)
+        if abs(prompts) <= PREFILL_ERROR * prompt_token:
+            prompts = 0.0
+        if not running or not load.steps:
+            return load.prefilled * prompts, 0.0
+        requests = running + load.waiting
+        is_full = load.waiting > 0 and self._limits[layout].batch(requests, context) <= FULL * running
+        inside = requests if is_full else running
+        batch = self._limits[other].batch(inside, context)
+        worth = batch if batch <= running else running + settings.queue * (batch - running)
+        ours = costs.step_seconds(layout, running, context)
+        theirs = costs.step_seconds(other, batch, context) * running / worth
+        step = ours - theirs
+        error = hypot(costs.deviation(layout, running, context), costs.deviation(other, batch, context))
+        if abs(step) <= settings.doubt * error * ours:
+            step = 0.0
+        saved = step + prompts * load.prefilled / load.steps
+        steps_left = load.output_left * inside / running
+        return load.steps * saved, settings.ahead * steps_left * saved
