@@ -64,6 +64,8 @@ class RegretSettings(NamedTuple):
 DEFAULT_SETTINGS = RegretSettings()
 FULL = 1.05
 """A layout is full if at most this times the running sequences could run."""
+SMOOTH = 15.0
+"""Seconds over which the prompt tokens of steps are averaged."""
 LASTING = 0.5
 """Share of the time since the last switch that is the time constant of regret, if that is longer than the
 setting: a load that has lasted for long is likely to last. So a small gain is taken at last.
@@ -116,6 +118,10 @@ class RegretPolicy:
         self._layout: LayoutName | None = None
         self._at = self._since = 0.0
         """times of the last report, and of the first one in this layout"""
+        self._ours = 0.0, 0.0
+        """duration of a step of this report's load, and its relative standard error"""
+        self._prompts_per_step = 0.0
+        """prompt tokens of a step, on average over some time: those of one report say little of the next"""
 
     @property
     def regrets(self) -> Mapping[LayoutName, float]:
@@ -130,9 +136,15 @@ class RegretPolicy:
             self._regrets = dict.fromkeys(self._limits, 0.0)
         memory = max(self._settings.memory, LASTING * (load.at - self._since))
         kept = exp(min(0.0, self._at - load.at) / memory)
+        if load.steps:
+            share = 1.0 - exp(min(0.0, self._at - load.at) / SMOOTH)
+            self._prompts_per_step += share * (load.prefilled / load.steps - self._prompts_per_step)
         self._at = load.at
         if layout not in self._limits or self._costs.uncertain(layout):
             return LayoutDecision(None, None, 0.0, 0.0, f"stays: the step times of {layout} are uncertain")
+        if load.running:
+            now = layout, load.running, load.context
+            self._ours = self._costs.step_seconds(*now), self._costs.deviation(*now)
         best: _Candidate | None = None
         for other in self._limits:
             if (layout, other) in self._switches and not self._costs.uncertain(other):
@@ -179,12 +191,14 @@ class RegretPolicy:
         inside = requests if is_full else running
         batch = self._limits[other].batch(inside, context)
         worth = batch if batch <= running else running + settings.queue * (batch - running)
-        ours = costs.step_seconds(layout, running, context)
+        ours, our_error = self._ours
         theirs = costs.step_seconds(other, batch, context) * running / worth
         step = ours - theirs
-        error = hypot(costs.deviation(layout, running, context), costs.deviation(other, batch, context))
+        error = hypot(our_error, costs.deviation(other, batch, context))
         if abs(step) <= settings.doubt * error * ours:
             step = 0.0
-        saved = step + prompts * load.prefilled / load.steps
         steps_left = load.output_left * inside / running
-        return load.steps * saved, settings.ahead * steps_left * saved
+        return (
+            load.steps * step + load.prefilled * prompts,
+            settings.ahead * steps_left * (step + prompts * self._prompts_per_step),
+        )

@@ -58,16 +58,17 @@ class _Reports:
 
     def __init__(self) -> None:
         self._steps = self._prefilled = 0
-        self._switching = False
+        self._layout: LayoutName | None = None
         self._settled_at = float("-inf")
 
     def next(self, engine: SimulatedEngine) -> LayoutLoad | None:
         """Return the load; None while a switch is under way."""
         if engine.target is not None:
-            self._switching = True
             return None
-        if self._switching:
-            self._switching, self._settled_at = False, engine.at
+        if engine.layout != self._layout:
+            if self._layout is not None:
+                self._settled_at = engine.at
+            self._layout = engine.layout
         load = LayoutLoad(
             at=engine.at,
             layout=engine.layout,
