@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from deploy.terminal.output import USAGE, console, fail, table
 from fleet.layout_times import LayoutName
 from fleet.text import byte_size, duration
-from migration.hardware.machines import Machine, machine_named
+from migration.hardware.machines import NODE_GPUS, Machine, machine_named
 from migration.hardware.memory import MEMORY_FRACTION, kv_capacity, memory_table
 from migration.hardware.models import MODELS, ConsideredModel, model_of_config
 from migration.hardware.sizes import expert_sizes, kv_sizes
@@ -32,6 +32,8 @@ def considered(model: str, hardware: str, ranks: int, context: int) -> Considere
     """Resolve the options. Ends the command with the remedy if one of them names nothing known."""
     if ranks < 2:
         fail(f"--ranks must be at least 2, not {ranks}: one rank has one layout", USAGE)
+    if ranks > NODE_GPUS and ranks % NODE_GPUS:
+        fail(f"--ranks above {NODE_GPUS} must be whole nodes of {NODE_GPUS} GPUs, not {ranks}", USAGE)
     if context < 1:
         fail(f"--context must be at least 1 token, not {context}", USAGE)
     try:
@@ -104,7 +106,7 @@ def sections(one: Considered) -> Iterator[Section]:
         ],
     )
     yield (
-        f"Switch, if all bytes take one link; KV of {KV_TOKENS:,} tokens in flight",
+        f"Switch, {_paths(ranks)}; KV of {KV_TOKENS:,} tokens in flight",
         ("link", "weights", "KV to TP", "KV to EP", "rate", "source"),
         [
             (
@@ -120,6 +122,12 @@ def sections(one: Considered) -> Iterator[Section]:
             for time in switch_times(model, machine, ranks)
         ],
     )
+
+
+def _paths(ranks: int) -> str:
+    if ranks <= NODE_GPUS:
+        return "if all bytes take one link"
+    return f"NVLink within nodes of {NODE_GPUS} GPUs and a network between them, at once"
 
 
 def sizes_record(one: Considered) -> dict[str, Any]:

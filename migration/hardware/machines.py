@@ -7,6 +7,10 @@ _NVIDIA = "NVIDIA aiconfigurator-core 0.12.0"
 _NCCL = f"{_NVIDIA}, NCCL 2.29.2, all-to-all of 537 MB per GPU, 8 GPUs"
 
 
+NODE_GPUS = 8
+"""GPUs that one NVLink switch joins"""
+
+
 @dataclass(frozen=True, slots=True)
 class LinkRate:
     """Speed of a link for one GPU, in one direction."""
@@ -17,6 +21,8 @@ class LinkRate:
     source: str
     is_floor: bool = True
     """False: measured, so that software is included"""
+    is_within_node: bool = False
+    """NVLink: it joins the GPUs of a node only"""
 
     def seconds(self, moved: float) -> float | None:
         """Return the time to receive these bytes on every GPU at once; None: unknown."""
@@ -78,10 +84,10 @@ _GIGABIT = 1e9 / 8
 
 def links(machine: Machine, ranks: int) -> Iterator[LinkRate]:
     """Yield the links over which all bytes of a switch may go. A network adapter of a node is shared by the
-    node's GPUs, at most 8."""
-    in_node = min(ranks, 8)
-    yield LinkRate("NVLink, line rate", machine.nvlink, machine.source)
-    yield LinkRate("NVLink, measured with NCCL", machine.nccl, _NCCL, is_floor=False)
+    node's GPUs."""
+    in_node = min(ranks, NODE_GPUS)
+    yield LinkRate("NVLink, line rate", machine.nvlink, machine.source, is_within_node=True)
+    yield LinkRate("NVLink, measured with NCCL", machine.nccl, _NCCL, is_floor=False, is_within_node=True)
     for name, gigabits, sharing in (
         ("InfiniBand, one 400G port per GPU", 400, 1),
         ("InfiniBand, one 400G port per node", 400, in_node),

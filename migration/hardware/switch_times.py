@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from migration.hardware.machines import LinkRate, Machine, links
+from migration.hardware.machines import NODE_GPUS, LinkRate, Machine, links
 from migration.hardware.models import ConsideredModel
 from migration.hardware.sizes import expert_sizes, kv_sizes
 
@@ -25,12 +25,23 @@ class SwitchTime:
 
 
 def switch_times(model: ConsideredModel, machine: Machine, ranks: int) -> Iterator[SwitchTime]:
-    """Yield the switch over each link, if all bytes take that link."""
+    """Yield the switch over each link. In one node: if all bytes take that link. In several nodes: of the
+    bytes within nodes over NVLink, and of those between nodes over the network, which overlap."""
     weights, kv = expert_sizes(model, ranks).moved, kv_sizes(model, ranks)
     for rate in links(machine, ranks):
+        share = share_over(rate, ranks)
         yield SwitchTime(
             rate,
-            rate.seconds(weights),
-            rate.seconds(KV_TOKENS * kv.moved_to_tp / ranks),
-            rate.seconds(KV_TOKENS * kv.moved_to_ep / ranks),
+            rate.seconds(share * weights),
+            rate.seconds(share * KV_TOKENS * kv.moved_to_tp / ranks),
+            rate.seconds(share * KV_TOKENS * kv.moved_to_ep / ranks),
         )
+
+
+def share_over(rate: LinkRate, ranks: int) -> float:
+    """Return the share of a GPU's received bytes that takes a link. It receives as much from each other
+    GPU."""
+    if ranks <= NODE_GPUS:
+        return 1.0
+    others = NODE_GPUS - 1 if rate.is_within_node else ranks - NODE_GPUS
+    return others / (ranks - 1)

@@ -100,6 +100,7 @@ def test_own_timings_and_pictures(tmp_path: Path) -> None:
         (["--model", "gpt-5"], "'gpt-5' is neither a config.json nor one of qwen3-235b"),
         (["--model", "qwen3-30b", "--hardware", "v100"], "'v100' is not known; use one of h200-nvl"),
         (["--model", "qwen3-30b", "--ranks", "1"], "--ranks must be at least 2, not 1"),
+        (["--model", "qwen3-30b", "--ranks", "12"], "--ranks above 8 must be whole nodes of 8 GPUs, not 12"),
         (["--model", "qwen3-30b", "--context", "0"], "--context must be at least 1 token, not 0"),
         (["--model", "qwen3-30b", "--set", "tp"], "--set does not go with --model"),
         (["--model", "qwen3-30b", "engine-0"], "ENGINE does not go with --model"),

@@ -116,6 +116,12 @@ def test_more_ranks_hold_less_each_and_slower_links_take_longer(name: str, ranks
     assert [seconds for _, seconds in known] == sorted((seconds for _, seconds in known), reverse=True)
 
 
+def test_between_two_nodes_half_of_the_experts_cross_the_network() -> None:
+    times = {time.rate.name: time.weights for time in switch_times(MODELS["qwen3-235b"], H200, 16)}
+    assert times["InfiniBand, one 400G port per GPU"] == pytest.approx(0.284, rel=2e-3), "14.2 GB"
+    assert times["NVLink, line rate"] == pytest.approx(0.0276, rel=2e-3), "the rest, at the same time"
+
+
 def test_a_rate_without_a_published_figure_gives_no_time() -> None:
     times = {time.rate.name: time for time in switch_times(MODELS["qwen3-30b"], MACHINES["b200"], 8)}
     measured = times["NVLink, measured with NCCL"]
