@@ -103,7 +103,10 @@ REQUESTED: dict[str, tuple[dict[type, type], str]] = {
         "the leading planner",
     ),
     "loop": (
-        dict.fromkeys((messages.DescribeLoop, messages.SetLoopState), messages.LoopDescribed),
+        {
+            **dict.fromkeys((messages.DescribeLoop, messages.SetLoopState), messages.LoopDescribed),
+            **dict.fromkeys((messages.DescribeLayouts, messages.SetLayoutChoice), messages.LayoutsDescribed),
+        },
         "the leading planner",
     ),
     "handover": (

@@ -50,6 +50,7 @@ from fleet.requests.handovers import (
     LeaseExperts,
     ProposeHandover,
 )
+from fleet.requests.layouts import DescribeLayouts, LayoutsDescribed, SetLayoutChoice
 from fleet.requests.plans import (
     ApplyMap,
     ApplyPlan,
@@ -113,6 +114,9 @@ AnyEvent = (
     | SetLoopState
     | DescribeLoop
     | LoopDescribed
+    | DescribeLayouts
+    | SetLayoutChoice
+    | LayoutsDescribed
     | DescribeEngine
     | DescribeProfile
     | DescribeClusters

@@ -11,7 +11,9 @@ def byte_size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time of the order of a model step, in milliseconds or microseconds."""
+    """Format a time of the order of a model step, in seconds, milliseconds or microseconds."""
+    if abs(seconds) >= 1.0:
+        return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.3g} us"
 
 

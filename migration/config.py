@@ -30,6 +30,14 @@ Engines that move their experts themselves (vLLM with its expert-parallel load b
 with even shares under every policy (`migration.planning.planner.REARRANGING`).
 """
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+LayoutPolicyName = Literal["regret", "threshold", "rollout", "static"]
+"""Policies that choose the layout of an engine.
+
+- regret: switch once the time lost by staying, queue included, exceeds the cost of going.
+- threshold: the published rule of two thresholds on the number of requests, between ep and tp.
+- rollout: the same with one threshold, for batches that only shrink.
+- static: never switch.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,10 @@ class MigrationConfig:
     """carry out plans that pay automatically; false: only on request of an operator"""
     policy: Policy = "roost"
     """roost, replicate, reweight, uniform, full, eplb or eplb_hierarchical"""
+    layout_policy: LayoutPolicyName = "regret"
+    """regret, threshold, rollout or static: what chooses the layout of engines that measured their layouts"""
+    layout_threshold: Positive = 256.0
+    """requests of an engine from which the policies threshold and rollout turn to ep"""
     cycle_seconds: Positive = 30.0
     """interval at which each engine is re-evaluated and its homes are published"""
     homes_seconds: Positive = 120.0

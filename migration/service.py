@@ -46,6 +46,7 @@ from migration.model.move_history import retraced
 from migration.reload import refused, reloaded
 from migration.requests.operator_commands import OperatorCommands
 from migration.requests.plan_queries import PlanQueries
+from migration.requests.switch_plans import SwitchPlans
 from migration.telemetry.metrics import MigrationMetrics
 from migration.telemetry.tracing import MigrationTracing
 
@@ -132,10 +133,11 @@ class MigrationService:
         """Run as the leader until cancelled. Raises LeaseTaken, in a group, once another service is the
         leader."""
         subjects, executor = self._subjects, self._make_executor()
+        switches = SwitchPlans(self._config, self.demand, executor, self._clock)
         requests = OperatorCommands(
-            self._bus, subjects, self._config, self.placements, self.demand, executor, self._clock
+            self._bus, subjects, self._config, self.placements, self.demand, executor, switches
         )
-        controller = self.controller = self._make_controller(executor, requests)
+        controller = self.controller = self._make_controller(executor, requests, switches)
         async with (
             self._bus.subscribe(subjects.demand, subjects.kv_metrics) as reports,
             self._bus.subscribe(subjects.dispatched(), subjects.experts(), subjects.shifts) as measurements,
@@ -191,7 +193,9 @@ class MigrationService:
             self._tracing,
         )
 
-    def _make_controller(self, executor: PlanExecutor, requests: OperatorCommands) -> Controller:
+    def _make_controller(
+        self, executor: PlanExecutor, requests: OperatorCommands, switches: SwitchPlans
+    ) -> Controller:
         context = LoopContext(
             bus=self._bus,
             subjects=self._subjects,
@@ -201,6 +205,7 @@ class MigrationService:
             plan_queries=self._plan_queries,
             executor=executor,
             commands=requests,
+            switches=switches,
             lead=self._lead,
             metrics=self.metrics,
             tracing=self._tracing,
@@ -511,9 +516,13 @@ class MigrationService:
                 self.demand.demand(demand, self._clock())
             case KvMetrics() as load:
                 self.demand.load(load, self._clock())
+                if self.controller is not None:
+                    self.controller.loaded(load)
             case DispatchMeasured() as sent:
                 self.dispatch.add(sent, self._clock())
                 self.demand.rearranged(sent)
+                if self.controller is not None:
+                    self.controller.dispatched(sent)
             case ExpertsActivated() as activated:
                 self.demand.activated(activated, self._clock())
             case PopularityShifted() as shift if self.controller is not None:

@@ -3,6 +3,7 @@
 Implementations are imported when the command runs, because not every command needs the NATS client.
 """
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -19,6 +20,14 @@ from deploy.cli.considered import (
 from deploy.cli.migrate import NoWaitOption
 from deploy.terminal.command_settings import bus_from, refuse
 from deploy.terminal.options import ConfigOption, EngineArgument, JsonOption, NatsOption
+
+
+class AutoLayout(StrEnum):
+    """AutoLayout of layouts by the planner, or by hand."""
+
+    ON = "on"
+    OFF = "off"
+
 
 SetOption = Annotated[
     str | None,
@@ -39,6 +48,14 @@ NowOption = Annotated[
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Show bytes by link, seconds, cells and KV. Nothing is moved.")
 ]
+AutoOption = Annotated[
+    AutoLayout | None,
+    typer.Option(
+        "--auto",
+        help="Have the planner choose the layout of the engine (default: of every engine), or leave it as it"
+        " is. Survives restarts.",
+    ),
+]
 MemoryOption = Annotated[
     bool,
     typer.Option(
@@ -58,6 +75,7 @@ def layout(
     now: NowOption = False,
     dry_run: DryRunOption = False,
     memory: MemoryOption = False,
+    auto: AutoOption = None,
     no_wait: NoWaitOption = False,
     nats: NatsOption = None,
     as_json: JsonOption = False,
@@ -69,8 +87,11 @@ def layout(
     kernels: KernelsOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Show the layout of each engine: which MoE layers are sharded, its attention, and which layouts it can
-    change to.
+    """Show the layout of each engine: which MoE layers are sharded, its attention, which layouts it can
+    change to, and how the planner chooses: measured steps by load, the time lost so far by staying (regret),
+    and why it stays.
+
+    With --auto: have the planner choose, or not. It switches once the regret exceeds the cost of the switch.
 
     With --set: change it while the engine serves, by a plan of handovers like a migration. Each turns over as
     many layers as the ranks have spare cells for, within the planner's byte budget. Layers that become whole
@@ -114,6 +135,15 @@ def layout(
         return
     refuse(considering, "belongs to --model NAME|FILE")
     bus = bus_from(config, nats)
+    if auto is not None:
+        refuse(
+            {"--set": wanted, "--now": now, "--dry-run": dry_run, "--no-wait": no_wait, "--memory": memory},
+            "does not go with --auto, which changes no layout itself",
+        )
+        from deploy.views.layout import show_choice
+
+        show_choice(bus, engine, automatic=auto is AutoLayout.ON, as_json=as_json)
+        return
     if memory:
         refuse(
             {"--set": wanted, "--now": now, "--dry-run": dry_run, "--no-wait": no_wait},

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
-from bus import Bus, BusTimeout, Declined, NobodyThere
+from bus import Bus, BusTimeout, Declined, Message, NobodyThere
 from bus.protocol.subjects import Subjects
 from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SetLoopState
 
@@ -21,6 +22,8 @@ SILENCE = (
     " is an older version of Roost"
 )
 
+Answer = TypeVar("Answer", bound=Message)
+
 
 class NoAnswer(Exception):
     """Raised when no planner reports its state; the text gives the reason, if known."""
@@ -31,7 +34,7 @@ async def described(bus: Bus, subjects: Subjects) -> LoopDescribed:
 
     Raises NoAnswer without a planner, or with one that does not know the request; BusError without a bus.
     """
-    return await _request(bus, subjects, DescribeLoop())
+    return await answered(bus, subjects, DescribeLoop(), LoopDescribed)
 
 
 async def set_paused(
@@ -44,7 +47,8 @@ async def set_paused(
     may_apply = False
     for look in range(LOOKS):
         try:
-            return await _request(bus, subjects, SetLoopState(paused=paused, reason=reason))
+            request = SetLoopState(paused=paused, reason=reason)
+            return await answered(bus, subjects, request, LoopDescribed)
         except NoAnswer as error:
             if not isinstance(error.__cause__, BusTimeout):
                 if may_apply:
@@ -62,14 +66,18 @@ async def set_paused(
     raise NoAnswer(UNKNOWN if may_apply else f"{SILENCE}; nothing was changed")
 
 
-async def _request(bus: Bus, subjects: Subjects, question: DescribeLoop | SetLoopState) -> LoopDescribed:
+async def answered(bus: Bus, subjects: Subjects, question: Message, answers: type[Answer]) -> Answer:
+    """Send a request about the control loop once, and return its answer, of type `answers`.
+
+    Raises NoAnswer without a planner, or with one that does not know the request; BusError without a bus.
+    """
     try:
         answer = await bus.request(subjects.loop, question, ASK_SECONDS)
     except BusTimeout as error:
         raise NoAnswer(SILENCE) from error
     except Declined as refusal:
         raise NoAnswer(str(refusal)) from refusal
-    if not isinstance(answer, LoopDescribed):
+    if not isinstance(answer, answers):
         raise NoAnswer(
             f"the planner answered with {type(answer).__name__}; is it of another version of Roost?"
         )

@@ -13,6 +13,7 @@ from migration.loop_state.dispatch_windows import DispatchWindow, DispatchWindow
 from migration.model.plan_log import EnginePlans
 from migration.requests.operator_commands import OperatorCommands
 from migration.requests.plan_queries import PlanQueries
+from migration.requests.switch_plans import SwitchPlans
 from migration.telemetry.metrics import MigrationMetrics
 from migration.telemetry.tracing import MigrationTracing
 
@@ -29,6 +30,7 @@ class LoopContext:
     plan_queries: PlanQueries
     executor: PlanExecutor
     commands: OperatorCommands
+    switches: SwitchPlans
     lead: LeaderLease
     metrics: MigrationMetrics
     tracing: MigrationTracing | None

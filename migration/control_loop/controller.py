@@ -9,10 +9,15 @@ import itertools
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from bus import BusError, Message
+from fleet.facts.activity import DispatchMeasured
 from fleet.facts.demand import PopularityShifted
+from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.migrations import PlanEvaluated
 from fleet.requests.control_loop import DescribeLoop, LoopDescribed, SetLoopState
+from fleet.requests.layouts import DescribeLayouts, LayoutsDescribed, SetLayoutChoice
 from fleet.requests.refusal import RequestRefused
 from migration.config import MigrationConfig
 from migration.control_loop.context import LoopContext
@@ -63,6 +68,8 @@ class Controller:
                 await asyncio.sleep(_LOOK_SECONDS)
                 if looks % _CHECK_LOOKS == 0:
                     await self._state_store.check()
+                    for engine in self._engines.values():
+                        engine.remember_curves()
                 await self._state_store.keep()
                 self.context.demand.turn(self.context.clock())
                 self._look(tasks)
@@ -72,6 +79,7 @@ class Controller:
         self._config = config
         self.context.executor.reconfigure(config)
         self.context.commands.reconfigure(config)
+        self.context.switches.reconfigure(config)
         self._evaluator.reconfigure(config)
         for engine in self._engines.values():
             engine.reconfigure(config)
@@ -93,14 +101,34 @@ class Controller:
             )
             for engine in self._engines.values() if not message.paused else ():
                 engine.resume()
+        elif isinstance(message, SetLayoutChoice | DescribeLayouts):
+            return self._layouts(message)
         elif not isinstance(message, DescribeLoop):
             return RequestRefused(
                 reason=(
-                    f"a {type(message).__name__} is no request for this subject; send a SetLoopState or a"
-                    " DescribeLoop"
+                    f"a {type(message).__name__} is no request for this subject; send a SetLoopState, a"
+                    " DescribeLoop, a SetLayoutChoice or a DescribeLayouts"
                 )
             )
         return self.described()
+
+    def _layouts(self, message: SetLayoutChoice | DescribeLayouts) -> Message:
+        """Answer how layouts are chosen, after a change of it. The change is stored with the next look."""
+        present = self.context.placements.engines()
+        names = [message.engine] if message.engine else sorted(self._engines)
+        if message.engine and message.engine not in self._engines:
+            there = ", ".join(sorted(self._engines)) or "none"
+            return RequestRefused(
+                reason=f"no engine {message.engine!r} with experts is present; there are: {there}"
+            )
+        if isinstance(message, SetLayoutChoice):
+            for name in names:
+                memory = self._state_store.memory.engine(name)
+                changed = msgspec.structs.replace(memory, layout_by_hand=not message.automatic)
+                self._state_store.change(name, changed)
+        return LayoutsDescribed(
+            engines=tuple(self._engines[name].layout(present[name]) for name in names if name in present)
+        )
 
     def plan_discount(self, engine: str) -> float:
         """Return the current discount factor on the predicted gains of an engine, in (0, 1]."""
@@ -132,6 +160,21 @@ class Controller:
             self.context.demand.shifted(message.model, self.context.clock())
         for engine in self._engines.values():
             engine.shifted(message)
+
+    def loaded(self, report: KvMetrics) -> None:
+        """Apply the load of a target."""
+        if (engine := self._of_worker(report.worker_id)) is not None:
+            engine.loaded(report)
+
+    def dispatched(self, report: DispatchMeasured) -> None:
+        """Apply what a rank's steps dispatched."""
+        if (engine := self._of_worker(report.worker_id)) is not None:
+            engine.dispatched(report)
+
+    def _of_worker(self, worker_id: int) -> EngineController | None:
+        name = self.context.placements.engine_of(worker_id)
+        engine = None if name is None else self._engines.get(name)
+        return engine if engine is not None and engine.worker_id == worker_id else None
 
     def _logged(self, entry: PlanEntry) -> None:
         """Apply a new entry of the log of plans."""

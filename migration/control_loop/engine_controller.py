@@ -5,17 +5,22 @@ It runs in a task of its own, so that a failure of one engine does not delay ano
 
 import asyncio
 import logging
+from math import inf
 
 import msgspec
 
 from bus import BusError
+from fleet.facts.activity import DispatchMeasured
 from fleet.facts.demand import PopularityShifted
+from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.migrations import MigrationAborted, MigrationStaged
 from fleet.requests.control_loop import EngineLoop
+from fleet.requests.layouts import EngineLayout
 from migration.config import MigrationConfig
 from migration.control_loop.context import LoopContext
 from migration.control_loop.evaluator import PlanEvaluator
 from migration.control_loop.homes_publisher import HomesPublisher
+from migration.control_loop.layout_switcher import LayoutSwitcher
 from migration.control_loop.state_store import StateStore
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent
 from migration.execution.executor import ExecutorBusy
@@ -34,7 +39,8 @@ from migration.model.plan import Plan
 from migration.model.plan_log import PlanEntry, PlanRun
 from migration.planning.planner import PlannerDecision
 from migration.planning.problem import PlanningQuestion
-from migration.requests.operator_commands import ASK_SECONDS, RankFull
+from migration.requests.operator_commands import ASK_SECONDS
+from migration.requests.switch_plans import RankFull
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +76,7 @@ class EngineController:
         )
         self._wakeup = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._layouts = LayoutSwitcher(context, config, state_store, entry)
         evaluator.rest(entry)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -88,6 +95,7 @@ class EngineController:
     def reconfigure(self, config: MigrationConfig) -> None:
         """Use new settings from now on."""
         self._config = config
+        self._layouts.reconfigure(config)
         self._plan_by(self._context.clock() + config.cycle_seconds)
 
     def resume(self) -> None:
@@ -104,6 +112,17 @@ class EngineController:
             self._state.shifted(DemandShift(self._context.clock(), message.traceparent))
             self._wakeup.set()
 
+    def loaded(self, report: KvMetrics) -> None:
+        """Apply the load of a target. The policy may ask for a switch of layout."""
+        at = self._layouts.loaded(report)
+        if at < self._state.switch_at:
+            self._state.switch_at = at
+            self._wakeup.set()
+
+    def dispatched(self, report: DispatchMeasured) -> None:
+        """Apply what a rank's steps dispatched."""
+        self._layouts.dispatched(report)
+
     def logged(self, entry: PlanEntry) -> None:
         """Apply a new log entry about this engine.
 
@@ -119,6 +138,7 @@ class EngineController:
     def _ended(self, run: PlanRun) -> None:
         now, aborted = self._context.clock(), run.end if isinstance(run.end, MigrationAborted) else None
         self._state.next_at = now
+        self._layouts.ended(run.plan)
         if run.own:
             self._context.metrics.plan_ended(
                 run.planned.origin, "committed" if aborted is None else "aborted"
@@ -214,9 +234,19 @@ class EngineController:
         if (harmful := state.to_undo) is not None and state.rollback_at() <= now:
             await self._undo(harmful)
         elif (run := to_evaluate(state.plans)) is not None and state.evaluate_at(self._config) <= now:
-            await self._evaluator.evaluate(entry, run)
+            await self._evaluate(entry, run)
+        elif state.switch_at <= now:
+            await self._switch(entry)
         else:
             await self._plan(entry)
+
+    async def _evaluate(self, entry: EngineEntry, run: PlanRun, disturbed: str = "") -> None:
+        """Evaluate a plan. disturbed: see `PlanEvaluator.evaluate`; a switch of layout is evaluated all the
+        same."""
+        if run.switches_layout:
+            await self._evaluator.evaluate_switch(entry, run, self._layouts.trial(run.plan))
+        else:
+            await self._evaluator.evaluate(entry, run, disturbed)
 
     async def _undo(self, run: PlanRun) -> None:
         rollback = self._state.rollback_of(run)
@@ -289,7 +319,7 @@ class EngineController:
                 raise ValueError("others moved experts meanwhile")  # noqa: TRY301
             # only once it is nearly certain that another plan follows
             if (run := to_evaluate(state.plans)) is not None:
-                await self._evaluator.evaluate(
+                await self._evaluate(
                     entry, run, "demand shifted, and another plan follows before it could be evaluated"
                 )
             why = grounds(decided.record, "" if shift is None else shift.traceparent)
@@ -302,6 +332,21 @@ class EngineController:
         await self._evaluator.begin(entry, accepted.plan, decided.record, plan.base_epoch)
         await self._homes.after(state, entry, decided.homes_after, plan.base_epoch + len(plan.handovers))
         return None
+
+    async def _switch(self, entry: EngineEntry) -> None:
+        """Carry out the switch of layout that the policy asks for, if nothing forbids it."""
+        self._state.switch_at = inf
+        decided = await self._layouts.switch(entry, self._state, self._evaluate, self._acting)
+        if decided:
+            self._decide(decided)
+
+    def layout(self, entry: EngineEntry) -> EngineLayout:
+        """Describe how the layout of this engine is chosen."""
+        return self._layouts.describe(entry, automatic=self._acting())
+
+    def remember_curves(self) -> None:
+        """Put the step times of the layouts into the persistent state."""
+        self._layouts.remember()
 
     async def _remember_start(self, entry: EngineEntry) -> None:
         """Store the first measurements of this incarnation."""

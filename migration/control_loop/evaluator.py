@@ -17,7 +17,8 @@ from migration.handover.handover_messages import Grounds
 from migration.loop_state.engine_loop import prices
 from migration.loop_state.persistent_state import EngineMemory, Harm, PendingVerdict
 from migration.loop_state.plan_history import changed_since, last_epoch, to_undo, turned_since
-from migration.loop_state.verdict import Evaluation, PlanCase, evaluated, recovered
+from migration.loop_state.switch_trial import SwitchTrial
+from migration.loop_state.verdict import Evaluation, Measurement, PlanCase, evaluated, recovered
 from migration.model.plan_log import PlanRun
 from migration.model.plan_record import PlanRecord
 from migration.planning.counterfactual import Counterfactual
@@ -91,7 +92,22 @@ class PlanEvaluator:
             committed=run.progress.committed,
             disturbed=disturbed,
         )
-        await self._record(entry, run, case, evaluated(case, self.plan_discount(entry.engine)))
+        found = evaluated(case, self.plan_discount(entry.engine))
+        await self._record(run, found, case.before, None if case.disturbed else case.after)
+
+    async def evaluate_switch(self, entry: EngineEntry, run: PlanRun, trial: SwitchTrial | None) -> None:
+        """Evaluate a switch of layout and record the verdict.
+
+        trial: its steps so far; None: this service did not lead when it ended. Raises BusError if the bus
+        fails; try again.
+        """
+        discount, disturbed = self.plan_discount(entry.engine), self._disturbed(entry, run)
+        if trial is None or disturbed:
+            reason = disturbed or "another planner leads since, which did not see the steps before"
+            found = Evaluation("unknown", None, discount, reason)
+        else:
+            found = trial.evaluated(discount)
+        await self._record(run, found, None, None)
 
     async def undo(self, run: PlanRun, still: Callable[[], bool]) -> Harm:
         """Start the rollback of a harmful plan. Returns the cooldown to apply afterwards (`harmed`).
@@ -100,7 +116,8 @@ class PlanEvaluator:
         another ValueError if it never will be, and BusError if the bus fails.
         """
         planned, executor, commands = run.planned, self._context.executor, self._context.commands
-        entry, made = commands.movable(planned.engine), last_epoch(self._context.plans(planned.engine))
+        present = commands.present if run.switches_layout else commands.movable
+        entry, made = present(planned.engine), last_epoch(self._context.plans(planned.engine))
         if entry.epoch != made:
             raise ValueError(f"epoch {entry.epoch} is served, not {made}, which it led to")
         executor.refuse_second(entry.engine)
@@ -108,7 +125,10 @@ class PlanEvaluator:
         goal = await commands.before(planned)
         plan = await commands.undoing(entry, planned, goal, statuses)
         until = self._context.wall() + HARM_RESTS * self._config.cooldown_seconds
-        cells = self._harmed(entry.engine, run.plan, changed(goal, entry.placement))
+        moved = changed(goal, entry.placement)
+        if run.switches_layout:
+            moved = np.zeros_like(moved)  # the layout did harm; experts may move
+        cells = self._harmed(entry.engine, run.plan, moved)
         harm = Harm.of(run.plan, until, cells)
         grounds = Grounds(self._config.policy, traceparent=planned.traceparent)
         await executor.accept(entry, plan, "rollback", grounds, still)
@@ -154,17 +174,20 @@ class PlanEvaluator:
             )
             return None
 
-    async def _record(self, entry: EngineEntry, run: PlanRun, case: PlanCase, found: Evaluation) -> None:
+    async def _record(
+        self, run: PlanRun, found: Evaluation, before: Measurement | None, after: Measurement | None
+    ) -> None:
+        planned = run.planned
         message = PlanEvaluated(
-            engine=entry.engine,
-            worker_id=run.planned.worker_id,
+            engine=planned.engine,
+            worker_id=planned.worker_id,
             plan=run.plan,
             epoch=run.progress.epoch,
             verdict=found.verdict,
-            predicted_before=case.predicted_before,
-            predicted_after=case.predicted_after,
-            measured_before=None if case.before is None else case.before.figures,
-            measured_after=None if case.after is None or case.disturbed else case.after.figures,
+            predicted_before=planned.before or _NOTHING,
+            predicted_after=planned.after or _NOTHING,
+            measured_before=None if before is None else before.figures,
+            measured_after=None if after is None else after.figures,
             realised=found.realised,
             plan_discount=found.plan_discount,
             reason=found.reason,

@@ -85,6 +85,8 @@ class EngineLoopState:
     """homes valid from the end of the plan under way"""
     rollback: Rollback | None = None
     """rollback of the last harmful plan"""
+    switch_at: float = float("inf")
+    """time of a switch of layout that the policy asks for; inf: it asks for none"""
     retry_at: float = float("-inf")
     """failed actions are not retried before this time"""
 
@@ -154,7 +156,8 @@ class EngineLoopState:
 
     def due(self, config: MigrationConfig) -> float:
         """Return the time of the next action."""
-        return max(min(self.next_at, self.evaluate_at(config), self.rollback_at()), self.retry_at)
+        actions = self.next_at, self.evaluate_at(config), self.rollback_at(), self.switch_at
+        return max(min(actions), self.retry_at)
 
     def left_bytes(self, now: float, config: MigrationConfig) -> int:
         """Return the bytes that a plan may copy now."""
@@ -213,18 +216,30 @@ def withheld(
 
     paused: reason for the pause; None: not paused. answers: shift that the plan responds to.
     """
+    if reason := forbidden(loop, config, paused, now, urgent=answers is not None):
+        return reason
+    if to_evaluate(loop.plans) is not None and answers is None:
+        return "the plan before it is not evaluated yet"
+    if not record.next_window:
+        return "it was evaluated on the window that it was made from; it waits for the next"
+    return ""
+
+
+def forbidden(
+    loop: EngineLoopState, config: MigrationConfig, paused: str | None, now: float, *, urgent: bool = False
+) -> str:
+    """Return the reason for not carrying out any automatic plan or switch of layout; empty: there is none.
+
+    paused: as for `withheld`. urgent: it does not wait for the rollback of a harmful plan.
+    """
     if not config.automatic:
         return "planner.automatic is off: carry it out with roost plan --apply"
     if paused is not None:
         return f"it is paused{f' ({paused})' if paused else ''}: roost migration resume"
-    if (harmful := loop.to_undo) is not None and answers is None:
+    if (harmful := loop.to_undo) is not None and not urgent:
         return f"plan {harmful.plan}, which did harm, is to be rolled back first"
-    if to_evaluate(loop.plans) is not None and answers is None:
-        return "the plan before it is not evaluated yet"
     if (rest := paused_until(loop.plans, config.cycle_seconds) - now) > 0:
         return f"the last plan was aborted, and the next waits {rest:.0f} s"
-    if not record.next_window:
-        return "it was evaluated on the window that it was made from; it waits for the next"
     return ""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.facts.migrations import LoopFigures
+from migration.layouts.curves_record import CurvesRecord
 from migration.loop_state.verdict import Measurement, StepPrices
 
 MAX_ENGINES = 256
@@ -84,6 +85,10 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
     at_start: LoopFigures | None = None
     pending: PendingVerdict | None = None
     harms: tuple[Harm, ...] = ()
+    layout_by_hand: bool = False
+    """True: the planner leaves the layout as it is"""
+    curves: CurvesRecord | None = None
+    """step times of the engine's layouts, as corrected by live steps"""
 
     def harmed(self, harm: Harm, now: float) -> "EngineMemory":
         """Add a harmful plan, and drop those that have expired at `now`, in Unix seconds."""

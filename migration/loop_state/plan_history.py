@@ -67,11 +67,7 @@ def changed_since(plans: EnginePlans, run: PlanRun) -> bool:
 def turned_since(plans: EnginePlans, run: PlanRun) -> bool:
     """Return True if a later plan changed the form of layers, or the attention, after this one."""
     later = takewhile(lambda other: other is not run, _newest_first(plans))
-    return any(
-        other.progress.numbers
-        and (other.planned.to_sharded or other.planned.to_whole or other.planned.attention is not None)
-        for other in later
-    )
+    return any(other.progress.numbers and other.switches_layout for other in later)
 
 
 def summaries(plans: EnginePlans, pending: str = "") -> tuple[PlanSummary, ...]:

@@ -121,6 +121,12 @@ class PlanRun:
         return self.planned.origin == "rollback" and bool(self.planned.policy)
 
     @property
+    def switches_layout(self) -> bool:
+        """True if the plan changes the form of layers, or the attention."""
+        planned = self.planned
+        return bool(planned.to_sharded or planned.to_whole or planned.attention is not None)
+
+    @property
     def changed_nothing(self) -> bool:
         """True if the plan has ended without any committed handover."""
         return self.end is not None and not self.progress.numbers

@@ -2,7 +2,7 @@
 refuse with a reason."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
 import msgspec
@@ -11,13 +11,11 @@ from bus import Bus, BusError, Message
 from bus.protocol.subjects import Subjects
 from fleet.facts.migrations import MigrationPlanned, Origin
 from fleet.facts.placements import PlacementCommitted
-from fleet.layout import KV_PAGE_SECONDS, KV_ROUND_PAGES, head_groups, kv_units_read
 from fleet.placement import Placement
 from fleet.requests.handovers import HandoverDescribed
 from fleet.requests.plans import (
     ApplyMap,
     ApplyPlan,
-    KvMove,
     MigrateExpert,
     MigrationAccepted,
     RollBack,
@@ -31,20 +29,14 @@ from migration.engine_state.placement_registry import EngineEntry, PlacementRegi
 from migration.execution.executor import PlanExecutor
 from migration.execution.handover_driver import Unfit
 from migration.handover.handover_messages import accepted
-from migration.model.cost_model import LinkSpeeds
-from migration.model.plan import PART_LINKS, Plan
+from migration.model.plan import Plan
 from migration.model.plan_log import PlanRun
-from migration.planning.layout_switch import Switch, attention_refusal, switch, turning_refusal
 from migration.planning.operator_maps import one_expert_of_a_map, requested_map, restoring_map
 from migration.planning.operator_plans import one_expert, plan_to_undo, read, restoring_plan
-from migration.planning.staging_capacity import StagingRoom
+from migration.requests.switch_plans import SwitchPlans
 
 ASK_SECONDS = 2.0
 """Time limit for the answer of a rank; the request is then refused."""
-
-
-class RankFull(ValueError):
-    """Error: a rank has no free cell for another expert. It may have one later."""
 
 
 Order = MigrateExpert | ApplyMap | ApplyPlan | RollBack | SetLayout
@@ -70,7 +62,7 @@ class OperatorCommands:
         placements: PlacementRegistry,
         demand: DemandWindows,
         conductor: PlanExecutor,
-        clock: Callable[[], float],
+        switches: SwitchPlans,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -78,10 +70,10 @@ class OperatorCommands:
         self._demand = demand
         self._executor = conductor
         self._config = config
-        self._clock = clock
+        self._switches = switches
 
     def reconfigure(self, config: MigrationConfig) -> None:
-        """Use new link speeds and another byte budget from now on."""
+        """Use another byte budget from now on."""
         self._config = config
 
     async def answer(self, message: Message) -> Message:
@@ -100,7 +92,7 @@ class OperatorCommands:
                 return await self._end(entry, waiting, dry_run=dry_run)
             statuses = await self._executor.survey(entry, ASK_SECONDS)
             made = await self._plan(entry, message, statuses)
-            self._check_legal(
+            self._switches.check_legal(
                 entry,
                 turns=any(step.turns for step in made.plan.steps),
                 attends=made.plan.attention is not None,
@@ -167,22 +159,6 @@ class OperatorCommands:
             )
         return entry
 
-    def _check_legal(self, entry: EngineEntry, *, turns: bool, attends: bool) -> None:
-        """Raise ValueError if an engine cannot turn layers over, or change its attention, as a plan does."""
-        if not turns and not attends:
-            return
-        joined, placement = entry.joined, entry.placement
-        if joined is None or joined.shape is None:
-            raise ValueError(f"the join of engine {entry.engine!r} is not known yet; try again")
-        reason = turns and turning_refusal(
-            joined.shape, placement.attention, placement.ranks, joined.unshardable, joined.tp_refusal
-        )
-        if reason:
-            raise ValueError(f"engine {entry.engine!r} cannot turn layers over: {reason}")
-        reason = attends and attention_refusal(joined.shape, placement.ranks, joined.tp_refusal)
-        if reason:
-            raise ValueError(f"engine {entry.engine!r} cannot change its attention: {reason}")
-
     async def _plan(
         self,
         entry: EngineEntry,
@@ -194,7 +170,7 @@ class OperatorCommands:
             case MigrateExpert():
                 demand = self._demand.reported_rates(entry.worker_id)
                 make = one_expert_of_a_map if entry.rearranges else one_expert
-                room = self._room(entry, statuses)
+                room = self._switches.room(entry, statuses)
                 return _Made(await asyncio.to_thread(make, entry.placement, request, room, demand))
             case ApplyMap():
                 if not entry.rearranges:
@@ -203,7 +179,7 @@ class OperatorCommands:
                         " of whole maps: roost plan"
                     )
                 goal = Placement.from_record(request.placement)
-                room = self._room(entry, statuses)
+                room = self._switches.room(entry, statuses)
                 return _Made(await asyncio.to_thread(requested_map, entry.placement, goal, room))
             case ApplyPlan():
                 plan = await asyncio.to_thread(
@@ -211,62 +187,11 @@ class OperatorCommands:
                 )
                 return _Made(plan)
             case SetLayout():
-                turns = set(request.sharded) != set(entry.placement.sharded)
-                attends = request.attention != entry.placement.attention
-                self._check_legal(entry, turns=turns or not attends, attends=attends)
-                room = self._room(entry, statuses, receives=turns)
-                found = await asyncio.to_thread(
-                    switch, entry.placement, request.sharded, room, attention=request.attention
-                )
-                return _Made(found.plan, switch=self._estimate(entry, found, room))
+                made = await self._switches.plan(entry, request.sharded, request.attention, statuses)
+                return _Made(made.plan, switch=made.estimate)
         planned = plan_to_undo(self._executor.log.plans.engines[entry.engine], request.plan)
         goal = await self.before(planned)
         return _Made(await self.undoing(entry, planned, goal, statuses), "rollback")
-
-    def _estimate(self, entry: EngineEntry, found: Switch, room: StagingRoom) -> SwitchEstimate:
-        """Estimate the cost of a switch of layout."""
-        plans, config = self._executor.log.plans.engines[entry.engine], self._config
-        speed = plans.read_speed
-        links = LinkSpeeds(
-            same_node=speed or config.rank_bytes_per_second,
-            cross_node=speed or config.node_bytes_per_second,
-        )
-        parts = [moved for step in found.plan.steps for moved in step.parts]
-        sizes = [handover.bytes for handover in found.plan.handovers]
-        wait = plans.spending.wait(self._clock(), sizes, config.budget_bytes, config.budget_seconds)
-        return SwitchEstimate(
-            bytes_by_link={
-                link: sum(moved.bytes for moved in parts if moved.link == link) for link in PART_LINKS
-            },
-            seconds=found.seconds(room.node, links),
-            budget_seconds=wait if config.budget_bytes else None,
-            measured=bool(speed),
-            cells=found.cells,
-            free=room.staging or 0,
-            kv=self._kv_move(entry, found.plan, links),
-        )
-
-    def _kv_move(self, entry: EngineEntry, plan: Plan, links: LinkSpeeds) -> KvMove | None:
-        """Estimate the KV that ranks read as a plan changes the attention. None: it does not, or too little
-        is reported."""
-        joined, after = entry.joined, plan.attention
-        if after is None or joined is None or joined.shape is None or not joined.kv_block_bytes:
-            return None
-        use = self._demand.kv_use(entry.worker_id, entry.targets)
-        if use is None:
-            return None
-        ranks, pages = entry.placement.ranks, sum(use.pages)
-        groups = head_groups(ranks, joined.shape.kv_heads)
-        unit = joined.kv_block_bytes // groups
-        sizes = kv_units_read(use.pages, after, ranks, groups) * unit
-        last = kv_units_read(use.running, after, ranks, groups) * unit
-        return KvMove(
-            pages=pages,
-            bytes=int(sizes.sum()),
-            rounds=1 + -(-max(use.pages) // KV_ROUND_PAGES),
-            seconds=float(sizes.max()) / links.same_node,
-            pause_seconds=float(last.max()) / links.same_node + KV_PAGE_SECONDS * pages,
-        )
 
     async def undoing(
         self,
@@ -279,34 +204,8 @@ class OperatorCommands:
         none."""
         make = restoring_map if entry.rearranges else restoring_plan
         receives = bool(len(entry.placement.whole) or len(goal.whole))
-        room = self._room(entry, statuses, receives=receives)
+        room = self._switches.room(entry, statuses, receives=receives)
         return await asyncio.to_thread(make, entry.placement, goal, planned.plan, room)
-
-    def _room(
-        self, entry: EngineEntry, statuses: Sequence[HandoverDescribed], *, receives: bool = True
-    ) -> StagingRoom:
-        """Return the staging capacity of an engine. receives: ranks are to receive experts.
-
-        Raises RankFull if a rank has no free cell, and ValueError if the engine is not tracked.
-        """
-        machines = self._demand.machines(entry.worker_id)
-        if machines is None:
-            raise ValueError(
-                f"engine {entry.engine!r} is not tracked: its demand exceeds planner.max_cells; raise it"
-            )
-        shape, node = machines
-        if entry.rearranges:
-            return StagingRoom(node=node, expert_bytes=shape.expert_bytes)
-        least = min(statuses, key=lambda status: status.free)
-        if not receives:
-            return StagingRoom(node=node, expert_bytes=shape.expert_bytes)
-        if least.free < 1:
-            held = f"{least.quarantined} are in quarantine, {least.draining} drain"
-            raise RankFull(
-                f"rank {least.rank} has no free cell to bring an expert into: {held}; wait until they settle,"
-                " or restart the engine"
-            )
-        return StagingRoom(node=node, expert_bytes=shape.expert_bytes, staging=least.free)
 
     async def before(self, planned: MigrationPlanned) -> Placement:
         """Return the placement that a plan started from.

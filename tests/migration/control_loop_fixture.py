@@ -73,6 +73,8 @@ class Flight:
         """measured balance of steps"""
         self.remote_ranks = 1.2
         self.step_seconds = 2e-3
+        self.running, self.decode_blocks = 64, 20
+        """of each rank"""
         self.noise = np.random.default_rng(7)
         self.name, self.worker_id = name, worker_id
         self._speed = speed
@@ -114,10 +116,10 @@ class Flight:
                 KvMetrics(
                     worker_id=self.worker_id,
                     dp_rank=rank,
-                    running=64,
+                    running=self.running,
                     waiting=0,
                     active_prefill_tokens=0,
-                    active_decode_blocks=20,
+                    active_decode_blocks=self.decode_blocks,
                 )
             )
 

@@ -280,7 +280,7 @@ async def test_of_engines_that_come_and_go_a_bounded_number_is_remembered(
 async def test_a_pause_that_cannot_be_made_durable_is_refused_and_does_not_hold() -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
-        with pytest.raises(Declined, match="send a SetLoopState or a DescribeLoop"):
+        with pytest.raises(Declined, match="send a SetLoopState, a DescribeLoop"):
             await world.bus.request(SUBJECTS.loop, DescribeProfile(model="m"))
         controller = service.controller
         assert controller is not None

@@ -1,0 +1,287 @@
+"""Choice of the layout of one engine: follows its load and its steps, and asks the policy.
+
+Prices and policies are in `migration.layouts`. A switch itself is a plan of the engine's control loop.
+"""
+
+from fleet.facts.activity import DispatchMeasured
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engines import EngineJoined
+from fleet.facts.migrations import LoopFigures
+from fleet.layout import Layout
+from fleet.layout_times import LayoutName
+from fleet.requests.layouts import EngineLayout, LayoutOption
+from migration.config import MigrationConfig
+from migration.control_loop.context import LoopContext
+from migration.engine_state.engine_loads import EngineLoads, MeasuredStep
+from migration.engine_state.placement_registry import EngineEntry
+from migration.layouts.costs import SwitchCost
+from migration.layouts.curve_report import crossings_at, curves_at
+from migration.layouts.curves_record import CurveKey, CurvesRecord
+from migration.layouts.engine_layouts import layout_name, layout_of_name, limits_of, made_policy
+from migration.layouts.live_curves import LiveCurves
+from migration.layouts.policy import LayoutDecision, LayoutLoad, LayoutPolicy
+from migration.loop_state.switch_trial import SwitchTrial
+from migration.model.cost_model import LinkSpeeds
+from migration.planning.layout_switch import choices
+from migration.planning.switch_costs import PricedRoundTrip, priced_round_trip
+
+_PRICE_SECONDS = 1.0
+"""Interval at which the costs of switches follow the KV in use and the measured links."""
+_LEAST_SECONDS = 0.05
+"""Shortest time between two decisions: the targets of an engine report one after another, and some steps must
+lie between."""
+_LONGEST_SECONDS = 2.0
+"""Longest time between two reports for which steps are counted: an idle engine reports once a second."""
+_NOT_ASKED = "the policy has not been asked yet: no load was reported"
+
+
+class LayoutController:
+    """Used on one event loop, on the leader, for one incarnation of an engine that measured its layouts."""
+
+    def __init__(
+        self,
+        context: LoopContext,
+        config: MigrationConfig,
+        joined: EngineJoined,
+        record: CurvesRecord | None,
+    ) -> None:
+        self._context = context
+        self._config = config
+        self._joined = joined
+        self._loads = EngineLoads(joined.block_size)
+        self._limits = {one.layout: limits_of(joined, one.layout) for one in joined.layout_times}
+        self._switches: dict[tuple[LayoutName, LayoutName], SwitchCost] = {}
+        """costs from the layout in force, and back; the policy reads them"""
+        self._priced: dict[LayoutName, PricedRoundTrip] = {}
+        """of the served epoch"""
+        self._refused: dict[str, str] = {}
+        """why the engine cannot change to a layout"""
+        self._name: LayoutName | None = None
+        self._served: Layout | None = None
+        self._epoch = -1
+        self.curves = self._restored(record)
+        self._policy = self._made_policy()
+        self._decision: LayoutDecision | None = None
+        self._decided_at = self._price_at = self._settled_at = float("-inf")
+        self._prefilled = 0.0
+        self.withheld = ""
+        """why the last switch that the policy asked for was not carried out; empty: it was"""
+        self._trial: SwitchTrial | None = None
+        self._before: LiveCurves | None = None
+        """curves as they were when the switch under trial began"""
+        self._trial_from = float("inf")
+
+    # Events
+
+    def reconfigure(self, config: MigrationConfig) -> None:
+        """Use another policy or threshold from now on."""
+        again = (config.layout_policy, config.layout_threshold) != (
+            self._config.layout_policy,
+            self._config.layout_threshold,
+        )
+        self._config = config
+        if again:
+            self._policy, self._decision = self._made_policy(), None
+
+    def loaded(self, report: KvMetrics, entry: EngineEntry) -> bool:
+        """Apply the load of a target. Returns True if the policy asks for a switch."""
+        self._follow(entry)
+        step, name, now = self._loads.apply(report), self._name, self._context.clock()
+        if name is None or name not in self._limits:
+            return False
+        if step is not None:
+            self._observe(name, step, now)
+        if self._context.under_way(entry.engine):
+            self._decided_at = self._settled_at = now
+            return False
+        if now - self._price_at >= _PRICE_SECONDS:
+            self._price(name, entry, now)
+        if now - self._decided_at >= _LEAST_SECONDS:
+            self._decide(name, now)
+        return self.wanted is not None
+
+    def dispatched(self, report: DispatchMeasured) -> None:
+        """Apply what a rank's steps dispatched: its prompt tokens, and the imbalance of whole experts."""
+        ranks = self._joined.expert_ranks
+        self._prefilled += max(report.tokens - report.steps * self._loads.running / ranks, 0.0)
+        layers = [one for one in report.balance if one > 0]
+        if self._name == "ep" and report.steps and report.tokens and layers:
+            excess = sum(max(report.steps / one - 1.0, 0.0) for one in layers)
+            self.curves.imbalance(report.pairs * excess / (report.tokens * ranks))
+
+    def switched(self, plan: str, before: LayoutName, after: LayoutName) -> None:
+        """Begin the trial of a switch that was just accepted."""
+        self.withheld = ""
+        self._trial, self._before = SwitchTrial(plan, before, after), self._restored(self.curves.record())
+        self._trial_from = float("inf")
+
+    def ended(self, plan: str) -> None:
+        """Measure from now on, once older steps have settled, if the plan under trial has ended."""
+        if self._trial is not None and self._trial.plan == plan:
+            self._trial_from = self._context.clock() + self._config.settle_seconds
+
+    # Questions
+
+    @property
+    def wanted(self) -> LayoutName | None:
+        """Layout that the policy asks for; None: the present one."""
+        decision = self._decision
+        return None if decision is None or decision.target == self._name else decision.target
+
+    @property
+    def layout(self) -> LayoutName | None:
+        """Layout in force; None: not known yet, or without a name."""
+        return self._name
+
+    def trial(self, plan: str) -> SwitchTrial | None:
+        """Return the trial of a plan; None: this controller has not seen it begin."""
+        return self._trial if self._trial is not None and self._trial.plan == plan else None
+
+    def target(self, name: LayoutName) -> Layout:
+        """Return a layout of this engine by its name."""
+        return layout_of_name(name, self._layers)
+
+    def reason(self) -> str:
+        """Return why the policy stays, or what it asks for."""
+        if self._decision is None:
+            return _NOT_ASKED
+        held = f"; not carried out: {self.withheld}" if self.wanted is not None and self.withheld else ""
+        return f"{self._decision.reason}{held}"
+
+    def figures(self, name: LayoutName) -> LoopFigures:
+        """Return the predicted figures of a layout at the present load."""
+        seconds = self.curves.step_seconds(name, max(self._loads.running, 1), self._loads.context)
+        return LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=seconds)
+
+    def describe(self, entry: EngineEntry, *, automatic: bool) -> EngineLayout:
+        """Describe the choice for people and programs."""
+        self._follow(entry)
+        if self._name is not None:
+            self._price(self._name, entry, self._context.clock())
+        loads, context = self._loads, self._loads.context
+        return EngineLayout(
+            engine=entry.engine,
+            worker_id=entry.worker_id,
+            layout=str(entry.layout),
+            policy=self._config.layout_policy,
+            automatic=automatic,
+            running=loads.running,
+            waiting=loads.waiting,
+            context=context,
+            options=tuple(self._option(name) for name in self._limits),
+            curves=curves_at(self.curves, tuple(self._limits), context),
+            crossings=crossings_at(self.curves, tuple(self._limits), context),
+            decided=self.reason(),
+        )
+
+    # Parts
+
+    def _restored(self, record: CurvesRecord | None) -> LiveCurves:
+        joined, now = self._joined, self._context.wall()
+        key = CurveKey(
+            weights=joined.weights_digest or "", hardware=joined.hardware, ranks=joined.expert_ranks
+        )
+        prices = joined.speed
+        pair = 0.0 if prices is None else prices.expert_pair
+        if record is None:
+            return LiveCurves(key, joined.layout_times, now, expert_pair=pair)
+        return LiveCurves.restored(record, key, joined.layout_times, now, expert_pair=pair)
+
+    def _made_policy(self) -> LayoutPolicy:
+        config = self._config
+        return made_policy(
+            config.layout_policy, self.curves, self._limits, self._switches, config.layout_threshold
+        )
+
+    @property
+    def _layers(self) -> int:
+        return 0 if self._joined.shape is None else self._joined.shape.layers
+
+    def _follow(self, entry: EngineEntry) -> None:
+        """Apply a new epoch: other costs, and other targets if the attention changed."""
+        if entry.epoch == self._epoch:
+            return
+        if self._served is None or self._served.attention != entry.layout.attention:
+            self._loads.reset()
+        self._served, self._epoch, self._price_at = entry.layout, entry.epoch, float("-inf")
+        self._name = layout_name(entry.layout, self._layers)
+
+    def _observe(self, name: LayoutName, step: MeasuredStep, now: float) -> None:
+        """Take a measured step: for the curves, and for the trial of the last switch."""
+        trial, before = self._trial, self._before
+        if trial is not None and before is not None and name == trial.after and now >= self._trial_from:
+            trial.observe(
+                step.seconds,
+                before.step_seconds(trial.before, step.sequences, step.context),
+                before.step_seconds(trial.after, step.sequences, step.context),
+            )
+        self.curves.observe(name, step.sequences, step.context, step.seconds, self._context.wall())
+
+    def _price(self, name: LayoutName, entry: EngineEntry, now: float) -> None:
+        """Price the switches from the layout in force."""
+        shape, joined = self._joined.shape, self._joined
+        machines = self._context.demand.machines(entry.worker_id)
+        if shape is None or machines is None:
+            return
+        fresh = self._price_at == float("-inf")
+        self._price_at = now
+        if fresh:
+            self._refused = {
+                choice.name: choice.refusal
+                for choice in choices(
+                    shape, entry.layout, entry.placement.ranks, joined.unshardable, joined.tp_refusal
+                )
+                if choice.refusal
+            }
+            speed = self._context.plans(entry.engine).read_speed
+            links = LinkSpeeds(
+                same_node=speed or self._config.rank_bytes_per_second,
+                cross_node=speed or self._config.node_bytes_per_second,
+            )
+            self._priced = {
+                other: priced_round_trip(
+                    entry.placement, self.target(other), shape, machines[1], links, joined.kv_block_bytes
+                )
+                for other in self._limits
+                if other != name and other not in self._refused
+            }
+        self._switches.clear()
+        for other, priced in self._priced.items():
+            pages, contention = self._loads.used_blocks, self._config.contention
+            self._switches[name, other] = priced.there.cost(pages, contention)
+            self._switches[other, name] = priced.back.cost(pages, contention)
+
+    def _decide(self, name: LayoutName, now: float) -> None:
+        """Ask the policy."""
+        loads, since = self._loads, now - max(self._decided_at, now - _LONGEST_SECONDS)
+        step = self.curves.step_seconds(name, max(loads.running, 1), loads.context)
+        self._decision = self._policy.decide(
+            LayoutLoad(
+                at=now,
+                layout=name,
+                running=loads.running,
+                waiting=loads.waiting,
+                kv_tokens=loads.decode_blocks * self._joined.block_size,
+                steps=round(since / step) if loads.running else 0,
+                prefilled=round(self._prefilled),
+                settled_at=self._settled_at,
+            )
+        )
+        self._decided_at, self._prefilled = now, 0.0
+
+    def _option(self, name: LayoutName) -> LayoutOption:
+        loads, decision = self._loads, self._decision
+        sequences = max(loads.running, 1)
+        cost = self._switches.get((self._name, name)) if self._name is not None else None
+        about = decision is not None and decision.best == name
+        return LayoutOption(
+            layout=name,
+            refusal=self._refused.get(name, ""),
+            step_seconds=self.curves.step_seconds(name, sequences, loads.context),
+            deviation=self.curves.deviation(name, sequences, loads.context),
+            uncertain=self.curves.uncertain(name),
+            regret_seconds=decision.regret if decision is not None and about else 0.0,
+            cost_seconds=0.0
+            if name == self._name
+            else (None if cost is None else cost.loss(loads.decode_blocks * self._joined.block_size)),
+        )

@@ -1,0 +1,176 @@
+"""Switches of the layout of one engine that its policy asks for: plans under the budget and the rules of all
+automatic plans."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from math import inf
+
+import msgspec
+
+from fleet.facts.activity import DispatchMeasured
+from fleet.facts.dynamo_kv import KvMetrics
+from fleet.requests.layouts import EngineLayout
+from fleet.text import byte_size
+from migration.config import MigrationConfig
+from migration.control_loop.context import LoopContext
+from migration.control_loop.layout_controller import LayoutController
+from migration.control_loop.state_store import StateStore
+from migration.engine_state.placement_registry import EngineEntry
+from migration.execution.handover_driver import Unfit
+from migration.handover.handover_messages import Grounds
+from migration.loop_state.engine_loop import EngineLoopState, forbidden
+from migration.loop_state.plan_history import to_evaluate
+from migration.loop_state.switch_trial import LEAST_STEPS, SwitchTrial
+from migration.model.plan import Plan
+from migration.model.plan_log import PlanRun
+from migration.requests.operator_commands import ASK_SECONDS
+
+logger = logging.getLogger(__name__)
+
+_SWITCH_SECONDS = 1.0
+"""Shortest time between two attempts to switch the layout."""
+_UNMEASURED = "stays: the engine states no measured steps of its layouts"
+_FAILED = "stays: its choice failed; see the planner's log"
+
+Evaluate = Callable[[EngineEntry, PlanRun, str], Awaitable[None]]
+
+
+class LayoutSwitcher:
+    """Used on one event loop, on the leader, for one incarnation of an engine."""
+
+    def __init__(
+        self, context: LoopContext, config: MigrationConfig, state_store: StateStore, entry: EngineEntry
+    ) -> None:
+        self._context = context
+        self._config = config
+        self._state_store = state_store
+        self._engine, self._worker_id = entry.engine, entry.worker_id
+        self._next_at = -inf
+        self._without = _UNMEASURED
+        """why there is no choice, if there is none"""
+        joined, curves = entry.joined, state_store.memory.engine(entry.engine).curves
+        self._choice = (
+            LayoutController(context, config, joined, curves)
+            if joined is not None and joined.layout_times
+            else None
+        )
+
+    # Events
+
+    def reconfigure(self, config: MigrationConfig) -> None:
+        """Use new settings from now on."""
+        self._config = config
+        if self._choice is not None:
+            self._choice.reconfigure(config)
+
+    def loaded(self, report: KvMetrics) -> float:
+        """Apply the load of a target. Returns the time from which the policy's switch may be carried out;
+        inf: it asks for none."""
+        entry = self._context.placements.entry(self._worker_id)
+        if self._choice is None or entry is None:
+            return inf
+        try:
+            asks = self._choice.loaded(report, entry)
+        except Exception:  # a defect in the choice of layouts must not end the planner
+            logger.exception("the layout of engine %s is left as it is from now on", self._engine)
+            self._choice, self._without = None, _FAILED
+            return inf
+        return max(self._context.clock(), self._next_at) if asks else inf
+
+    def dispatched(self, report: DispatchMeasured) -> None:
+        """Apply what a rank's steps dispatched."""
+        if self._choice is not None:
+            self._choice.dispatched(report)
+
+    def ended(self, plan: str) -> None:
+        """Measure the steps of a switch from now on, if this plan was one."""
+        if self._choice is not None:
+            self._choice.ended(plan)
+
+    def remember(self) -> None:
+        """Put the step times of the layouts into the persistent state."""
+        if self._choice is not None:
+            memory = self._state_store.memory.engine(self._engine)
+            changed = msgspec.structs.replace(memory, curves=self._choice.curves.record())
+            self._state_store.change(self._engine, changed)
+
+    # Questions
+
+    def trial(self, plan: str) -> SwitchTrial | None:
+        """Return the trial of a switch; None: it was not seen from its beginning."""
+        return None if self._choice is None else self._choice.trial(plan)
+
+    def describe(self, entry: EngineEntry, *, automatic: bool) -> EngineLayout:
+        """Describe how the layout is chosen. automatic: automatic plans may be carried out."""
+        automatic = automatic and not self._state_store.memory.engine(self._engine).layout_by_hand
+        if self._choice is not None:
+            return self._choice.describe(entry, automatic=automatic)
+        return EngineLayout(
+            engine=self._engine,
+            worker_id=self._worker_id,
+            layout=str(entry.layout),
+            policy=self._config.layout_policy,
+            automatic=automatic,
+            decided=self._without,
+        )
+
+    # Actions
+
+    async def switch(
+        self, entry: EngineEntry, state: EngineLoopState, evaluate: Evaluate, acting: Callable[[], bool]
+    ) -> str:
+        """Carry out the switch that the policy asks for, if nothing forbids it. Returns what was decided;
+        empty: nothing.
+
+        evaluate: evaluates an earlier plan now, for a reason. acting: returns True while automatic plans may
+        be carried out. Raises BusError if the bus fails; try again.
+        """
+        choice, self._next_at = self._choice, self._context.clock() + _SWITCH_SECONDS
+        before, wanted = (None, None) if choice is None else (choice.layout, choice.wanted)
+        if choice is None or before is None or wanted is None or self._context.under_way(self._engine):
+            return ""
+        try:
+            if reason := self._withheld(state):
+                raise ValueError(reason)  # noqa: TRY301
+            target, figures = choice.target(wanted), (choice.figures(before), choice.figures(wanted))
+            statuses = await self._context.executor.survey(entry, ASK_SECONDS)
+            made = await self._context.switches.plan(entry, target.sharded, target.attention, statuses)
+            self._check_budget(made.plan, state)
+            if (run := to_evaluate(state.plans)) is not None:
+                trial = self.trial(run.plan)
+                if trial is not None and trial.steps < LEAST_STEPS:
+                    raise ValueError(f"plan {run.plan}, the last switch, is not evaluated yet")  # noqa: TRY301
+                await evaluate(entry, run, "a switch of layout follows before it could be evaluated")
+                if state.to_undo is not None:
+                    return ""  # the rollback comes first
+            grounds = Grounds(f"layout: {self._config.layout_policy}", *figures)
+            accepted = await self._context.executor.accept(
+                entry, made.plan, "planner", grounds, acting, switch=made.estimate
+            )
+        except (ValueError, Unfit) as error:
+            choice.withheld = str(error)
+            return ""
+        choice.switched(accepted.plan, before, wanted)
+        return f"layout {wanted}: {choice.reason()}; plan {accepted.plan} is being carried out"
+
+    def _check_budget(self, plan: Plan, state: EngineLoopState) -> None:
+        """Raise ValueError if a switch copies more than the budget has left."""
+        moved = sum(handover.bytes for handover in plan.handovers)
+        left = state.left_bytes(self._context.clock(), self._config)
+        if moved > left:
+            raise ValueError(
+                f"it copies {byte_size(moved)}, and the byte budget has {byte_size(left)} left:"
+                " planner.budget_bytes"
+            )
+
+    def _withheld(self, state: EngineLoopState) -> str:
+        """Return why no switch is carried out now; empty: nothing forbids it."""
+        memory, wall = self._state_store.memory, self._context.wall()
+        known, runs = memory.engine(self._engine), state.plans.runs
+        if known.layout_by_hand:
+            return f"the layout is chosen by hand: roost layout {self._engine} --auto on"
+        for harm in known.harms:
+            if harm.until > wall and harm.plan in runs and runs[harm.plan].switches_layout:
+                return f"plan {harm.plan} did harm; layouts rest for another {harm.until - wall:.0f} s"
+        paused = memory.paused_reason if memory.paused else None
+        return forbidden(state, self._config, paused, self._context.clock())
