@@ -65,7 +65,7 @@ def compare(
     as_json: bool,
 ) -> None:
     """Print what follows from dimensions, rates and timings. None: the default."""
-    from deploy.terminal.output import in_json, show
+    from deploy.terminal.output import in_json, note, show
     from deploy.views.considered import considered, show_sizes, sizes_record
     from deploy.views.predicted_steps import draw_plots, predicted, show_steps, steps_record
 
@@ -78,6 +78,8 @@ def compare(
     found, why = predicted(one, kernels)
     if plot is not None and found:
         draw_plots(plot, one, found)
+    elif plot is not None:
+        note(f"{plot} is not written: there are no timings to draw")
     if as_json:
         show(in_json({**sizes_record(one), "decode": steps_record(one, found, why)}))
         return

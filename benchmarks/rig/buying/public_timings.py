@@ -182,7 +182,8 @@ class Tables:
 
     def collective(self, layout: LayoutName, ranks: int) -> tuple[Any, Any]:
         """Return gigabytes of a call and its seconds: of an all-reduce, or an all-gather and a
-        reduce-scatter. The tables count elements of 2 bytes."""
+        reduce-scatter. Both tables count elements of 2 bytes: read as bytes, NCCL would reach half of
+        NVLink's rate; and from 64 MB on, where stacks fall back to NCCL, the times of both are equal."""
         if layout == "tp":
             table = self._read("comm", "custom_allreduce_perf")
             table = table[(table.num_gpus == ranks) & table.backend.str.contains("graph")]

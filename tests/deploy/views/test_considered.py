@@ -75,6 +75,14 @@ def test_long_contexts_that_were_not_timed_are_unknown() -> None:
     assert "context 100,000 (256 to 16,384 were timed)" in output
 
 
+def test_without_timings_no_picture_is_written(tmp_path: Path) -> None:
+    picture = tmp_path / "curves.svg"
+    result = roost("layout", "--model", "qwen3-30b", "--hardware", "a100", "--plot", str(picture))
+    assert result.exit_code == 0
+    assert "is not written: there are no timings to draw" in result.stderr
+    assert not picture.exists()
+
+
 def test_own_timings_and_pictures(tmp_path: Path) -> None:
     times, picture = tmp_path / "times.toml", tmp_path / "curves.svg"
     times.write_text(
