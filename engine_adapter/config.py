@@ -90,7 +90,7 @@ class EmbeddedConfig:
     it."""
     calibration_seconds: NonNegative = 1.5
     """Time for measuring steps of many kinds at the start, in every layout that the engine can serve, beside
-    the first step of each kind. 0: as few as possible, so that figures are less certain."""
+    the first step of each kind. 0: only that one, so that figures are less certain."""
     preempt_to_switch: bool = False
     """True: where the KV of open requests does not fit a switch of attention, the latest ones lose theirs and
     are computed again. False: the switch is refused."""

@@ -60,14 +60,14 @@ class StepMeasurement(Generic[LayoutKey]):
         """Measure steps of every kind in every layout. budget: seconds, of which each kind gets as many.
 
         The first steps decide how many steps that is, on every rank. They count only in a slow engine, whose
-        steps are measured once more.
+        steps are measured once more, and without a budget.
         """
         found = {key: self._first(key, every) for key, every in cells.items()}
         every = [one for steps in found.values() for one in steps]
         is_slow = sum(one.seconds[0] for one in every) > 2 * budget
-        share = budget / len(every)
+        share, once = budget / len(every), int(budget > 0)
         planned = {
-            key: [(one, 1 if is_slow else repeats(one.seconds[0], share)) for one in steps]
+            key: [(one, once if is_slow else repeats(one.seconds[0], share)) for one in steps]
             for key, steps in found.items()
         }
         if not is_slow:
