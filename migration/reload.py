@@ -9,6 +9,7 @@ RELOADABLE = frozenset(
     {
         *("automatic", "policy", "cycle_seconds", "homes_seconds", "window_seconds", "min_pairs"),
         *("budget_bytes", "budget_seconds", "cooldown_seconds", "layer_cooldown_seconds"),
+        *("layout_policy", "layout_threshold"),
         *("evaluation_seconds", "settle_seconds", "lifetime_seconds", "min_gain", "target"),
     }
 )
