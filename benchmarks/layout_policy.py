@@ -8,7 +8,7 @@ finds when it knows the whole load: an upper bound of the optimum, and never wor
 Policies see a report every half second. They decide by the true step times, by curves that are fitted to six
 batches measured with 2 % noise and follow the live steps (*calibrated*), or by such curves of another machine
 (*wrong profile*). All begin in the layout that is best if it never changes. Scenarios are drawn by seed: the
-policy was tuned on even seeds, odd ones are reported.
+policy was tuned on even seeds and looked at on seed 1; odd ones from 3 on are reported.
 
     python -m benchmarks.layout_policy --quick
 """
@@ -47,7 +47,7 @@ from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, percenti
 from fleet.layout_times import LayoutName
 from migration.layouts.policy import LayoutDecision, LayoutLoad, LayoutPolicy
 
-SEEDS, QUICK_SEEDS = (1, 3, 5), (1,)
+SEEDS, QUICK_SEEDS = (3, 5, 7), (3,)
 QUICK_LOADS: tuple[LoadKind, ...] = ("bursty", "rollout")
 TRIES = 200
 """schedules that local search tries for a scenario"""
@@ -75,6 +75,8 @@ class Outcome(NamedTuple):
     switches: int
     first_token: float
     """seconds: 99th percentile of the time to the first token"""
+    layouts: int
+    """that the engine can serve"""
 
 
 def outcomes(case: Case) -> list[Outcome]:
@@ -89,6 +91,7 @@ def outcomes(case: Case) -> list[Outcome]:
             one.cost / best.cost,
             len(one.schedule.switches),
             percentile(one.engine.first_tokens, 0.99),
+            len(made.model.layouts),
         )
         for name, one in by_policy.items()
     ]
@@ -149,28 +152,26 @@ def update_seconds() -> float:
 def targets(found: Sequence[Outcome], update: float) -> list[Target]:
     """Return the deciding figures, the one of the whole comparison last."""
 
-    def summary(policy: str, *crossovers: Crossover, loads: Sequence[LoadKind] = LOADS) -> Summary:
-        return Summary.of(
-            [
-                one
-                for one in found
-                if one.policy == policy
-                and one.case.crossover in (crossovers or CROSSOVERS)
-                and one.case.load in loads
-            ]
-        )
+    def summary(policy: str, *crossovers: Crossover) -> Summary:
+        kinds = crossovers or CROSSOVERS
+        return Summary.of([one for one in found if one.policy == policy and one.case.crossover in kinds])
 
     def most(name: str, value: float, limit: float, unit: str = "x") -> Target:
         return Target(name, value, limit, at_least=False, unit=unit)
 
     ours, ski, calibrated = summary(OURS), summary(SKI_RENTAL), summary(OURS_CALIBRATED)
     none = summary(OURS, *NO_CROSSOVER)
-    bursts = summary(OURS, "low", "middle", "high", loads=["bursty"])
+    bursts = [one for one in found if one.policy == OURS and one.case.load == "bursty" and one.layouts == 2]
     others = {name: summary(name).geometric_mean for name in (THRESHOLD, STATIC_EP, STATIC_TP)}
     return [
         Target("smallest ratio of any policy", min(one.ratio for one in found), 1.0 - EXACT),
         most("switches where the layouts do not cross", none.switches, 0, ""),
-        most("switches on a trace of two bursts", bursts.switches, 6, ""),
+        most(
+            "switches on a trace of two bursts, of an engine with two layouts",
+            max((one.switches for one in bursts), default=0),
+            6,
+            "",
+        ),
         most("update of the policy", 1e6 * update, 20.0, " us"),
         *(
             most(f"geometric mean beside that of the {name}", ours.geometric_mean / other, 1.0)

@@ -29,19 +29,20 @@ class RegretSettings(NamedTuple):
     """Settings of the policy. `benchmarks/layout_policy.py` compares them on serving and rollouts."""
 
     hysteresis: float = 1.2
-    """multiple of a switch's loss that must be reached: 1 in ski rental. A little more costs little, and
-    keeps an engine with a slow link from switches that hardly pay
+    """multiple of a switch's loss that must be reached, if that is small: 1 in ski rental"""
+    dear: float = 1.0
+    """seconds: a loss that raises this multiple by 1. Over a slow link a switch takes longer, and a burst
+    that comes meanwhile, or just after, finds the engine in the wrong layout with both ways still to pay
     """
-    memory: float = 60.0
-    """seconds: least time constant of regret, and so the time in which a switch has to pay. Loads of serving
-    change within minutes
+    memory: float = 30.0
+    """seconds: least time constant of regret, and so the time in which a switch has to pay. Bursts last about
+    as long
     """
     ahead: float = 0.5
     """share of the work left that counts: requests end one by one, so half of them run on average"""
     queue: float = 0.5
     """worth of a token of a request that would wait otherwise, beside one of a request that runs. For the
-    makespan of a rollout it is 1. For the mean latency of requests of equal length it is far less: those that
-    run end later when more of them share the steps
+    mean latency it is less than 1: those that run end later when more of them share the steps
     """
     doubt: float = 0.25
     """standard errors of the difference of step times that do not count"""
@@ -51,17 +52,19 @@ class RegretSettings(NamedTuple):
         bad = [
             f"{name} {value:g}"
             for name, value in self._asdict().items()
-            if not (0 <= value <= 1e6 and (value > 0 or name not in ("hysteresis", "memory")))
+            if not (0 <= value <= 1e6 and (value > 0 or name not in ("hysteresis", "dear", "memory")))
         ]
         if bad or self.queue > 1 or self.ahead > 1:
             raise ValueError(
-                f"settings of the layout policy: {', '.join(bad) or 'queue or ahead above 1'}; hysteresis and"
-                " memory must be above 0, ahead and queue shares from 0 to 1, doubt from 0 on"
+                f"settings of the layout policy: {', '.join(bad) or 'queue or ahead above 1'}; hysteresis,"
+                " dear and memory must be above 0, ahead and queue shares from 0 to 1, doubt from 0 on"
             )
         return self
 
 
 DEFAULT_SETTINGS = RegretSettings()
+ROLLOUT_SETTINGS = RegretSettings(queue=1.0)
+"""For rollouts, whose makespan counts: every token is worth the same."""
 FULL = 1.05
 """A layout is full if at most this times the running sequences could run."""
 SMOOTH = 15.0
@@ -161,7 +164,8 @@ class RegretPolicy:
         """Price another layout at this report. kept: share of the regret that is not forgotten."""
         saved, left = self._saved(load, other)
         regret = self._regrets[other] = max(0.0, kept * self._regrets[other] + saved)
-        cost = self._settings.hysteresis * self._switches[load.layout, other].loss(load.kv_tokens)
+        loss = self._switches[load.layout, other].loss(load.kv_tokens)
+        cost = loss * (self._settings.hysteresis + loss / self._settings.dear)
         back = self._switches.get((other, load.layout))
         if back is not None:
             left -= back.loss(load.kv_tokens)
@@ -172,6 +176,11 @@ class RegretPolicy:
             refusal = (
                 f"it holds {limits.max_running} sequences and {limits.kv_tokens} tokens of KV, and"
                 f" {load.running:.0f} with {load.kv_tokens:.0f} run"
+            )
+        elif limits.max_running < min(self._limits[load.layout].max_running, load.running + load.waiting):
+            refusal = (
+                f"it runs {limits.max_running} sequences at most, and {load.waiting:.0f} requests wait to"
+                f" join {load.running:.0f}"
             )
         return _Candidate(other, regret, max(0.0, left), cost, refusal)
 

@@ -18,7 +18,7 @@ ROOMY = LayoutLimits(max_running=1000, kv_tokens=1_000_000)
 COST = SwitchCost(weights_seconds=1.0, kv_token_seconds=0.0, pause=0.08, slowdown=1.0)
 LOSS = 0.58
 """seconds: the pause, and half of the second in which steps take twice as long"""
-PLAIN = RegretSettings(hysteresis=1.0, memory=1e6, ahead=0.0, queue=1.0, doubt=0.0)
+PLAIN = RegretSettings(hysteresis=1.0, dear=1e6, memory=1e6, ahead=0.0, queue=1.0, doubt=0.0)
 
 
 class Lines:
@@ -197,6 +197,21 @@ def test_requests_that_the_layout_cannot_admit_count() -> None:
     assert first_switch(SkiRental(costs, limits, switches("ep", "tp")), waits) is None
 
 
+def test_a_dear_switch_needs_more_than_its_loss() -> None:
+    found = first_switch(regret_policy(settings=PLAIN._replace(dear=1.0)), steady(30))
+    assert found is not None
+    assert found[1].cost == pytest.approx(LOSS * (1.0 + LOSS))
+    assert found[0] == 19
+
+
+def test_a_layout_with_fewer_sequences_is_no_target_while_others_wait_to_join() -> None:
+    limits: dict[LayoutName, LayoutLimits] = {"ep": ROOMY, "tp": LayoutLimits(64, 1_000_000)}
+    policy = regret_policy(limits=limits)
+    assert first_switch(policy, steady(60, running=40, waiting=400)) is None
+    assert "wait to join" in policy.decide(load(61, running=40, waiting=400)).reason
+    assert first_switch(policy, steady(60, running=40)) is not None
+
+
 def test_requests_that_wait_for_their_prompts_alone_do_not_count() -> None:
     costs = Lines({"ep": (0.020, 0.0001), "tp": (0.010, 0.0001)})
     limits = {"ep": ROOMY, "tp": LayoutLimits(64, 1_000_000)}
@@ -244,7 +259,7 @@ def test_costs_of_prompts_count_if_they_differ_clearly() -> None:
 def test_a_gain_that_does_not_pay_within_the_memory_is_taken_once_it_has_lasted() -> None:
     dear = SwitchCost(weights_seconds=9.0, kv_token_seconds=0.0, pause=0.1, slowdown=1.0)
     costs = Lines({"ep": (0.0205, 0.0), "tp": (0.0200, 0.0)})  # 5 ms a second, 0.3 s a minute; loss 4.6 s
-    policy = regret_policy(costs, settings=RegretSettings(doubt=0.0), cost=dear)
+    policy = regret_policy(costs, settings=PLAIN._replace(memory=60.0), cost=dear)
     found = first_switch(policy, steady(5000))
     assert found is not None
     assert found[0] > 1100  # without forgetting, 4.6 s of regret are there after 920 s
