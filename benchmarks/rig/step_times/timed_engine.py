@@ -76,6 +76,7 @@ class TimedEngine:
         self._children = children
         started: list[Started] = [self._read(child, Started) for child in children]
         self.speed, self.tp_speed = started[0].speed, started[0].tp_speed
+        self.layout_times = started[0].layout_times
         """As rank 0 states them when the engine joins."""
 
     def serve(self, prompts: Sequence[list[list[int]]], new_tokens: int) -> int:
@@ -108,12 +109,27 @@ class TimedEngine:
 
 
 @contextmanager
-def timed_engine(checkpoint: Path, placement: Placement, kv_blocks: int) -> Iterator[TimedEngine]:
-    """Run an engine that serves a placement while the context lasts."""
+def timed_engine(
+    checkpoint: Path,
+    placement: Placement,
+    kv_blocks: int,
+    *,
+    link_seconds: float = 0.0,
+    collective_seconds: float = 0.0,
+) -> Iterator[TimedEngine]:
+    """Run an engine that serves a placement while the context lasts. link_seconds, collective_seconds: as in
+    `EmbeddedConfig`."""
     with tempfile.TemporaryDirectory(prefix="steps-") as name, ExitStack() as stack:
         folder = Path(name)
         (folder / "placement.json").write_bytes(msgspec.json.encode(placement.record()))
-        job = TimedJob(str(checkpoint), placement.ranks, str(folder / "placement.json"), kv_blocks)
+        job = TimedJob(
+            str(checkpoint),
+            placement.ranks,
+            str(folder / "placement.json"),
+            kv_blocks,
+            link_seconds,
+            collective_seconds,
+        )
         (folder / "job.json").write_bytes(msgspec.json.encode(job))
         children = []
         for rank in range(placement.ranks):

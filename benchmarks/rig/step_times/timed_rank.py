@@ -31,6 +31,7 @@ from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.model_runner import PAGE_TOKENS, Forward, SequenceWork
 from engine_adapter.embedded.setup import ForwardPass, RankSetup, build_setup
 from fleet.experts import ModelShape
+from fleet.layout_times import LayoutTimes
 from fleet.timing import EngineSpeed
 
 
@@ -40,13 +41,16 @@ class TimedJob(msgspec.Struct, frozen=True):
     placement: str
     """File of the placement to serve."""
     kv_blocks: int
+    link_seconds: float = 0.0
+    collective_seconds: float = 0.0
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Speeds that the rank measured at its start."""
+    """Figures that the rank measured at its start."""
 
     speed: EngineSpeed
     tp_speed: EngineSpeed | None
+    layout_times: tuple[LayoutTimes, ...]
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -176,7 +180,12 @@ async def serve(job: TimedJob, folder: Path, rank: int) -> None:
         return replace(setup, runner=recorder)
 
     config = EmbeddedConfig(
-        checkpoint=job.checkpoint, ranks=job.ranks, placement=job.placement, kv_blocks=job.kv_blocks
+        checkpoint=job.checkpoint,
+        ranks=job.ranks,
+        placement=job.placement,
+        kv_blocks=job.kv_blocks,
+        link_seconds=job.link_seconds,
+        collective_seconds=job.collective_seconds,
     )
     engine = EmbeddedEngine(config, rank, folder, build=build)
     async with AsyncExitStack() as stack:
@@ -185,7 +194,7 @@ async def serve(job: TimedJob, folder: Path, rank: int) -> None:
         about = engine.description
         assert about.speed is not None
         assert about.shape is not None
-        say(Started(about.speed, about.tp_speed))
+        say(Started(about.speed, about.tp_speed, about.layout_times))
         gc.collect()
         gc.freeze()
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
