@@ -12,7 +12,7 @@ engine switches once regret reaches the loss of the switch. Four things are adde
 3. *Memory.* Regret is forgotten with a time constant that grows with the time since the last switch. So a
    dear switch, over a slow link, needs a gain that pays for it within that time, and a small gain of long ago
    is no reason to go now.
-4. *Doubt.* A difference of step times within their standard error is none, and a layout whose step times are
+4. *Doubt.* A gain within the standard error of the step times is none, and a layout whose step times are
    uncertain is no candidate.
 """
 
@@ -42,7 +42,9 @@ class RegretSettings(NamedTuple):
     """share of the work left that counts: requests end one by one, so half of them run on average"""
     queue: float = 0.5
     """worth of a token of a request that would wait otherwise, beside one of a request that runs. For the
-    mean latency it is less than 1: those that run end later when more of them share the steps
+    mean latency it is less than 1: those that run end later when more of them share the steps. A queue that
+    is longer than this, beside what runs, counts as much as it is longer, up to 1: then the tokens per second
+    decide
     """
     doubt: float = 0.25
     """standard errors of the difference of step times that do not count"""
@@ -121,8 +123,8 @@ class RegretPolicy:
         self._layout: LayoutName | None = None
         self._at = self._since = 0.0
         """times of the last report, and of the first one in this layout"""
-        self._ours = 0.0, 0.0
-        """duration of a step of this report's load, and its relative standard error"""
+        self._ours = self._prompt_token = 0.0
+        """seconds of a step, and of a prompt token, in the layout in force at this report"""
         self._prompts_per_step = 0.0
         """prompt tokens of a step, on average over some time: those of one report say little of the next"""
 
@@ -146,8 +148,8 @@ class RegretPolicy:
         if layout not in self._limits or self._costs.uncertain(layout):
             return LayoutDecision(None, None, 0.0, 0.0, f"stays: the step times of {layout} are uncertain")
         if load.running:
-            now = layout, load.running, load.context
-            self._ours = self._costs.step_seconds(*now), self._costs.deviation(*now)
+            self._ours = self._costs.step_seconds(layout, load.running, load.context)
+        self._prompt_token = self._costs.prefill_token(layout)
         best: _Candidate | None = None
         for other in self._limits:
             if (layout, other) in self._switches and not self._costs.uncertain(other):
@@ -189,7 +191,7 @@ class RegretPolicy:
         would save on the share of the work left that counts. Negative: it would take longer."""
         costs, settings = self._costs, self._settings
         layout, running, context = load.layout, load.running, load.context
-        prompt_token = costs.prefill_token(layout)
+        prompt_token = self._prompt_token
         prompts = prompt_token - costs.prefill_token(other)
         if abs(prompts) <= PREFILL_ERROR * prompt_token:
             prompts = 0.0
@@ -199,13 +201,15 @@ class RegretPolicy:
         is_full = load.waiting > 0 and self._limits[layout].batch(requests, context) <= FULL * running
         inside = requests if is_full else running
         batch = self._limits[other].batch(inside, context)
-        worth = batch if batch <= running else running + settings.queue * (batch - running)
-        ours, our_error = self._ours
+        worth = batch
+        if batch > running:
+            worth = running + min(1.0, max(settings.queue, load.waiting / running)) * (batch - running)
+        ours = self._ours
         theirs = costs.step_seconds(other, batch, context) * running / worth
         step = ours - theirs
-        error = hypot(our_error, costs.deviation(other, batch, context))
-        if abs(step) <= settings.doubt * error * ours:
-            step = 0.0
+        if step > 0.0 and settings.doubt:
+            error = hypot(costs.deviation(layout, running, context), costs.deviation(other, batch, context))
+            step = step if step > settings.doubt * error * ours else 0.0
         steps_left = load.output_left * inside / running
         return (
             load.steps * step + load.prefilled * prompts,
