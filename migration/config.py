@@ -51,8 +51,9 @@ class MigrationConfig:
     """carry out plans that pay automatically; false: only on request of an operator"""
     policy: Policy = "roost"
     """roost, replicate, reweight, uniform, full, eplb or eplb_hierarchical"""
-    layout_policy: LayoutPolicyName = "regret"
-    """regret, threshold, rollout or static: what chooses the layout of engines that measured their layouts"""
+    layout_policy: LayoutPolicyName = "static"
+    """regret, threshold, rollout or static: what chooses the layout of engines that measured their layouts.
+    roost layout --auto on turns regret on for one engine"""
     layout_threshold: Positive = 256.0
     """requests of an engine from which the policies threshold and rollout turn to ep"""
     cycle_seconds: Positive = 30.0

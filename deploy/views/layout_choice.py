@@ -15,7 +15,7 @@ MOST_POINTS = 8
 def sentences(one: EngineLayout) -> Iterator[Text]:
     """Yield lines about the choice: whether it is automatic, the load, and the last decision."""
     if not one.automatic:
-        yield Text(f"choice: by hand (policy {one.policy}); roost layout {one.engine} --auto on")
+        yield Text(f"choice: by hand; the planner chooses after roost layout {one.engine} --auto on")
     else:
         yield Text(f"choice: automatic, policy {one.policy}")
     load = f"{counted(one.running, 'decoding sequence')}, {one.waiting} waiting"

@@ -124,8 +124,9 @@ class Controller:
         if isinstance(message, SetLayoutChoice):
             for name in names:
                 memory = self._state_store.memory.engine(name)
-                changed = msgspec.structs.replace(memory, layout_by_hand=not message.automatic)
+                changed = msgspec.structs.replace(memory, layout_chosen=message.automatic)
                 self._state_store.change(name, changed)
+                self._engines[name].reconfigure(self._config)
         return LayoutsDescribed(
             engines=tuple(self._engines[name].layout(present[name]) for name in names if name in present)
         )

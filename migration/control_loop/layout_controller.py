@@ -10,7 +10,7 @@ from fleet.facts.migrations import LoopFigures
 from fleet.layout import Layout
 from fleet.layout_times import LayoutName
 from fleet.requests.layouts import EngineLayout, LayoutOption
-from migration.config import MigrationConfig
+from migration.config import LayoutPolicyName, MigrationConfig
 from migration.control_loop.context import LoopContext
 from migration.engine_state.engine_loads import EngineLoads, MeasuredStep
 from migration.engine_state.placement_registry import EngineEntry
@@ -42,11 +42,13 @@ class LayoutController:
         self,
         context: LoopContext,
         config: MigrationConfig,
+        policy: LayoutPolicyName,
         joined: EngineJoined,
         record: CurvesRecord | None,
     ) -> None:
         self._context = context
         self._config = config
+        self._policy_name = policy
         self._joined = joined
         self._loads = EngineLoads(joined.block_size)
         self._limits = {one.layout: limits_of(joined, one.layout) for one in joined.layout_times}
@@ -73,13 +75,10 @@ class LayoutController:
 
     # Events
 
-    def reconfigure(self, config: MigrationConfig) -> None:
+    def reconfigure(self, config: MigrationConfig, policy: LayoutPolicyName) -> None:
         """Use another policy or threshold from now on."""
-        again = (config.layout_policy, config.layout_threshold) != (
-            self._config.layout_policy,
-            self._config.layout_threshold,
-        )
-        self._config = config
+        again = (policy, config.layout_threshold) != (self._policy_name, self._config.layout_threshold)
+        self._config, self._policy_name = config, policy
         if again:
             self._policy, self._decision = self._made_policy(), None
 
@@ -163,7 +162,7 @@ class LayoutController:
             engine=entry.engine,
             worker_id=entry.worker_id,
             layout=str(entry.layout),
-            policy=self._config.layout_policy,
+            policy=self._policy_name,
             automatic=automatic,
             running=loads.running,
             waiting=loads.waiting,
@@ -188,10 +187,8 @@ class LayoutController:
         return LiveCurves.restored(record, key, joined.layout_times, now, expert_pair=pair)
 
     def _made_policy(self) -> LayoutPolicy:
-        config = self._config
-        return made_policy(
-            config.layout_policy, self.curves, self._limits, self._switches, config.layout_threshold
-        )
+        threshold = self._config.layout_threshold
+        return made_policy(self._policy_name, self.curves, self._limits, self._switches, threshold)
 
     @property
     def _layers(self) -> int:

@@ -11,7 +11,7 @@ from fleet.facts.activity import DispatchMeasured
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.requests.layouts import EngineLayout
 from fleet.text import byte_size
-from migration.config import MigrationConfig
+from migration.config import LayoutPolicyName, MigrationConfig
 from migration.control_loop.context import LoopContext
 from migration.control_loop.layout_controller import LayoutController
 from migration.control_loop.state_store import StateStore
@@ -50,7 +50,7 @@ class LayoutSwitcher:
         """why there is no choice, if there is none"""
         joined, curves = entry.joined, state_store.memory.engine(entry.engine).curves
         self._choice = (
-            LayoutController(context, config, joined, curves)
+            LayoutController(context, config, self._policy, joined, curves)
             if joined is not None and joined.layout_times
             else None
         )
@@ -61,7 +61,7 @@ class LayoutSwitcher:
         """Use new settings from now on."""
         self._config = config
         if self._choice is not None:
-            self._choice.reconfigure(config)
+            self._choice.reconfigure(config, self._policy)
 
     def loaded(self, report: KvMetrics) -> float:
         """Apply the load of a target. Returns the time from which the policy's switch may be carried out;
@@ -96,20 +96,25 @@ class LayoutSwitcher:
 
     # Questions
 
+    @property
+    def _policy(self) -> LayoutPolicyName:
+        return self._state_store.memory.engine(self._engine).layout_policy(self._config.layout_policy)
+
     def trial(self, plan: str) -> SwitchTrial | None:
         """Return the trial of a switch; None: it was not seen from its beginning."""
         return None if self._choice is None else self._choice.trial(plan)
 
     def describe(self, entry: EngineEntry, *, automatic: bool) -> EngineLayout:
         """Describe how the layout is chosen. automatic: automatic plans may be carried out."""
-        automatic = automatic and not self._state_store.memory.engine(self._engine).layout_by_hand
+        chosen = self._state_store.memory.engine(self._engine).layout_chosen
+        automatic = automatic and chosen is not False and self._policy != "static"
         if self._choice is not None:
             return self._choice.describe(entry, automatic=automatic)
         return EngineLayout(
             engine=self._engine,
             worker_id=self._worker_id,
             layout=str(entry.layout),
-            policy=self._config.layout_policy,
+            policy=self._policy,
             automatic=automatic,
             decided=self._without,
         )
@@ -143,7 +148,7 @@ class LayoutSwitcher:
                 await evaluate(entry, run, "a switch of layout follows before it could be evaluated")
                 if state.to_undo is not None:
                     return ""  # the rollback comes first
-            grounds = Grounds(f"layout: {self._config.layout_policy}", *figures)
+            grounds = Grounds(f"layout: {self._policy}", *figures)
             accepted = await self._context.executor.accept(
                 entry, made.plan, "planner", grounds, acting, switch=made.estimate
             )
@@ -167,7 +172,7 @@ class LayoutSwitcher:
         """Return why no switch is carried out now; empty: nothing forbids it."""
         memory, wall = self._state_store.memory, self._context.wall()
         known, runs = memory.engine(self._engine), state.plans.runs
-        if known.layout_by_hand:
+        if known.layout_chosen is False:
             return f"the layout is chosen by hand: roost layout {self._engine} --auto on"
         for harm in known.harms:
             if harm.until > wall and harm.plan in runs and runs[harm.plan].switches_layout:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.facts.migrations import LoopFigures
+from migration.config import LayoutPolicyName
 from migration.layouts.curves_record import CurvesRecord
 from migration.loop_state.verdict import Measurement, StepPrices
 
@@ -85,10 +86,14 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
     at_start: LoopFigures | None = None
     pending: PendingVerdict | None = None
     harms: tuple[Harm, ...] = ()
-    layout_by_hand: bool = False
-    """True: the planner leaves the layout as it is"""
+    layout_chosen: bool | None = None
+    """True: the planner chooses the layout; False: it leaves it as it is; None: as configured"""
     curves: CurvesRecord | None = None
     """step times of the engine's layouts, as corrected by live steps"""
+
+    def layout_policy(self, configured: LayoutPolicyName) -> LayoutPolicyName:
+        """Return the policy that chooses the layout: as configured, or `regret` if it was turned on."""
+        return "regret" if self.layout_chosen and configured == "static" else configured
 
     def harmed(self, harm: Harm, now: float) -> "EngineMemory":
         """Add a harmful plan, and drop those that have expired at `now`, in Unix seconds."""

@@ -47,13 +47,8 @@ class Home:
     @property
     def environ(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("ROOST_", "OTEL_"))}
-        # Engines of tests start together, several on two cores: their steps are measured once, which is not
-        # enough to choose layouts by.
-        ours = {
-            "XDG_STATE_HOME": str(self.state),
-            "ROOST_ENGINE_CALIBRATION_SECONDS": "0",
-            "ROOST_PLANNER_LAYOUT_POLICY": "static",
-        }
+        # Engines of tests start together, several on two cores.
+        ours = {"XDG_STATE_HOME": str(self.state), "ROOST_ENGINE_CALIBRATION_SECONDS": "0"}
         return {**kept, "PYTHONPATH": str(ROOT), **ours, **self.environment}
 
     def run(self, *arguments: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:

@@ -62,7 +62,6 @@ POLICIES = (STATIC, EPLB, JOINT, LOOP)
 
 CADENCE: dict[str, dict[str, Any]] = {
     "planner": {
-        "layout_policy": "static",
         "cycle_seconds": 3.0,
         "window_seconds": 20.0,
         "stale_seconds": 5.0,

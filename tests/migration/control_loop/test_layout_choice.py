@@ -30,7 +30,7 @@ from tests.migration.control_loop_fixture import (
 
 pytestmark = pytest.mark.looptime
 BATCHES = (1, 4, 16, 64, 256)
-CONFIGURED = replace(CONFIG, rank_bytes_per_second=1e9)
+CONFIGURED = replace(CONFIG, rank_bytes_per_second=1e9, layout_policy="regret")
 
 
 def ep_step(batch: float) -> float:
@@ -190,6 +190,17 @@ async def test_by_hand_it_stays_and_automatically_it_goes() -> None:
         await world.bus.request(SUBJECTS.loop, SetLayoutChoice(engine="", automatic=True), 20)
         await until_sharded(world, True)
         assert (await choice(world)).automatic
+
+
+async def test_without_a_configured_policy_it_chooses_once_it_is_asked_to() -> None:
+    broker = MemoryBroker()
+    async with switchable(broker, CROSSING) as world, serving(broker, layout_policy="static"):
+        await world.last(30)
+        assert not await own(world.bus)
+        assert not (await choice(world)).automatic
+        await world.bus.request(SUBJECTS.loop, SetLayoutChoice(engine="a", automatic=True), 20)
+        assert (await choice(world)).policy == "regret"
+        await until_sharded(world, True)
 
 
 async def test_the_hand_outlives_the_planner() -> None:
