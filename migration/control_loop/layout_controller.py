@@ -3,6 +3,8 @@
 Prices and policies are in `migration.layouts`. A switch itself is a plan of the engine's control loop.
 """
 
+from itertools import permutations
+
 from fleet.facts.activity import DispatchMeasured
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineJoined
@@ -23,7 +25,7 @@ from migration.layouts.policy import LayoutDecision, LayoutLoad, LayoutPolicy
 from migration.loop_state.switch_trial import SwitchTrial
 from migration.model.cost_model import LinkSpeeds
 from migration.planning.layout_switch import choices
-from migration.planning.switch_costs import PricedRoundTrip, priced_round_trip
+from migration.planning.switch_costs import PricedSwitch, priced_switch
 
 _PRICE_SECONDS = 1.0
 """Interval at which the costs of switches follow the KV in use and the measured links."""
@@ -54,8 +56,8 @@ class LayoutController:
         self._limits = {one.layout: limits_of(joined, one.layout) for one in joined.layout_times}
         self._switches: dict[tuple[LayoutName, LayoutName], SwitchCost] = {}
         """costs from the layout in force, and back; the policy reads them"""
-        self._priced: dict[LayoutName, PricedRoundTrip] = {}
-        """of the served epoch"""
+        self._priced: dict[tuple[LayoutName, LayoutName], PricedSwitch] = {}
+        """switches from the layout of the served epoch, and back"""
         self._refused: dict[str, str] = {}
         """why the engine cannot change to a layout"""
         self._name: LayoutName | None = None
@@ -235,18 +237,17 @@ class LayoutController:
                 same_node=speed or self._config.rank_bytes_per_second,
                 cross_node=speed or self._config.node_bytes_per_second,
             )
+            layouts = {one: entry.layout if one == name else self.target(one) for one in self._limits}
             self._priced = {
-                other: priced_round_trip(
-                    entry.placement, self.target(other), shape, machines[1], links, joined.kv_block_bytes
+                (one, other): priced_switch(
+                    layouts[one], layouts[other], shape, machines[1], links, joined.kv_block_bytes
                 )
-                for other in self._limits
-                if other != name and other not in self._refused
+                for one, other in permutations(layouts, 2)
+                if name in (one, other) and not {one, other} & self._refused.keys()
             }
         self._switches.clear()
-        for other, priced in self._priced.items():
-            pages, contention = self._loads.used_blocks, self._config.contention
-            self._switches[name, other] = priced.there.cost(pages, contention)
-            self._switches[other, name] = priced.back.cost(pages, contention)
+        for pair, priced in self._priced.items():
+            self._switches[pair] = priced.cost(self._loads.used_blocks, self._config.contention)
 
     def _decide(self, name: LayoutName, now: float) -> None:
         """Ask the policy."""

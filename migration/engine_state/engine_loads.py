@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from fleet.facts.dynamo_kv import KvMetrics
+from fleet.timing import MAX_SECONDS
 
 
 class _Reported(NamedTuple):
@@ -69,9 +70,9 @@ class EngineLoads:
         self.decode_blocks += now.decode_blocks - before.decode_blocks
         self.used_blocks += now.used_blocks - before.used_blocks
         changed = now.running != before.running or now.prefill_tokens or now.waiting
-        if changed or not self.running or report.step_seconds is None or not report.step_seconds > 0:
+        if changed or not self.running or not 0 < (report.step_seconds or 0.0) <= MAX_SECONDS:
             return None
-        return MeasuredStep(self.running, self.context, report.step_seconds)
+        return MeasuredStep(self.running, self.context, report.step_seconds or 0.0)
 
     @property
     def context(self) -> float:

@@ -1,7 +1,8 @@
 """Cost of a switch of layout before it is planned: bytes, duration, and time lost. Pure.
 
-`migration.planning.layout_switch` plans the handovers themselves. A choice of layouts looks often, and needs
-a few numbers that stay the same for an epoch.
+`migration.planning.layout_switch` plans the handovers themselves, which takes half a second for a large
+model. A choice of layouts needs a few numbers at every epoch: in closed form, as if every rank held as many
+experts.
 """
 
 from typing import NamedTuple
@@ -12,22 +13,18 @@ from numpy.typing import NDArray
 from fleet.blocks import BLOCK_SIZE
 from fleet.experts import ModelShape
 from fleet.layout import KV_PAGE_SECONDS, AttentionKind, Layout, head_groups, kv_units_read
-from fleet.placement import Placement
 from migration.layouts.costs import SwitchCost
 from migration.model.cost_model import LinkSpeeds
-from migration.model.plan import replay
-from migration.planning.layout_switch import Switch, switch
-from migration.planning.staging_capacity import StagingRoom
 
 HANDOVER_SECONDS = 5e-3
 """Time that the step which adopts a handover takes longer: Roost's own engine, docs/measurements.md."""
 
 
 class PricedSwitch(NamedTuple):
-    """Effort of a change to a layout from the one that is served."""
+    """Effort of a change from one layout to another."""
 
     bytes: int
-    """experts that are copied, also within ranks: what counts towards the byte budget"""
+    """experts that ranks read from each other: what counts towards the byte budget"""
     handovers: int
     weights_seconds: float
     """time in which layers turn over while the engine serves"""
@@ -47,45 +44,35 @@ class PricedSwitch(NamedTuple):
         )
 
 
-class PricedRoundTrip(NamedTuple):
-    """Switches to a layout and back to the one that is served."""
-
-    there: PricedSwitch
-    back: PricedSwitch
-
-
-def priced_round_trip(
-    placement: Placement,
-    wanted: Layout,
+def priced_switch(
+    before: Layout,
+    after: Layout,
     shape: ModelShape,
     node: NDArray[np.intp],
     links: LinkSpeeds,
     kv_block_bytes: int,
-) -> PricedRoundTrip:
-    """Price the change of a served placement to another layout, and back.
+) -> PricedSwitch:
+    """Price the change from one layout to another, a layer in each handover.
 
     node: int [ranks]. kv_block_bytes: of a KV block over all layers; 0: unknown, and reading costs nothing.
-    ValueError if the layout is served already, or cannot be reached.
+
+    In either direction a rank reads E / P * (P - 1) parts of a layer's E experts from P - 1 others, and as
+    many are read from it; the time is that of `migration.model.cost_model.transfer_seconds`.
     """
-    room = StagingRoom(node=node, expert_bytes=shape.expert_bytes)
-    there = switch(placement, wanted.sharded, room, attention=wanted.attention)
-    after = replay(placement, there.plan)[-1]
-    back = switch(after, placement.sharded, room, attention=placement.attention, goal=placement)
-
-    def priced(found: Switch, attention: AttentionKind) -> PricedSwitch:
-        reads = 0.0
-        if wanted.attention != placement.attention:
-            reads = _units_per_page(attention, placement.ranks, shape) * kv_block_bytes
-        handovers = found.plan.handovers
-        return PricedSwitch(
-            bytes=sum(handover.bytes for handover in handovers),
-            handovers=len(handovers),
-            weights_seconds=found.seconds(node, links),
-            page_bytes=reads,
-            links=links,
-        )
-
-    return PricedRoundTrip(priced(there, wanted.attention), priced(back, placement.attention))
+    ranks, turned = len(node), len(set(before.sharded) ^ set(after.sharded))
+    attends = before.attention != after.attention
+    near = np.bincount(node)[node]
+    per_peer = shape.experts / ranks * shape.expert_bytes / ranks
+    same, cross = (near.max() - 1) * per_peer, (ranks - near.min()) * per_peer
+    slowest = max(same / links.same_node, cross / links.cross_node)
+    layer = slowest + (ranks - 1) * per_peer / links.checksum + links.handover_seconds
+    return PricedSwitch(
+        bytes=round(turned * ranks * (ranks - 1) * per_peer),
+        handovers=turned + attends,
+        weights_seconds=float(turned * layer),
+        page_bytes=_units_per_page(after.attention, ranks, shape) * kv_block_bytes if attends else 0.0,
+        links=links,
+    )
 
 
 def _units_per_page(after: AttentionKind, ranks: int, shape: ModelShape) -> float:

@@ -1,5 +1,7 @@
 """The load of an engine from the reports of its targets."""
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,3 +62,10 @@ def test_missing_and_negative_figures_count_as_nothing() -> None:
     loads = EngineLoads(16)
     loads.apply(KvMetrics(worker_id=1, running=-4))
     assert (loads.running, loads.context) == (0, 0.0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan"), 1e9, None])
+def test_impossible_durations_are_no_steps(seconds: float | None) -> None:
+    loads = EngineLoads(16)
+    loads.apply(report(0, 3))
+    assert loads.apply(msgspec.structs.replace(report(0, 3), step_seconds=seconds)) is None
