@@ -22,6 +22,7 @@ from migration.layouts.curves_record import CurveKey, CurvesRecord
 from migration.layouts.engine_layouts import layout_name, layout_of_name, limits_of, made_policy
 from migration.layouts.live_curves import LiveCurves
 from migration.layouts.policy import LayoutDecision, LayoutLoad, LayoutPolicy
+from migration.layouts.regret import RegretPolicy
 from migration.loop_state.switch_trial import SwitchTrial
 from migration.model.cost_model import LinkSpeeds
 from migration.planning.layout_switch import choices
@@ -268,17 +269,17 @@ class LayoutController:
         self._decided_at, self._prefilled = now, 0.0
 
     def _option(self, name: LayoutName) -> LayoutOption:
-        loads, decision = self._loads, self._decision
+        loads, policy = self._loads, self._policy
         sequences = max(loads.running, 1)
         cost = self._switches.get((self._name, name)) if self._name is not None else None
-        about = decision is not None and decision.best == name
+        regrets = policy.regrets if isinstance(policy, RegretPolicy) else {}
         return LayoutOption(
             layout=name,
             refusal=self._refused.get(name, ""),
             step_seconds=self.curves.step_seconds(name, sequences, loads.context),
             deviation=self.curves.deviation(name, sequences, loads.context),
             uncertain=self.curves.uncertain(name),
-            regret_seconds=decision.regret if decision is not None and about else 0.0,
+            regret_seconds=0.0 if name == self._name else regrets.get(name, 0.0),
             cost_seconds=0.0
             if name == self._name
             else (None if cost is None else cost.loss(loads.decode_blocks * self._joined.block_size)),
