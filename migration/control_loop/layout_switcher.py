@@ -88,11 +88,12 @@ class LayoutSwitcher:
             self._choice.ended(plan)
 
     def remember(self) -> None:
-        """Put the step times of the layouts into the persistent state."""
-        if self._choice is not None:
-            memory = self._state_store.memory.engine(self._engine)
-            changed = msgspec.structs.replace(memory, curves=self._choice.curves.record())
-            self._state_store.change(self._engine, changed)
+        """Put the step times of the layouts into the persistent state, if they have changed."""
+        if self._choice is None:
+            return
+        memory, record = self._state_store.memory.engine(self._engine), self._choice.curves.record()
+        if record != memory.curves:
+            self._state_store.change(self._engine, msgspec.structs.replace(memory, curves=record))
 
     # Questions
 
