@@ -212,6 +212,12 @@ def head_groups(ranks: int, kv_heads: int) -> int:
     return min(ranks, kv_heads) if divide else 1
 
 
+def held_limit(ranks: int, groups: int) -> float:
+    """Return the largest part of its KV memory that requests may hold on each rank as the attention changes,
+    between 0 and 1: f * (1 + (P - 1) / G) <= 1, since units of both layouts are held meanwhile."""
+    return groups / (groups + ranks - 1)
+
+
 KV_ROUND_PAGES = 256
 """Pages that a rank announces at once, to be copied ahead of a switch of attention, so that no step waits
 long. The next ones follow once these have been read.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from engine_adapter.batching.kv_cache import Block
-from engine_adapter.kv_switch.capacity import REMEDY, held_limit
+from engine_adapter.kv_switch.capacity import REMEDY
 from engine_adapter.kv_switch.kv_state import (
     AheadRead,
     KvPage,
@@ -25,6 +25,7 @@ from engine_adapter.kv_switch.kv_state import (
 from engine_adapter.kv_switch.ledger import PageLedger, filled_pages
 from engine_adapter.kv_switch.unit_plan import SourceChoice, UnitCopy, UnitPlan
 from fleet.blocks import BLOCK_SIZE
+from fleet.layout import held_limit
 
 
 def merge(

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from engine_adapter.batching.kv_cache import identify
 from engine_adapter.kv_switch.assignment import PageDemand, assign
-from engine_adapter.kv_switch.capacity import REMEDY, check_length, held_limit
+from engine_adapter.kv_switch.capacity import REMEDY, check_length
 from engine_adapter.kv_switch.kept_pages import KeptPlacement
 from engine_adapter.kv_switch.kv_state import (
     KvPage,
@@ -27,6 +27,7 @@ from engine_adapter.kv_switch.kv_state import (
 from engine_adapter.kv_switch.ledger import PageLedger, filled_pages
 from engine_adapter.kv_switch.unit_plan import SourceChoice, UnitCopy, UnitPlan
 from fleet.blocks import BLOCK_SIZE
+from fleet.layout import held_limit
 
 
 class RankLayout(NamedTuple):

@@ -9,7 +9,7 @@ from fleet.facts.activity import DispatchMeasured
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineJoined
 from fleet.facts.migrations import LoopFigures
-from fleet.layout import Layout
+from fleet.layout import Layout, head_groups, held_limit
 from fleet.layout_times import LayoutName
 from fleet.requests.layouts import EngineLayout, LayoutOption
 from migration.config import LayoutPolicyName, MigrationConfig
@@ -68,7 +68,8 @@ class LayoutController:
         self._policy = self._made_policy()
         self._decision: LayoutDecision | None = None
         self._decided_at = self._price_at = self._settled_at = float("-inf")
-        self._prefilled = 0.0
+        self._prefilled = 0
+        """prompt tokens that the policy knows of"""
         self.withheld = ""
         """why the last switch that the policy asked for was not carried out; empty: it was"""
         self._trial: SwitchTrial | None = None
@@ -93,6 +94,8 @@ class LayoutController:
             return False
         if step is not None:
             self._observe(name, step, now)
+        if self._loads.targets < entry.targets:
+            return False  # the load of the engine is not known yet
         if self._context.under_way(entry.engine):
             self._decided_at = self._settled_at = now
             return False
@@ -103,13 +106,11 @@ class LayoutController:
         return self.wanted is not None
 
     def dispatched(self, report: DispatchMeasured) -> None:
-        """Apply what a rank's steps dispatched: its prompt tokens, and the imbalance of whole experts."""
-        ranks = self._joined.expert_ranks
-        self._prefilled += max(report.tokens - report.steps * self._loads.running / ranks, 0.0)
+        """Apply the imbalance of whole experts that a rank measured."""
         layers = [one for one in report.balance if one > 0]
         if self._name == "ep" and report.steps and report.tokens and layers:
             excess = sum(max(report.steps / one - 1.0, 0.0) for one in layers)
-            self.curves.imbalance(report.pairs * excess / (report.tokens * ranks))
+            self.curves.imbalance(report.pairs * excess / (report.tokens * self._joined.expert_ranks))
 
     def switched(self, plan: str, before: LayoutName, after: LayoutName) -> None:
         """Begin the trial of a switch that was just accepted."""
@@ -247,8 +248,19 @@ class LayoutController:
                 if name in (one, other) and not {one, other} & self._refused.keys()
             }
         self._switches.clear()
-        for pair, priced in self._priced.items():
-            self._switches[pair] = priced.cost(self._loads.used_blocks, self._config.contention)
+        for (one, other), priced in self._priced.items():
+            if one != name or not self._full(name, other):
+                cost = priced.cost(self._loads.used_blocks, self._config.contention)
+                self._switches[one, other] = cost
+
+    def _full(self, name: LayoutName, other: LayoutName) -> str:
+        """Return why requests hold too much KV for a switch of attention; empty: they do not."""
+        shape, ranks = self._joined.shape, self._joined.expert_ranks
+        if shape is None or self.target(name).attention == self.target(other).attention:
+            return ""
+        limit = held_limit(ranks, head_groups(ranks, shape.kv_heads))
+        held = self._loads.decode_blocks * self._joined.block_size / self._limits[name].kv_tokens
+        return "" if held <= limit else f"requests hold {held:.0%} of the KV, and {limit:.0%} is the limit"
 
     def _decide(self, name: LayoutName, now: float) -> None:
         """Ask the policy."""
@@ -262,20 +274,21 @@ class LayoutController:
                 waiting=loads.waiting,
                 kv_tokens=loads.decode_blocks * self._joined.block_size,
                 steps=round(since / step) if loads.running else 0,
-                prefilled=round(self._prefilled),
+                prefilled=loads.prefilled - self._prefilled,
                 settled_at=self._settled_at,
             )
         )
-        self._decided_at, self._prefilled = now, 0.0
+        self._decided_at, self._prefilled = now, loads.prefilled
 
     def _option(self, name: LayoutName) -> LayoutOption:
         loads, policy = self._loads, self._policy
         sequences = max(loads.running, 1)
         cost = self._switches.get((self._name, name)) if self._name is not None else None
         regrets = policy.regrets if isinstance(policy, RegretPolicy) else {}
+        full = "" if self._name is None else self._full(self._name, name)
         return LayoutOption(
             layout=name,
-            refusal=self._refused.get(name, ""),
+            refusal=self._refused.get(name, "") or full,
             step_seconds=self.curves.step_seconds(name, sequences, loads.context),
             deviation=self.curves.deviation(name, sequences, loads.context),
             uncertain=self.curves.uncertain(name),

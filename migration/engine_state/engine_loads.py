@@ -43,6 +43,10 @@ class EngineLoads:
         """KV blocks that running sequences hold"""
         self.used_blocks = 0
         """KV blocks that they hold, or that are kept for reuse"""
+        self.prefilled = 0
+        """prompt tokens computed so far: by how much `prefill_tokens` of a target fell. Prompts that arrive
+        between two reports hide as many, and cached or cancelled ones count as computed
+        """
         self._block_size = block_size
         self._by_target: dict[int, _Reported] = {}
 
@@ -67,12 +71,18 @@ class EngineLoads:
         self.running += now.running - before.running
         self.waiting += now.waiting - before.waiting
         self.prefill_tokens += now.prefill_tokens - before.prefill_tokens
+        self.prefilled += max(before.prefill_tokens - now.prefill_tokens, 0)
         self.decode_blocks += now.decode_blocks - before.decode_blocks
         self.used_blocks += now.used_blocks - before.used_blocks
         changed = now.running != before.running or now.prefill_tokens or now.waiting
         if changed or not self.running or not 0 < (report.step_seconds or 0.0) <= MAX_SECONDS:
             return None
         return MeasuredStep(self.running, self.context, report.step_seconds or 0.0)
+
+    @property
+    def targets(self) -> int:
+        """Targets that have reported."""
+        return len(self._by_target)
 
     @property
     def context(self) -> float:

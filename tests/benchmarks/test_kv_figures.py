@@ -21,9 +21,8 @@ from benchmarks.rig.turns.kv_figures import (
 from benchmarks.rig.turns.kv_switches import ANSWERS, GROUPS, GROWTH, PAGES, prompt_tokens
 from benchmarks.rig.turns.turning_engine import RANKS
 from engine_adapter.embedded.switching.attention_switch import LastRound
-from engine_adapter.kv_switch.capacity import held_limit
 from fleet.blocks import BLOCK_SIZE
-from fleet.layout import AttentionKind, kv_units_read
+from fleet.layout import AttentionKind, held_limit, kv_units_read
 
 
 def diary(**fields: Any) -> dict[str, NDArray[Any]]:

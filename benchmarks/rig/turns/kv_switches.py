@@ -33,10 +33,9 @@ from benchmarks.rig.turns.kv_figures import (
 from benchmarks.rig.turns.kv_rank import Hold, Keep, Order, Save
 from benchmarks.rig.turns.random_model import Heads
 from benchmarks.rig.turns.turning_engine import RANKS, Rig, turning_engine
-from engine_adapter.kv_switch.capacity import held_limit
 from fleet.blocks import BLOCK_SIZE
 from fleet.experts import ModelShape
-from fleet.layout import AttentionKind, head_groups
+from fleet.layout import AttentionKind, head_groups, held_limit
 
 HEADS = Heads(query=16, kv=8, size=128)
 """A page of a layer is 128 KiB, as in large models."""

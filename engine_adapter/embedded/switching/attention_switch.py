@@ -22,11 +22,10 @@ from engine_adapter.embedded.step_notes import AheadNote
 from engine_adapter.embedded.step_sync import StepHeader, StepSync
 from engine_adapter.embedded.switching.copying_ahead import CopyingAhead
 from engine_adapter.embedded.switching.peer_pools import PeerPools, UnitReader
-from engine_adapter.kv_switch.capacity import held_limit
 from engine_adapter.kv_switch.kv_state import KvState, Switched, SwitchRefused
 from engine_adapter.kv_switch.merging import merge
 from engine_adapter.kv_switch.splitting import RankLayout, split
-from fleet.layout import AttentionKind
+from fleet.layout import AttentionKind, held_limit
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine_adapter.kv_switch.capacity import capacity, held_limit
+from engine_adapter.kv_switch.capacity import capacity
 from engine_adapter.kv_switch.kv_state import SwitchRefused
+from fleet.layout import held_limit
 from tests.engine_adapter.kv_switch.kv_fixture import SIZE, SwitchableEngine
 
 SHAPES = [(2, 2), (4, 4), (4, 2), (4, 1), (3, 1)]  # ranks, head groups

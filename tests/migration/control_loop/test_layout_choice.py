@@ -45,7 +45,7 @@ def sharded_step(batch: float) -> float:
 
 def times(**steps: Callable[[float], float]) -> tuple[LayoutTimes, ...]:
     """State measured times, by layout (experts_tp for experts-tp)."""
-    names: dict[str, LayoutName] = {"ep": "ep", "experts_tp": "experts-tp"}
+    names: dict[str, LayoutName] = {"ep": "ep", "experts_tp": "experts-tp", "tp": "tp"}
     return tuple(
         LayoutTimes(
             layout=names[name],
@@ -67,6 +67,8 @@ class Switchable(Flight):
         self.rates = EVEN
         self.balance = 1.0
         self.batch = 8
+        self.blocks: int | None = None
+        """KV blocks that requests hold on each rank; None: one per sequence"""
         self.true = {"ep": ep_step, "experts_tp": sharded_step, **true}
 
     @property
@@ -77,7 +79,8 @@ class Switchable(Flight):
         return super().measured(rank, **{"step_seconds": 0.9, **fields})
 
     async def speak(self) -> None:
-        self.running = self.decode_blocks = self.batch // 4
+        self.running = self.batch // 4
+        self.decode_blocks = self.running if self.blocks is None else self.blocks
         self.step_seconds = self.true["experts_tp" if self.sharded else "ep"](self.batch)
         await super().speak()
         for rank in range(4):
@@ -88,8 +91,8 @@ class Switchable(Flight):
                     running=self.batch // 4,
                     waiting=0,
                     active_prefill_tokens=0,
-                    active_decode_blocks=self.batch // 4,
-                    kv_used_blocks=self.batch // 4,
+                    active_decode_blocks=self.decode_blocks,
+                    kv_used_blocks=self.decode_blocks,
                     step_seconds=self.step_seconds * (1.0 + 0.01 * float(self.noise.standard_normal())),
                 )
             )
@@ -101,7 +104,7 @@ async def switchable(
 ) -> AsyncIterator[Switchable]:
     world = Switchable(broker, **true)
     async with world.ranks.serving():
-        await world.join(layout_times=stated, hardware="here")
+        await world.join(layout_times=stated, hardware="here", tp_refusal="")
         yield world
 
 
@@ -253,6 +256,19 @@ async def test_the_regret_of_a_switch_that_is_held_up_is_shown() -> None:
         # Steps of 8.2 ms could take 4.8 ms, so four tenths of the time are lost.
         assert 2.0 < sharded.regret_seconds < 5.0
         assert ep.regret_seconds == 0.0
+
+
+async def test_attention_is_not_to_change_while_requests_hold_more_kv_than_fits_both_ways() -> None:
+    broker = MemoryBroker()
+    stated = times(ep=ep_step, tp=lambda batch: 0.5 * ep_step(batch))
+    async with switchable(broker, stated) as world, serving(broker):
+        world.blocks = 40
+        await world.last(20)
+        assert not await own(world.bus)
+        assert (await choice(world)).options[1].refusal == "requests hold 62% of the KV, and 25% is the limit"
+        world.blocks = 10
+        await world.last(3)
+        assert not (await choice(world)).options[1].refusal
 
 
 async def test_corrected_curves_survive_a_restart_of_the_planner() -> None:

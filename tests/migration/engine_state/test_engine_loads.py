@@ -49,6 +49,16 @@ def test_a_step_counts_at_a_load_that_has_not_changed() -> None:
     assert loads.apply(report(0, 3, waiting=1, blocks=12)) is None
 
 
+def test_prompt_tokens_count_as_they_are_computed_and_decoding_counts_as_none() -> None:
+    loads = EngineLoads(16)
+    for rank, prefill in ((0, 100), (1, 60), (0, 40), (1, 60), (0, 90), (1, 0), (0, 0)):
+        loads.apply(report(rank, 3, prefill=prefill))
+    assert loads.prefilled == 60 + 60 + 90
+    for running in (8, 64, 2, 0):
+        loads.apply(report(0, running))
+    assert loads.prefilled == 210
+
+
 def test_targets_of_another_layout_are_forgotten() -> None:
     loads = EngineLoads(16)
     loads.apply(report(0, 3))
