@@ -32,7 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seconds", type=float, default=40.0, help="length of the soak")
     parser.addoption("--soak-seed", type=int, default=6, help="what decides when something fails, and what")
     parser.addoption(
-        "--soak-engine", choices=("simulated", "embedded"), default="simulated", help="what kind of engines"
+        "--soak-engine",
+        choices=("simulated", "embedded", "layouts"),
+        default="simulated",
+        help="what kind of engines",
     )
     parser.addoption(
         "--soak-report", default=None, metavar="FILE", help="write what happened to this file, as JSON"

@@ -24,7 +24,6 @@ from benchmarks.rig.soak_evidence import draw_soak, soak_page
 
 FOLDER = ROOT / "docs" / "evidence"
 FIGURES, PAGE = "closed-loop.json", "closed-loop.md"
-SOAK_FIGURES, SOAK_PAGE = "soak.json", "soak.md"
 PARTS = ("policies", "flip", "homogeneous", "alternating")
 CAPTIONS = {
     "policies": "Medians as bars, rounds as dots.",
@@ -130,10 +129,11 @@ def tell_soak(file: Path, folder: Path) -> None:
         "hardware": hardware(),
         **json.loads(file.read_text()),
     }
-    (folder / SOAK_FIGURES).write_text(json.dumps(report, separators=(",", ":")) + "\n")
+    name = report.get("name", "soak")
+    (folder / f"{name}.json").write_text(json.dumps(report, separators=(",", ":")) + "\n")
     picture = draw_soak(report, folder)
-    (folder / SOAK_PAGE).write_text(soak_page(report))
-    typer.echo(f"written: {SOAK_FIGURES}, {SOAK_PAGE}, {picture.name} in {folder}")
+    (folder / f"{name}.md").write_text(soak_page(report))
+    typer.echo(f"written: {name}.json, {name}.md, {picture.name} in {folder}")
 
 
 def main(

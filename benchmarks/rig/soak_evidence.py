@@ -12,7 +12,7 @@ from benchmarks.rig.live.plots import save
 WIDE, HIGH = 9.0, 8.0
 MINUTE = 60.0
 MIB = 2**20
-PICTURE = "soak.svg"
+_LAYOUTS = {"ep": "tab:blue", "experts-tp": "tab:green", "tp": "tab:orange", "mixed": "0.6"}
 _COLOURS = (
     "tab:blue",
     "tab:orange",
@@ -45,6 +45,7 @@ _CAUSES = {
     "not connected": "answered when asked again: no connection could be made",
     "refused": "answered when asked again: refused with a status that says so",
 }
+_FORMS = "; at the bottom, open requests and the layout of each engine"
 Json = dict[str, Any]
 
 
@@ -82,11 +83,11 @@ def soak_page(report: Json) -> str:
             else ["Nothing failed that should not have."]
         ),
         "",
-        f"![Memory of every process, requests, mishaps]({PICTURE})",
+        f"![Memory of every process, requests, mishaps]({_picture(report)})",
         "",
         (
             "*Resident memory of every process, of several lives where it was killed; requests by the minute;"
-            " below, each mishap.*"
+            f" below, each mishap{_FORMS if 'forms' in report else ''}.*"
         ),
         "",
         *_table(("", "count"), ((name, f"{count:,}") for name, count in _counts(report))),
@@ -121,6 +122,11 @@ def _counts(report: Json) -> list[tuple[str, int]]:
         *((f"plans of the {origin}", count) for origin, count in sorted(plans.items())),
         ("handovers committed", handovers),
         ("bytes planned to be copied", moved),
+        *(
+            (f"switches of layout of {name}, {whose}", count)
+            for name, switches in report.get("layouts", {}).items()
+            for whose, count in (("chosen", len(switches["chosen"])), ("by hand", switches["by_hand"]))
+        ),
         *((f"plans judged {verdict}", count) for verdict, count in sorted(evaluated.items())),
     ]
 
@@ -224,18 +230,48 @@ def _growths(growths: list[Json]) -> list[tuple[str, ...]]:
 def draw_soak(report: Json, folder: Path) -> Path:
     """Write the picture; return its file. Raises OSError if it cannot be written."""
     figure = Figure(figsize=(WIDE, HIGH), layout="constrained")
-    memory, requests, mishaps = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.5, 2))
+    forms = report.get("forms")
+    heights = (4, 1.5, 2) if forms is None else (4, 1.5, 2, 2)
+    memory, requests, mishaps, *rest = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    for axes in rest:
+        _draw_forms(axes, forms)
     _draw_memory(memory, report["memory"], report["mishaps"])
     _draw_requests(requests, report["progress"])
     _draw_mishaps(mishaps, report["mishaps"])
-    for axes in (memory, requests, mishaps):
+    for axes in (memory, requests, mishaps, *rest):
         axes.tick_params(labelsize=8)
         axes.set_xlim(
             0, max(report["seconds"] / MINUTE, *(life["at"][-1] / MINUTE for life in report["memory"]))
         )
     figure.legend(*memory.get_legend_handles_labels(), fontsize=7, ncols=5, loc="outside upper center")
-    mishaps.set_xlabel("minutes", fontsize=8)
-    return save(figure, folder / PICTURE)
+    figure.axes[-1].set_xlabel("minutes", fontsize=8)
+    return save(figure, folder / _picture(report))
+
+
+def _picture(report: Json) -> str:
+    return f"{report.get('name', 'soak')}.svg"
+
+
+def _draw_forms(axes: Any, forms: Json) -> None:
+    """Draw open requests as a line, and the layout of each engine as a row of colours below it."""
+    minutes = [seconds / MINUTE for seconds in forms["at"]]
+    most = max(forms["open"], default=1) or 1
+    axes.plot(minutes, [count / most for count in forms["open"]], color="k", linewidth=0.8)
+    names = list(forms["engines"])
+    for row, name in enumerate(names):
+        for layout, colour in _LAYOUTS.items():
+            served = [one == layout for one in forms["engines"][name]]
+            axes.fill_between(
+                minutes, -0.3 * row - 0.3, -0.3 * row - 0.05, where=served, step="post", color=colour, lw=0
+            )
+    for layout, colour in _LAYOUTS.items():
+        axes.plot([], [], color=colour, label=layout, linewidth=4)
+    axes.set_yticks(
+        [1.0, *(-0.3 * row - 0.17 for row in range(len(names)))],
+        [f"{most} open requests", *names],
+        fontsize=7,
+    )
+    axes.legend(fontsize=7, ncols=4, loc="upper right")
 
 
 def _draw_memory(axes: Any, lives: list[Json], mishaps: list[Json]) -> None:

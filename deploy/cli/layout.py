@@ -23,7 +23,7 @@ from deploy.terminal.options import ConfigOption, EngineArgument, JsonOption, Na
 
 
 class AutoLayout(StrEnum):
-    """AutoLayout of layouts by the planner, or by hand."""
+    """Choice of layouts by the planner, or by hand."""
 
     ON = "on"
     OFF = "off"
@@ -119,6 +119,7 @@ def layout(
     --memory: a rank does not state its memory.
     """
     live = {"ENGINE": engine, "--set": wanted, "--now": now, "--dry-run": dry_run, "--memory": memory}
+    changing = {"--set": wanted, "--now": now, "--dry-run": dry_run, "--no-wait": no_wait}
     considering = {
         "--hardware": hardware,
         "--ranks": ranks,
@@ -136,29 +137,22 @@ def layout(
     refuse(considering, "belongs to --model NAME|FILE")
     bus = bus_from(config, nats)
     if auto is not None:
-        refuse(
-            {"--set": wanted, "--now": now, "--dry-run": dry_run, "--no-wait": no_wait, "--memory": memory},
-            "does not go with --auto, which changes no layout itself",
-        )
+        refuse({**changing, "--memory": memory}, "does not go with --auto, which changes no layout itself")
         from deploy.views.layout import show_choice
 
         show_choice(bus, engine, automatic=auto is AutoLayout.ON, as_json=as_json)
-        return
-    if memory:
-        refuse(
-            {"--set": wanted, "--now": now, "--dry-run": dry_run, "--no-wait": no_wait},
-            "does not go with --memory, which changes nothing",
-        )
+    elif memory:
+        refuse(changing, "does not go with --memory, which changes nothing")
         from deploy.views.memory import show_memory
 
         show_memory(bus, engine, as_json=as_json)
-        return
-    if wanted is None:
-        refuse({"--now": now, "--dry-run": dry_run, "--no-wait": no_wait}, "belongs to --set LAYOUT")
+    elif wanted is None:
+        refuse(changing, "belongs to --set LAYOUT")
         from deploy.views.layout import show_layouts
 
         show_layouts(bus, engine, as_json=as_json)
-        return
-    from deploy.views.migration import OutputForm, show_switch
+    else:
+        from deploy.views.migration import OutputForm, show_switch
 
-    show_switch(bus, engine, wanted, OutputForm(wait=not no_wait, as_json=as_json), now=now, dry_run=dry_run)
+        form = OutputForm(wait=not no_wait, as_json=as_json)
+        show_switch(bus, engine, wanted, form, now=now, dry_run=dry_run)

@@ -7,6 +7,7 @@ A unit that was killed is therefore left alone until it has run for longer than 
 import asyncio
 import contextlib
 import shutil
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,8 +19,9 @@ from bus import BusError, Declined
 from deploy.local.fleet import FLEET_SECRET
 from deploy.local.supervise import Policy
 from fleet.facts.migrations import MigrationPlanned
+from fleet.layout import AttentionKind
 from fleet.requests.control_loop import LoopDescribed, SetLoopState
-from fleet.requests.plans import RollBack
+from fleet.requests.plans import RollBack, SetLayout
 from fleet.shared_secret import SharedSecret
 from tests.faults.plans import Impossible, series
 from tests.faults.records import Records
@@ -89,6 +91,8 @@ class Happened:
     """plans that had begun when a store was lost: nobody may be able to say how they ended"""
     orders: dict[str, int] = field(default_factory=dict)
     """operators' orders, by what became of them"""
+    layouts: Counter[str] = field(default_factory=Counter)
+    """operators' orders of a layout, by engine"""
     wrong: list[str] = field(default_factory=list)
 
 
@@ -108,6 +112,7 @@ class Mischief:
         seconds: float,
         drain_seconds: float,
         simulated: bool,
+        layouts: bool = False,
     ) -> None:
         """told: what users get. drain_seconds: a router's. simulated: all ranks of an engine are one
         process."""
@@ -144,6 +149,7 @@ class Mischief:
             "loop paused": (1.5, self._pause),
             "experts moved by hand": (2.5, self._move),
             "rolled back by hand": (1.0, self._roll_back),
+            "layout set by hand": (1.0 if layouts else 0.0, self._set_layout),
         }
 
     @property
@@ -212,14 +218,18 @@ class Mischief:
                 async with self._http.post(
                     f"{url}/v1/route", json=self._fleet.body(), timeout=limit
                 ) as answer:
-                    if (
-                        answer.status != 200
-                        or len((await answer.json())["candidates"]) != len(self._engines) * self._ranks
+                    if answer.status != 200 or len((await answer.json())["candidates"]) != sum(
+                        map(self._targets, self._engines)
                     ):
                         return False
         except (aiohttp.ClientError, TimeoutError):
             return False
         return True
+
+    def _targets(self, engine: str) -> int:
+        """Where requests of an engine can go: under tensor-parallel attention to all its ranks together."""
+        history = self._records.history(engine)
+        return 1 if history.placements and history.latest.attention == "tp" else self._ranks
 
     # processes
 
@@ -415,6 +425,26 @@ class Mischief:
         except (BusError, IndexError, Impossible) as error:
             return self._count(error)
         return self._count(None)
+
+    async def _set_layout(self) -> tuple[str, str] | None:
+        engine = str(self._dice.choice(self._engines))
+        history = self._records.history(engine)
+        if not history.placements:
+            return None
+        every = tuple(range(history.latest.layers))
+        layouts: dict[str, tuple[tuple[int, ...], AttentionKind]] = {
+            "ep": ((), "dp"),
+            "experts-tp": (every, "dp"),
+            "tp": (every, "tp"),
+        }
+        name = str(self._dice.choice(list(layouts)))
+        self.happened.layouts[engine] += 1
+        request = SetLayout(engine=engine, sharded=layouts[name][0], attention=layouts[name][1], now=True)
+        try:
+            await self._records.bus.request(self._records.subjects.migrate, request, 5.0)
+        except BusError as error:
+            return engine, f"{name}, {self._count(error)}"
+        return engine, f"{name}, {self._count(None)}"
 
     async def _roll_back(self) -> tuple[str, str] | None:
         engine = str(self._dice.choice(self._engines))

@@ -248,10 +248,7 @@ class Crowd:
             while now - began < seconds:
                 self.outcomes.came += 1
                 if self._open < MOST_OPEN:
-                    domain = int(
-                        self._dice.choice(len(self._library.domains), p=shares_at(self._course, now - began))
-                    )
-                    prompt = self._library.any_of(domain, self._dice)
+                    prompt = self._prompt(now - began)
                     users.create_task(
                         self._ask(prompt, bool(self._dice.integers(2))), name=f"asks prompt {prompt.number}"
                     )
@@ -259,6 +256,31 @@ class Crowd:
                     self.outcomes.turned_away += 1
                 now += float(self._dice.exponential(1.0 / self._per_second))
                 await asyncio.sleep(now - loop.time())
+
+    async def throng(self, users: int, seconds: float, phase: float) -> None:
+        """Be quiet for a phase, then ask one thing after another for as long, by turns. Every second request
+        is streamed."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        async def user(until: float, number: int) -> None:
+            for asked in itertools.count(number):
+                if loop.time() >= until:
+                    return
+                self.outcomes.came += 1
+                await self._ask(self._prompt(loop.time() - began), stream=bool(asked % 2))
+
+        while (begins := loop.time() + phase) < began + seconds:
+            await asyncio.sleep(phase)
+            until = min(begins + phase, began + seconds)
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(users):
+                    tasks.create_task(user(until, number), name=f"user {number} of a throng")
+
+    def _prompt(self, seconds: float) -> Prompt:
+        """Return what a user asks at a time after the beginning."""
+        domain = int(self._dice.choice(len(self._library.domains), p=shares_at(self._course, seconds)))
+        return self._library.any_of(domain, self._dice)
 
     async def _ask(self, prompt: Prompt, stream: bool) -> None:
         self._open += 1

@@ -1,13 +1,15 @@
 """A fleet for a long time: experts and requests move by themselves, users come and change their subject, and
 everything fails that can.
 
-    make soak                                            two hours of simulated engines: large KV caches,
-    answers of minutes make soak ARGS="--soak-engine embedded"              of the embedded engine: real
-    experts, short answers pytest -m slow tests/system/test_soak.py --soak-seconds 600 --soak-seed 7 -s
+    make soak                                   two hours of simulated engines: large KV caches, long answers
+    make soak ARGS="--soak-engine embedded"     of the embedded engine: real experts, short answers
+    make soak ARGS="--soak-engine layouts"      of the embedded engine on an emulated network, whose layout the
+                                                planner chooses as crowds come and go
+    pytest -m slow tests/system/test_soak.py --soak-seconds 600 --soak-seed 7 -s
 
 What is asserted: no request is lost (`tests.system.load_clients` has the rule); a router that is stopped
 gently breaks no stream; what is said and stored of epochs never goes back within a life of an engine, and
-every expert is somewhere in every placement that is stored; plans end; the fleet is whole again after every
+every expert is somewhere in every placement that is stored; layouts do not thrash; plans end; the fleet is whole again after every
 mishap; no process grows, and none is left over. It may run beside other work: what is silent for want of a
 processor is not dead for a quarter of a minute, and nothing is judged by how fast it is.
 """
@@ -20,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
@@ -30,6 +32,7 @@ from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside
 from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanEvaluated
+from fleet.placement import Placement
 from tests.faults.fleet_fixture import until
 from tests.faults.records import Records
 from tests.system.fault_injection import GentleStop, Mischief
@@ -97,6 +100,8 @@ class Kind:
     options: tuple[str, ...]
     settings: dict[str, str]
     library: Callable[[int], Prompts]
+    throng: int = 0
+    """users who ask one thing after another in every other phase. Layouts change, too."""
 
     @property
     def simulated(self) -> bool:
@@ -130,7 +135,24 @@ KINDS = {
         },
         library=lambda _: Library(),
     ),
+    "layouts": Kind(
+        ranks=2,
+        per_second=1.0,
+        options=(),
+        settings={
+            "ROOST_ENGINE_KV_BLOCKS": "512",
+            "ROOST_ENGINE_SLOTS_PER_RANK": "20",
+            "ROOST_ENGINE_LINK_SECONDS": "5e-5",
+            "ROOST_TRANSFER_BACKEND": "nixl",
+            "ROOST_PLANNER_STAGE_SECONDS": "5.0",
+            "ROOST_PLANNER_LAYOUT_POLICY": "regret",
+        },
+        library=lambda _: Library(),
+        throng=64,
+    ),
 }
+PHASE_SECONDS = 60.0
+"""of a throng, and between two of them"""
 
 
 @pytest.fixture
@@ -150,6 +172,15 @@ def fleet(kind: Kind) -> Iterator[Fleet]:
     leave_nothing(fleet)
 
 
+class Form(NamedTuple):
+    """How many requests are open at a time, and the layout of each engine."""
+
+    at: float
+    """seconds since the beginning"""
+    open: int
+    layouts: dict[str, str]
+
+
 @dataclass
 class Soak:
     """Everything that goes on."""
@@ -167,6 +198,7 @@ class Soak:
     began: float
     progress: list[tuple[float, int, int]] = field(default_factory=list)
     """seconds, and how many requests had come and were answered by then"""
+    forms: list[Form] = field(default_factory=list)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -194,6 +226,13 @@ class Soak:
             (round(time.monotonic() - self.began, 3), self.crowd.outcomes.came, self.crowd.outcomes.answered)
         )
 
+    def sample(self) -> None:
+        """What layouts the engines have now."""
+        histories = {name: self.records.history(name) for name in self.engines}
+        layouts = {name: form_of(one.latest) for name, one in histories.items() if one.placements}
+        at = round(time.monotonic() - self.began, 1)
+        self.forms.append(Form(at, len(self.crowd.outcomes.open), layouts))
+
     # what must be so
 
     def failures(self, *, over: bool = True) -> list[str]:
@@ -205,6 +244,7 @@ class Soak:
             *self._breaks(),
             *(f"epochs: {message}" for message in self.epochs.wrong[:20]),
             *happened.wrong[:20],
+            *self._thrash(),
             *(f"left over: {message}" for message in self.memories.left_over),
             *(self._stuck() if over else ()),
             *(growing(self.memories.lives) if over else ()),
@@ -259,6 +299,32 @@ class Soak:
         }
         return [f"plans of {name} that never ended: {plans}" for name, plans in left.items() if plans]
 
+    def switches(self, engine: str) -> list[MigrationPlanned]:
+        """Switches of layout that the planner chose."""
+        stored = self.records.history(engine).migrations
+        return [one for one in stored if isinstance(one, MigrationPlanned) and is_chosen_switch(one)]
+
+    def _thrash(self) -> list[str]:
+        """Engines that were switched more often than their load or their life changed."""
+        phases = math.ceil(min(time.monotonic() - self.began, self.seconds) / PHASE_SECONDS)
+        found = []
+        for name in self.engines:
+            switches, lives = len(self.switches(name)), len(self.records.history(name).joins)
+            by_hand = self.mischief.happened.layouts[name]
+            if switches > phases + lives + by_hand:
+                found.append(
+                    f"thrash: {name} switched {switches} times in {phases} phases of load, {lives} lives and"
+                    f" {by_hand} switches by hand"
+                )
+        return found
+
+    def _forms(self) -> dict[str, Any]:
+        return {
+            "at": [one.at for one in self.forms],
+            "open": [one.open for one in self.forms],
+            "engines": {name: [one.layouts.get(name) for one in self.forms] for name in self.engines},
+        }
+
     def report(self, domains: tuple[str, ...]) -> dict[str, Any]:
         """For whoever was not there."""
         outcomes, happened = self.crowd.outcomes, self.mischief.happened
@@ -306,6 +372,14 @@ class Soak:
                 "bytes": sum(one.bytes for one in message if isinstance(one, MigrationPlanned)),
                 "judged": dict(Counter(one.verdict for one in message if isinstance(one, PlanEvaluated))),
             },
+            "layouts": {
+                name: {
+                    "chosen": [one.reason for one in self.switches(name)],
+                    "by_hand": happened.layouts[name],
+                }
+                for name in self.engines
+            },
+            **({"name": "soak-layouts", "forms": self._forms()} if self.forms else {}),
             "orders": happened.orders,
             "gentle_stops": [
                 {
@@ -339,6 +413,18 @@ class Soak:
             "growth_by_kind": by_kind(grown(self.memories.lives)),
             "failures": self.failures(),
         }
+
+
+def form_of(placement: Placement) -> str:
+    """The name of a layout; "mixed" while layers are turned over."""
+    if placement.attention == "tp":
+        return "tp"
+    turned = len(placement.sharded)
+    return "ep" if not turned else "experts-tp" if turned == placement.layers else "mixed"
+
+
+def is_chosen_switch(plan: MigrationPlanned) -> bool:
+    return plan.origin == "planner" and plan.reason.startswith("layout: ")
 
 
 def grown(lives: list[Life]) -> list[Growth]:
@@ -453,6 +539,7 @@ async def soak(
                 seconds=seconds,
                 drain_seconds=DRAIN_SECONDS,
                 simulated=kind.simulated,
+                layouts=kind.throng > 0,
             )
             running = Soak(
                 kind,
@@ -483,8 +570,19 @@ async def soak(
                             known.add(sentence)
                             say(f"FAILURE: {sentence}")
 
-            async with alongside(tell(), "says how it goes"), asyncio.TaskGroup() as tasks:
+            async def sample() -> None:
+                while kind.throng:
+                    running.sample()
+                    await asyncio.sleep(LOOK_SECONDS)
+
+            async with (
+                alongside(tell(), "says how it goes"),
+                alongside(sample(), "looks at layouts"),
+                asyncio.TaskGroup() as tasks,
+            ):
                 tasks.create_task(crowd.come(seconds), name="users")
+                if kind.throng:
+                    tasks.create_task(crowd.throng(kind.throng, seconds, PHASE_SECONDS), name="throngs")
                 tasks.create_task(
                     mischief.go_on(min(MISHAP_EVERY_SECONDS, seconds / 20), say), name="mishaps"
                 )
@@ -505,6 +603,8 @@ async def come_to_rest(running: Soak) -> None:
         running.mischief.happened.wrong.append("the loop cannot be paused in the end: nobody answers")
     for engine in running.engines:
         try:
+            if running.kind.throng:
+                await running.records.switch(engine, (), seconds=REST_SECONDS)
             await until(
                 lambda name=engine: rests(running, name),
                 lambda name=engine: standing(running, name),

@@ -10,28 +10,42 @@ import numpy as np
 import pytest
 
 from benchmarks.rig.evidence import tell_soak
+from fleet.facts.migrations import MigrationPlanned
 from tests.system.fault_injection import GentleStop, Happened, Mishap, RouterKill
 from tests.system.leak_watch import MIB, Epochs, Life
 from tests.system.load_clients import Break, Open, Outcomes, Tide
-from tests.system.test_soak import BROKEN_SECONDS, KINDS, Soak, growing, rejudged, thinned
+from tests.system.test_soak import BROKEN_SECONDS, KINDS, Form, Soak, growing, rejudged, thinned
 
 DOMAINS = ("c", "ja")
+SWITCH = MigrationPlanned(
+    engine="engine-0",
+    worker_id=1,
+    plan="p",
+    origin="planner",
+    base_epoch=0,
+    handovers=1,
+    copies=0,
+    bytes=0,
+    reason="layout: regret",
+)
 TIDE = Tide("even", 1200.0, np.full(2, 0.5), np.full(2, 0.5))
 
 
-def soak_of(outcomes: Outcomes, happened: Happened) -> Soak:
-    """Twenty minutes that never were."""
+def soak_of(outcomes: Outcomes, happened: Happened, kind: str = "simulated", switches: int = 0) -> Soak:
+    """Twenty minutes that never were. switches: chosen for each engine."""
     looks = np.arange(0.0, 2400.0, 5.0)
     lives = [Life("nats", 7, looks.tolist(), [24 * MIB] * len(looks)), Life("router-0", 8, [3.0], [90 * MIB])]
     parts: dict[str, Any] = {
         "crowd": SimpleNamespace(outcomes=outcomes),
         "mischief": SimpleNamespace(happened=happened),
         "memories": SimpleNamespace(lives=lives, left_over=[]),
-        "records": SimpleNamespace(history=lambda _: SimpleNamespace(migrations=[])),
+        "records": SimpleNamespace(
+            history=lambda _: SimpleNamespace(migrations=[SWITCH] * switches, joins=[None])
+        ),
         "movers": None,
     }
     soak = Soak(
-        KINDS["simulated"],
+        KINDS[kind],
         1200.0,
         6,
         [TIDE],
@@ -130,6 +144,31 @@ def test_the_report_of_a_soak_becomes_a_page_and_a_picture(tmp_path: Path, lost:
         (tmp_path / "soak.svg").read_text(),
     )
     assert again == (kept, page, drawn), "all of it can be written anew from what was kept"
+
+
+@pytest.mark.parametrize(("by_hand", "switches", "thrash"), [(0, 20, False), (0, 25, True), (5, 25, False)])
+def test_an_engine_thrashes_that_switches_more_often_than_its_load_changes(
+    by_hand: int, switches: int, thrash: bool
+) -> None:
+    happened = Happened(layouts=Counter({"engine-0": by_hand, "engine-1": by_hand}))
+    soak = soak_of(Outcomes(), happened, "layouts", switches)
+    assert [one.partition(":")[0] for one in soak.failures(over=False)] == ["thrash"] * 2 * thrash
+
+
+def test_the_report_shows_the_layouts_of_every_engine(tmp_path: Path) -> None:
+    happened = Happened([Mishap(60.0, "NATS killed", "nats")], layouts=Counter({"engine-1": 1}))
+    soak = soak_of(Outcomes(), happened, "layouts", 2)
+    soak.forms += [
+        Form(at, count, {"engine-0": layout, "engine-1": "ep"})
+        for at, count, layout in ((0.0, 1, "ep"), (5.0, 70, "tp"), (10.0, 3, "mixed"))
+    ]
+    (tmp_path / "report").write_text(json.dumps(soak.report(DOMAINS), allow_nan=False))
+    tell_soak(tmp_path / "report", tmp_path)
+    page = (tmp_path / "soak-layouts.md").read_text()
+    assert "| switches of layout of engine-0, chosen | 2 |" in page
+    assert "| switches of layout of engine-1, by hand | 1 |" in page
+    assert "(soak-layouts.svg)" in page
+    assert "</svg>" in (tmp_path / "soak-layouts.svg").read_text()
 
 
 def filling(minutes: int, full_after: int, leak: float) -> Life:
