@@ -29,8 +29,12 @@ up: venv ## run NATS, one engine of two ranks and the router; ARGS="--engines 2"
 test: venv ## the fast tests, two at a time, under six minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
+# Whole fleets have the machine to themselves. Everything else runs two at a time.
+FLEETS := tests/system tests/faults
+
 test-slow: venv ## soaks and long fault loops
-	@$(BIN)/python -m pytest -m "slow and not long" --timeout 900 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not long" --timeout 900 $(addprefix --ignore=,$(FLEETS)) $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not long" --timeout 900 $(FLEETS) $(ARGS)
 
 test-long: venv ## more rounds of slow tests than CI has time for; by hand
 	@$(BIN)/python -m pytest -m long --timeout 900 $(ARGS)
