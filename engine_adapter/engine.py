@@ -12,6 +12,7 @@ from fleet.dispatch import SPLIT
 from fleet.experts import ModelShape
 from fleet.facts.activity import RearrangementTime
 from fleet.facts.dynamo_kv import KvBlock, KvChange
+from fleet.facts.engine_kinds import EngineKind
 from fleet.facts.engines import FIXED_ATTENTION, UNSHARDABLE, Capabilities, ServedModel
 from fleet.layout_times import LayoutTimes
 from fleet.placement import Placement
@@ -40,6 +41,8 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a rank that stay constant while its process runs. `shape` is None for engines that
     report no experts."""
 
+    kind: EngineKind | Literal[""] = ""
+    """`EngineJoined.engine_kind`."""
     model: str
     models: tuple[ServedModel, ...] = ()
     """`EngineJoined.models`."""

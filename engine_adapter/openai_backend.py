@@ -125,6 +125,7 @@ class BackendAgent:
         the model."""
         model = self._chosen(await self._models())
         self._description = EngineDescription(
+            kind="openai",
             model=model.id,
             rank=0,
             ranks=1,

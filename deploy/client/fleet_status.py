@@ -11,6 +11,7 @@ from bus.joins import verified_members
 from bus.protocol.subjects import Subjects
 from deploy.client.last_plan_entry import before_verdicts
 from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engine_kinds import stated_abilities
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
 from fleet.facts.migrations import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.facts.placements import PlacementCommitted
@@ -152,6 +153,7 @@ def as_record(engine: EngineNow) -> dict[str, Any]:
     return {
         "engine": joined.engine,
         "worker_id": str(joined.worker_id),
+        "kind": joined.engine_kind or None,
         "model": joined.model,
         "node": joined.node,
         "alive": engine.heartbeat is not None,
@@ -165,5 +167,6 @@ def as_record(engine: EngineNow) -> dict[str, Any]:
         "max_context": joined.max_context,
         "weights_digest": joined.weights_digest,
         "capabilities": joined.capabilities,
+        "abilities": stated_abilities(joined),
         "ranks": ranks,
     }

@@ -19,6 +19,8 @@ from deploy.terminal.output import USAGE, fail, in_json, printable, show
 from deploy.views.backends import backend_lines
 from deploy.views.loop import engine_report, figures, in_rows, overview, say, wrapped
 from fleet.facts.dynamo_kv import KvMetrics
+from fleet.facts.engine_kinds import ABILITIES, KINDS, stated_abilities
+from fleet.facts.engines import EngineJoined
 from fleet.facts.migrations import LoopFigures
 from fleet.requests.control_loop import LoopDescribed
 from fleet.text import counted
@@ -188,6 +190,8 @@ def engine_lines(engine: EngineNow, *, each: bool) -> Iterator[Text]:
     )
     shared = "" if joined.capabilities.isolates_tenants else "; tenants share its KV cache"
     yield Text(f"{joined.engine}: {printable(joined.model)}{layout}, {epoch}{shared}{moving}", "bold")
+    if each and joined.engine_kind:
+        yield Text(f"  {printable(abilities(joined))}")
     if each and len(joined.urls) <= MAX_RANKS:
         yield Text(
             f"{'rank':>6}  {'state':6} {'running':>7} {'waiting':>7} {'prefill':>8} {'KV blocks':>11}  URL"
@@ -195,6 +199,18 @@ def engine_lines(engine: EngineNow, *, each: bool) -> Iterator[Text]:
         yield from (Text(line) for line in _ranks(engine))
     else:
         yield Text(_together(engine))
+
+
+def abilities(joined: EngineJoined) -> str:
+    """Return the kind of an engine, and what it states that it has and lacks."""
+    stated = stated_abilities(joined)
+    has = [ABILITIES[name].label for name, one in stated.items() if one]
+    lacks = [ABILITIES[name].label for name, one in stated.items() if one is False]
+    record = KINDS.get(joined.engine_kind)  # type: ignore[call-overload]
+    title = joined.engine_kind if record is None else record.title
+    untested = " (never run with the real engine)" if record is not None and record.untested else ""
+    without = f"; without {', '.join(lacks)}" if lacks else ""
+    return f"{title}{untested}: {', '.join(has) or 'nothing known'}{without}"
 
 
 def _ranks(engine: EngineNow) -> Iterator[str]:

@@ -95,6 +95,7 @@ class EngineMembership:
         return EngineJoined(
             engine=self._identity.engine,
             worker_id=self._identity.worker_id,
+            engine_kind=about.kind,
             model=about.model,
             models=about.models,
             node=self._identity.node,

@@ -74,6 +74,7 @@ def _load(
     facts = FactLog(setup.shape.layers, setup.shape.experts, FACT_BLOCKS_PER_PAGE * pages)
     room = min(setup.max_context, config.kv_blocks * BLOCK_SIZE)
     description = EngineDescription(
+        kind="embedded",
         model=config.served_model,
         rank=rank,
         ranks=config.ranks,

@@ -315,6 +315,7 @@ def _describe(
     config: SimulatedConfig, rank: int, archive: bytes, layout_times: tuple[LayoutTimes, ...]
 ) -> EngineDescription:
     return EngineDescription(
+        kind="simulated",
         model=config.served_model,
         rank=rank,
         ranks=config.ranks,

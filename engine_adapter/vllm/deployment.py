@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine_adapter.engine import EngineDescription, EngineFailed
+from engine_adapter.foreign.kv_blocks import KvBlocks
+from engine_adapter.foreign.kv_stream import KvStream
+from engine_adapter.foreign.target import ServerTarget
 from engine_adapter.vllm.config import VllmConfig
 from engine_adapter.vllm.discovery import Deployment
-from engine_adapter.vllm.kv_blocks import KvBlocks
-from engine_adapter.vllm.kv_stream import KvStream
 from engine_adapter.vllm.load import rank_load
 from engine_adapter.vllm.metrics_text import MetricsReading, RankLoadReading
 from engine_adapter.vllm.reports import DemandSplit, MoveTimes, ended_request, engine_shape
 from engine_adapter.vllm.server import RANK_HEADER, VllmServer
-from engine_adapter.vllm.target import VllmTarget
 from engine_adapter.vllm.wire import MapMoved, RoutedRequest, WorkerDemand
 from engine_adapter.vllm.worker_maps import Report, WorkerMaps
 from fleet.dispatch import ROW_HASH, SPLIT
@@ -41,7 +41,7 @@ class VllmDeployment:
         self.exact = found.tokenizer is not None and all(target.kv is not None for target in found.targets)
         """The blocks of the KV caches are known by their hashes."""
         self.targets = tuple(
-            VllmTarget(self._description(number), self._placement) for number in range(len(found.targets))
+            ServerTarget(self._description(number), self._placement) for number in range(len(found.targets))
         )
         self._blocks = [KvBlocks(found.block_size, target.kv_blocks) for target in found.targets]
         self._streams = [
@@ -79,6 +79,7 @@ class VllmDeployment:
     def _description(self, number: int) -> EngineDescription:
         found, shape = self.found, self._shape
         return EngineDescription(
+            kind="vllm",
             model=found.model,
             models=found.models,
             rank=number,

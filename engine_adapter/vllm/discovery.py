@@ -6,17 +6,17 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from engine_adapter.batching.tokenizer_archive import archived
 from engine_adapter.engine import EngineFailed
+from engine_adapter.foreign.client import ModelCard
+from engine_adapter.foreign.kv_source import KvSource, shifted
 from engine_adapter.vllm.config import VllmConfig
 from engine_adapter.vllm.metrics_text import MetricsReading
-from engine_adapter.vllm.server import KvSource, ModelCard, VllmServer
+from engine_adapter.vllm.server import VllmServer
 from fleet.facts.engines import ServedModel
 
 _ARCHIVED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_ANY_HOST = ("*", "0.0.0.0", "[::]")
 _UNKNOWN_CONTEXT = 131_072
 log = logging.getLogger(__name__)
 
@@ -112,30 +112,8 @@ def _configured(config: VllmConfig, ranks: Sequence[int]) -> dict[int, KvSource]
     }
 
 
-def shifted(endpoint: str, rank: int) -> str:
-    """Return the endpoint of a rank, given that of rank 0, as vLLM derives it: the port plus the rank."""
-    head, _, port = endpoint.rpartition(":")
-    return f"{head}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdigit() else endpoint
-
-
-def connectable(endpoint: str, base: str) -> str:
-    """Return an endpoint that a subscriber can connect to: a publisher that binds every address is on the
-    host of the server's URL."""
-    host = urlsplit(base).hostname or "127.0.0.1"
-    host = f"[{host}]" if ":" in host else host
-    for every in _ANY_HOST:
-        if endpoint.startswith(f"tcp://{every}:"):
-            return endpoint.replace(every, host, 1)
-    return endpoint
-
-
 def _reachable(source: KvSource | None, base: str) -> KvSource | None:
-    if source is None:
-        return None
-    replay = source.replay_endpoint and connectable(source.replay_endpoint, base)
-    endpoint = connectable(source.endpoint, base)
-    named = endpoint == source.endpoint and endpoint.startswith("tcp://")
-    return KvSource(endpoint, replay, source.topic, may_connect=named)
+    return None if source is None else source.reachable_from(base)
 
 
 def _chosen(cards: Sequence[tuple[ModelCard, ...]], name: str | None, base: str) -> ModelCard:

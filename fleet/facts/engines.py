@@ -54,6 +54,8 @@ class EngineJoined(Event, frozen=True, kw_only=True):
 
     engine: str
     worker_id: int
+    engine_kind: str = ""
+    """an `EngineKind` of `fleet.facts.engine_kinds`, if this version knows it; empty: an older engine"""
     model: str
     """base model, if the engine serves several models"""
     models: tuple[ServedModel, ...] = ()

@@ -212,6 +212,7 @@ def _as_engine(server: _Server, models: tuple[_Model, ...], block_size: int) -> 
     contexts = {model.id: model.max_model_len or _UNKNOWN_CONTEXT for model in models}
     base = next((model.id for model in models if model.parent is None), models[0].id)
     return EngineJoined(
+        engine_kind="openai",
         engine=server.settings.name,
         worker_id=server.worker_id,
         model=base,

@@ -2,9 +2,12 @@
 
 import asyncio
 import itertools
+import runpy
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import nats
@@ -201,3 +204,17 @@ async def shaky_house(request: pytest.FixtureRequest) -> AsyncIterator[House]:
     built: House = MemoryHouse() if server is None else NatsHouse(server, server.url)
     yield built
     await built.close()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that speaks bytes."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny = runpy.run_path(str(ROOT / "tests/engine_adapter/tiny_models.py"))
+    tiny["write_tiny"](folder, vocab_size=256, eos_token_id=0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "deploy/demo_model/checkpoint" / name, folder)
+    return folder

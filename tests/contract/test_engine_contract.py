@@ -2,180 +2,35 @@
 and the simulated one, and what of it is about facts alone over a recorded vLLM too."""
 
 import asyncio
-import functools
-import runpy
-import shutil
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
-from deploy.process import alongside
 from engine_adapter.batching import kv_cache
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.sampling import Sampling
 from engine_adapter.batching.scheduler import Overloaded
-from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.setup import build_setup
-from engine_adapter.engine import EngineFailed, RankFacts
-from engine_adapter.serving.generation import AnswerDelta, AnswerStream
-from engine_adapter.simulated.engine import SimulatedEngine
-from engine_adapter.simulated.model.config import SimulatedConfig
-from engine_adapter.simulated.model.faults import FaultOrder
+from engine_adapter.engine import EngineFailed
 from engine_adapter.simulated.rank import SimulatedRank
-from engine_adapter.vllm.config import VllmConfig
-from engine_adapter.vllm.deployment import VllmDeployment
-from engine_adapter.vllm.discovery import discover
-from engine_adapter.vllm.server import VllmServer
 from fleet.blocks import local_hashes, salted_seed, sequence_hashes
 from fleet.facts.dynamo_kv import KvChange
 from fleet.placement import Placement
 from fleet.routings import UNKNOWN, count_pairs
-from fleet.settings import FilePath
-from tests.engine_adapter.vllm.recorded_server import RECORDING, RecordedVllm, recorded_vllm
-from tests.unmeasured_engines import skip_calibration
-
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"kv_blocks": 24, "max_batch_tokens": 48, "max_running": 4, "max_waiting": 4}
-BLOCK, VLLM_BLOCK = 16, 32
-TOKENIZER = FilePath(str(ROOT / "deploy/demo_model/checkpoint"))
-PROMPT = [ord(letter) for letter in "a prompt that is longer than three blocks of tokens"]
-SAMPLED = Sampling(temperature=1.0, seed=77)
-
-
-@dataclass
-class Tried:
-    """A serving rank under test, and everything it has said."""
-
-    engine: Any
-    run: "asyncio.Task[None]"
-    fail: Callable[[], None]
-    """make it fail by itself"""
-    ranks: Sequence[Any]
-    """all of the engine, this one among them"""
-    kv: list[KvChange | str] = field(default_factory=list)
-    tokens: int = 0
-    cached: int = 0
-    counts: Any = 0
-    ended: list[Any] = field(default_factory=list)
-    sent: list[Any] = field(default_factory=list)
-
-    async def ask(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **more: Any) -> AnswerDelta:
-        return await (await self.submit(prompt, max_tokens, **more)).rest()
-
-    async def submit(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **more: Any) -> AnswerStream:
-        answer: AnswerStream = await self.engine.submit(
-            GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, ignore_eos=True, **more)
-        )
-        return answer
-
-    def take(self) -> RankFacts:
-        facts: RankFacts = self.engine.take_facts()
-        load = facts.load
-        assert min(load.running, load.waiting, load.prefill_tokens, load.decode_blocks, load.used_blocks) >= 0
-        assert load.decode_blocks <= load.used_blocks <= self.engine.description.kv_blocks
-        self.kv += facts.kv
-        self.ended += facts.ended
-        self.sent += facts.sent
-        if facts.activations is not None:
-            self.tokens += facts.activations.tokens
-            self.cached += facts.activations.cached_tokens
-            self.counts = self.counts + facts.activations.counts
-        return facts
-
-    async def idle(self) -> RankFacts:
-        """The facts of the moment from which nothing is left to do."""
-        async with asyncio.timeout(10):
-            while (facts := self.take()).load.running or facts.load.waiting:
-                await self.engine.wait_facts()
-        return self.take()
-
-
-Starter = Callable[..., AbstractAsyncContextManager[Tried]]
-
-
-@asynccontextmanager
-async def serving(
-    engine: Any, tasks: Iterable["asyncio.Task[None]"], fail: Callable[[], None], ranks: Sequence[Any] = ()
-) -> AsyncIterator[Tried]:
-    runs = list(tasks)
-    await asyncio.sleep(0)
-    try:
-        yield Tried(engine, runs[-1], fail, ranks or [engine])
-    finally:
-        for run in runs:
-            run.cancel()
-        await asyncio.wait(runs)
-
-
-@asynccontextmanager
-async def simulated(**settings: Any) -> AsyncIterator[Tried]:
-    """The second of two ranks; hundred times as fast as it says."""
-    config = SimulatedConfig(
-        **{**SMALL, "ranks": 2, "time_scale": 0.01, "max_context": 256, "activity_seconds": 0.01} | settings
-    )
-    engine = SimulatedEngine(config)
-    for rank in engine.ranks:
-        await rank.start()
-    runs = [
-        asyncio.create_task(rank.run(), name=f"rank {number} under test")
-        for number, rank in enumerate(engine.ranks)
-    ]
-    async with serving(
-        engine.ranks[1], runs, lambda: engine.order(FaultOrder(fault="die")), engine.ranks
-    ) as tried:
-        yield tried
-
-
-@pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model that speaks bytes."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny = runpy.run_path(str(ROOT / "tests/engine_adapter/tiny_models.py"))
-    tiny["write_tiny"](folder, vocab_size=256, eos_token_id=0)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "deploy/demo_model/checkpoint" / name, folder)
-    return folder
-
-
-class _Failing:
-    """A forward pass that can be told to fail."""
-
-    def __init__(self) -> None:
-        self.told = False
-
-    def build(self, *arguments: Any) -> Any:
-        machine = build_setup(*arguments)
-        forward = machine.runner.forward
-
-        def fails(*work: Any) -> Any:
-            if self.told:
-                raise RuntimeError("told to fail")
-            return forward(*work)
-
-        machine.runner.forward = fails  # type: ignore[method-assign]
-        return machine
-
-
-@asynccontextmanager
-async def embedded(checkpoint: Path, **settings: Any) -> AsyncIterator[Tried]:
-    config = EmbeddedConfig(**{**SMALL, "checkpoint": checkpoint, "threads": 1, "seed": 1} | settings)
-    failing = _Failing()
-    engine = EmbeddedEngine(config, build=failing.build)
-    await engine.start()
-
-    def fail() -> None:
-        failing.told = True
-
-    async with serving(
-        engine, [asyncio.create_task(engine.run(), name="the engine under test")], fail
-    ) as tried:
-        yield tried
+from tests.contract.engine_doors import (
+    BLOCK,
+    PROMPT,
+    SAMPLED,
+    SMALL,
+    Starter,
+    Tried,
+    chained,
+    held_after,
+    recorded,
+    starter,
+    worked_at,
+)
+from tests.engine_adapter.vllm.recorded_server import RECORDING
 
 
 @pytest.fixture(params=["embedded", "simulated"])
@@ -184,112 +39,16 @@ def start(request: pytest.FixtureRequest) -> Starter:
     return starter(request)
 
 
-def starter(request: pytest.FixtureRequest) -> Starter:
-    """Return what starts the rank that the parameter names."""
-    if request.param == "simulated":
-        return simulated
-    skip_calibration(request.getfixturevalue("monkeypatch"))
-    return functools.partial(embedded, request.getfixturevalue("tiny_checkpoint"))
-
-
 @pytest.fixture
 async def tried(start: Starter) -> AsyncIterator[Tried]:
     async with start() as one:
         yield one
 
 
-async def mixed(tried: Tried) -> None:
-    """Have a rank of ours compute prompts that share prefixes, more than its cache holds; some are
-    cancelled."""
-    dice = np.random.default_rng(5)
-    stems = [dice.integers(1, 256, 40).tolist() for _ in range(3)]
-    for _ in range(4):
-        prompts = [
-            stems[dice.integers(3)][: dice.integers(1, 41)]
-            + dice.integers(1, 256, dice.integers(1, 60)).tolist()
-            for _ in range(8)
-        ]
-        answers = [await tried.submit(prompt, int(dice.integers(1, 40))) for prompt in prompts]
-        for answer in answers[:2]:
-            await anext(answer, None)
-            answer.cancel()
-        tried.take()
-        for answer in answers[2:]:
-            await answer.rest()
-
-
-@dataclass
-class Recorded:
-    """A data-parallel rank of a vLLM that says what was recorded (`tests/engine_adapter/vllm/record.py`)."""
-
-    tried: Tried
-    server: RecordedVllm
-    rank: int
-
-    async def play(self) -> None:
-        """Have the server publish all that it published; its caches are cleared before the end."""
-        await self.server.publish(len(RECORDING["steps"]) - 1)
-        last = chained(RECORDING["steps"][-1]["requests"][self.rank])
-        async with asyncio.timeout(20):
-            while "cleared" not in self.tried.kv or held_after(self.tried.kv, 24) != last:
-                await self.tried.engine.wait_facts()
-                self.tried.take()
-            known = self.tried.take().load.reading
-            while self.tried.take().load.reading == known:  # the load is polled
-                await self.tried.engine.wait_facts()
-
-
-def chained(request: dict[str, Any]) -> set[int]:
-    """Hashes of the full blocks that a recorded request leaves in a cache: its last token was never an
-    input."""
-    ids = [*request["prompt"], *request["answer"][:-1]]
-    return set(sequence_hashes(local_hashes(ids, VLLM_BLOCK, salted_seed(request["salt"]))))
-
-
-@asynccontextmanager
-async def recorded() -> AsyncIterator[Recorded]:
-    """The second of two ranks."""
-    async with recorded_vllm() as server:
-        config = VllmConfig(urls=(server.url,), listen="127.0.0.1:0", load_seconds=0.02, tokenizer=TOKENIZER)
-        deployment = VllmDeployment(await discover(config, [VllmServer(server.url, None, 5)]), config)
-        async with alongside(deployment.run(), "the deployment under test") as run:
-            rank = deployment.targets[1]
-            yield Recorded(Tried(rank, run, lambda: None, deployment.targets), server, 1)
-
-
 @pytest.fixture(params=["embedded", "simulated", "recorded vLLM"])
 async def worked(request: pytest.FixtureRequest) -> AsyncIterator[Tried]:
-    """A rank that has computed many requests, and is idle."""
-    if request.param == "recorded vLLM":
-        async with recorded() as vllm:
-            await vllm.play()
-            yield vllm.tried
-        return
-    async with starter(request)() as tried:
-        await mixed(tried)
+    async with worked_at(request) as tried:
         yield tried
-
-
-def held_after(changes: Sequence[KvChange | str], limit: int) -> set[int]:
-    """The blocks that are there in the end; every change must make sense when it comes."""
-    held: set[int] = set()
-    for change in changes:
-        if isinstance(change, str):
-            held.clear()
-            continue
-        if change.stored is not None:
-            assert change.stored.parent_hash is None or change.stored.parent_hash in held
-            names = [block.block_hash for block in change.stored.blocks]
-            assert names == sequence_hashes(
-                [block.tokens_hash for block in change.stored.blocks], change.stored.parent_hash
-            )
-            assert not held.intersection(names)
-            held.update(names)
-        if change.removed is not None:
-            assert held.issuperset(change.removed.block_hashes)
-            held.difference_update(change.removed.block_hashes)
-        assert len(held) <= limit
-    return held
 
 
 async def test_the_first_rank_names_the_weights_that_it_serves(start: Starter) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine_adapter.engine import EngineFailed
+from engine_adapter.foreign.kv_source import connectable, shifted
 from engine_adapter.vllm.config import VllmConfig
-from engine_adapter.vllm.discovery import Deployment, connectable, discover, shifted
+from engine_adapter.vllm.discovery import Deployment, discover
 from engine_adapter.vllm.server import VllmServer
 from fleet.facts.engines import ServedModel
 from tests.engine_adapter.vllm.recorded_server import RecordedVllm, recorded_vllm

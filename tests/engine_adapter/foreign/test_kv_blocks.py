@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.vllm.kv_blocks import Change, KvBlocks
-from engine_adapter.vllm.kv_frames import (
+from engine_adapter.foreign.kv_blocks import Change, KvBlocks
+from engine_adapter.foreign.kv_frames import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,

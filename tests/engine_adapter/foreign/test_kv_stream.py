@@ -13,14 +13,14 @@ import zmq.asyncio
 
 from deploy.process import alongside, first_of
 from engine_adapter.engine import EngineFailed
-from engine_adapter.vllm import kv_stream
-from engine_adapter.vllm.kv_blocks import Change, KvBlocks
-from engine_adapter.vllm.kv_frames import events_of
-from engine_adapter.vllm.kv_stream import KvStream
-from engine_adapter.vllm.server import KvSource
+from engine_adapter.foreign import kv_stream
+from engine_adapter.foreign.kv_blocks import Change, KvBlocks
+from engine_adapter.foreign.kv_frames import events_of
+from engine_adapter.foreign.kv_source import KvSource
+from engine_adapter.foreign.kv_stream import KvStream
 from tests.conftest import free_port
+from tests.engine_adapter.foreign.test_kv_blocks import Mirror
 from tests.engine_adapter.vllm.recorded_server import FRAMES, Publisher, recorded_vllm
-from tests.engine_adapter.vllm.test_kv_blocks import Mirror
 
 EVENTS = FRAMES[1][:40]
 
@@ -211,7 +211,7 @@ async def test_a_publisher_that_connects_is_listened_to(caplog: pytest.LogCaptur
                 await asyncio.sleep(0.01)
     finally:
         context.destroy(linger=0)
-    assert "vLLM connects to" in caplog.text
+    assert "the server connects to" in caplog.text
 
 
 async def test_a_publisher_that_connects_elsewhere_is_told(

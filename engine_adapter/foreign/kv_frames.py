@@ -1,14 +1,14 @@
-"""KV events as vLLM publishes them: a msgpack batch [time, events, data-parallel rank]. Pure.
+"""KV events as vLLM and SGLang publish them: a msgpack batch [time, events, data-parallel rank]. Pure.
 
-Since 0.32 an event is a map in which `type` names it. Older versions send it as an array that begins with the
-name, and later fields may be missing."""
+An event is a map in which `type` names it (vLLM 0.32, SGLang 0.5.23). Older versions send it as an array that
+begins with the name, and later fields may be missing."""
 
 from typing import Any
 
 import msgspec
 
 BlockHash = int | bytes
-"""vLLM's own hash of a block: the last 64 bits as a number, or all of SHA-256."""
+"""The server's own hash of a block: the last 64 bits as a number, or (vLLM) all of SHA-256."""
 
 
 class BlocksStored(msgspec.Struct, frozen=True):
@@ -30,6 +30,8 @@ class BlocksStored(msgspec.Struct, frozen=True):
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
+    cache_salt: str | None = None
+    """Salt of the request that stored the blocks (SGLang; vLLM names it in `extra_keys`)."""
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True):

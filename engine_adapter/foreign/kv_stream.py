@@ -20,9 +20,9 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from engine_adapter.engine import EngineFailed
-from engine_adapter.vllm.kv_blocks import Change, KvBlocks
-from engine_adapter.vllm.kv_frames import UnreadableEvents, events_of
-from engine_adapter.vllm.server import KvSource
+from engine_adapter.foreign.kv_blocks import Change, KvBlocks
+from engine_adapter.foreign.kv_frames import UnreadableEvents, events_of
+from engine_adapter.foreign.kv_source import KvSource
 
 CHECK_SECONDS = 10.0
 """A stream without events this long is checked against the publisher: the last ones may have been lost."""
@@ -246,8 +246,8 @@ class KvStream:
             return
         if not endpoint.startswith(_LOOPBACK):
             log.warning(
-                "%s publishes its KV events to %s, where nothing is bound: without a * in the endpoint vLLM"
-                ' does not listen; use "tcp://*:PORT" in --kv-events-config',
+                "%s publishes its KV events to %s, where nothing is bound: without a * in the endpoint the"
+                ' server does not listen; use "tcp://*:PORT" in --kv-events-config',
                 self._name,
                 endpoint,
             )
@@ -255,7 +255,7 @@ class KvStream:
         events.disconnect(endpoint)
         try:
             events.bind(endpoint)
-            log.info("%s: vLLM connects to %s to publish its KV events", self._name, endpoint)
+            log.info("%s: the server connects to %s to publish its KV events", self._name, endpoint)
         except zmq.ZMQError as error:
             events.connect(endpoint)
             log.warning("%s: %s can be neither reached nor bound: %s", self._name, endpoint, error)

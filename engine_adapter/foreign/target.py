@@ -1,4 +1,4 @@
-"""One target of a vLLM deployment behind the Engine port: what its agent takes and publishes."""
+"""One target of a server behind the Engine port: what its agent takes and publishes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from engine_adapter.engine import (
     RankFacts,
     RankLoad,
 )
-from engine_adapter.vllm.kv_blocks import Change
+from engine_adapter.foreign.kv_blocks import Change
 from fleet.facts.activity import RearrangementTime
 from fleet.placement import Placement
 
@@ -23,7 +23,7 @@ MAX_ENDED_BYTES = 32 * 1024 * 1024
 """Memory of requests that wait to be taken. Beyond it, the oldest are dropped."""
 
 
-class VllmTarget:
+class ServerTarget:
     """One data-parallel rank. The deployment reports to it; its agent takes the facts."""
 
     def __init__(self, description: EngineDescription, placement: Callable[[], Placement | None]) -> None:
@@ -50,14 +50,14 @@ class VllmTarget:
 
     @property
     def experts(self) -> None:
-        """None: vLLM moves its experts itself."""
+        """None: the server moves its experts itself, if at all."""
         return
 
     async def start(self) -> None:
         """Do nothing: the deployment is up."""
 
     async def run(self) -> None:
-        """Wait until cancelled: the deployment follows vLLM for all of its targets."""
+        """Wait until cancelled: the deployment follows the server for all of its targets."""
         await asyncio.Event().wait()
 
     async def wait_facts(self) -> None:

@@ -1,11 +1,11 @@
-"""The KV cache of one rank of vLLM in the hashes of `fleet.blocks`, followed by its events. Pure.
+"""The KV cache of one rank of vLLM or SGLang in the hashes of `fleet.blocks`, followed by its events. Pure.
 
-vLLM's own hashes only name blocks here: ours are computed anew, from the tokens of a block and our hash of
+Their own hashes only name blocks here: ours are computed anew, from the tokens of a block and our hash of
 its parent. A block whose parent is unknown is left out and counted, never guessed; so is a block whose hash
 covers more than its tokens (images, prompt embeddings).
 
-A cache salt, which vLLM names at the first block of a prompt, and a LoRA adapter give all blocks of the
-prompt another seed (`fleet.blocks.salted_seed`): they never mix with others.
+A cache salt, which vLLM names at the first block of a prompt and SGLang with each event, and a LoRA adapter
+give all blocks of the prompt another seed (`fleet.blocks.salted_seed`): they never mix with others.
 
 Several copies of one block may be cached. vLLM reports each, and each removal, so copies are counted."""
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine_adapter.vllm.kv_frames import BlockEvent, BlockHash, BlocksCleared, BlocksRemoved, BlocksStored
+from engine_adapter.foreign.kv_frames import BlockEvent, BlockHash, BlocksCleared, BlocksRemoved, BlocksStored
 from fleet.blocks import chain, local_hash, salted_seed, words
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvRemoved, KvStored
 
@@ -26,7 +26,7 @@ _DEVICE = (None, "GPU")
 
 @dataclass(slots=True)
 class _Known:
-    """A block by vLLM's hash."""
+    """A block by the server's hash."""
 
     sequence: int
     seed: int
@@ -170,7 +170,7 @@ def _own_keys(event: BlocksStored, at: int) -> tuple[Any, ...]:
 def _seed(event: BlocksStored) -> int:
     """Return the seed of the blocks of a prompt that begins with this event."""
     own = _own_keys(event, 0)
-    salt = own[0] if own and isinstance(own[0], str) else ""
+    salt = own[0] if own and isinstance(own[0], str) else event.cache_salt or ""
     return salted_seed(salt, event.lora_name or "")
 
 
