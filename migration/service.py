@@ -43,6 +43,7 @@ from migration.execution.executor import PlanExecutor
 from migration.execution.leader_lease import LeaderLease
 from migration.loop_state.dispatch_windows import DispatchWindows
 from migration.model.move_history import retraced
+from migration.planning.problem import LayerTurning
 from migration.reload import refused, reloaded
 from migration.requests.operator_commands import OperatorCommands
 from migration.requests.plan_queries import PlanQueries
@@ -91,7 +92,14 @@ class MigrationService:
         self._instance = secrets.randbits(64)
         """identity of this process, for the audit log of its settings"""
         self._plan_queries = PlanQueries(
-            self.placements, self.demand, config, self.metrics, clock, self._plan_discount, planning_executor
+            self.placements,
+            self.demand,
+            config,
+            self.metrics,
+            clock,
+            self._plan_discount,
+            self._turning,
+            planning_executor,
         )
         self._sequences = Sequences()
         self._unknown_engines = UnknownEngines()
@@ -217,6 +225,10 @@ class MigrationService:
     def _plan_discount(self, engine: str) -> float:
         """Return the discount factor applied to the predicted gains of an engine, in (0, 1]."""
         return 1.0 if self.controller is None else self.controller.plan_discount(engine)
+
+    def _turning(self, engine: str) -> LayerTurning | None:
+        """Return the permission to change the form of an engine's single layers; None: there is none."""
+        return None if self.controller is None else self.controller.turning(engine)
 
     # Settings
 

@@ -22,6 +22,8 @@ def sentences(one: EngineLayout) -> Iterator[Text]:
     yield Text(f"load: {load}, {one.context:.0f} tokens of context")
     if one.decided:
         yield Text(printable(one.decided))
+    if one.single_layers:
+        yield Text(printable(one.single_layers))
 
 
 def option_rows(one: EngineLayout) -> Iterator[tuple[str, ...]]:

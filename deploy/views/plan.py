@@ -133,6 +133,8 @@ def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True
         )
     for reason in (reason for reason in record.reasons if not (record.lost and record.lost in reason)):
         out.print(f"- {reason}", markup=False)
+    if record.single_layers:
+        out.print(f"- {record.single_layers}", markup=False)
     if record.steps:
         out.print("")
         _print_steps(record, everything)

@@ -80,6 +80,8 @@ class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
     crossings: tuple[LayoutCrossing, ...] = ()
     decided: str = ""
     """why it stays, or what it does, in one sentence"""
+    single_layers: str = ""
+    """what the last planning run found about the forms of single layers; empty: there was no run"""
 
 
 class LayoutsDescribed(Event, frozen=True, kw_only=True):

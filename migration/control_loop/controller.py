@@ -26,6 +26,7 @@ from migration.control_loop.evaluator import PlanEvaluator
 from migration.control_loop.homes_publisher import HomesPublisher
 from migration.control_loop.state_store import StateStore
 from migration.model.plan_log import PlanEntry
+from migration.planning.problem import LayerTurning
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,10 @@ class Controller:
     def plan_discount(self, engine: str) -> float:
         """Return the current discount factor on the predicted gains of an engine, in (0, 1]."""
         return self._evaluator.plan_discount(engine)
+
+    def turning(self, engine: str) -> LayerTurning | None:
+        """Return the permission to change the form of an engine's single layers; None: there is none."""
+        return None if (one := self._engines.get(engine)) is None else one.turning()
 
     def described(self) -> LoopDescribed:
         """Describe the state of the control loop."""

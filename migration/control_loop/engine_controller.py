@@ -37,8 +37,9 @@ from migration.loop_state.engine_loop import (
 from migration.loop_state.plan_history import to_evaluate, to_undo
 from migration.model.plan import Plan
 from migration.model.plan_log import PlanEntry, PlanRun
+from migration.planning.layer_turns import TurnedLayers
 from migration.planning.planner import PlannerDecision
-from migration.planning.problem import PlanningQuestion
+from migration.planning.problem import LayerTurning, PlanningQuestion
 from migration.requests.operator_commands import ASK_SECONDS
 from migration.requests.switch_plans import RankFull
 
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1e-3
 """Shortest wait: a clock may not advance by less."""
+_TOO_LITTLE = "single layers: too little demand was seen"
 _RETRY_SECONDS = 5.0
 """Delay before a failed action is retried."""
 
@@ -276,7 +278,9 @@ class EngineController:
             await self._homes.again(state)
             return
         discount = self._evaluator.plan_discount(self.engine)
-        question = PlanningQuestion(config.policy, state.left_bytes(now, config), plan_discount=discount)
+        question = PlanningQuestion(
+            config.policy, state.left_bytes(now, config), plan_discount=discount, turning=self.turning()
+        )
         try:
             decided = await self._context.plan_queries.decide(entry, question)
         except InvalidPlacementEvent as refusal:
@@ -285,12 +289,16 @@ class EngineController:
             await self._homes.again(state)
             return
         self._context.metrics.figures(decided.record)
+        if question.turning is not None:
+            state.single_layers = decided.record.single_layers or _TOO_LITTLE
         await self._homes.now(state, entry, decided.homes)
         plan = decided.plan
         if plan is None or plan.refused:
             self._decide(decided.record.refused or "there is no plan")
         elif reason := self._withheld(decided, plan, shift):
             self._decide(reason)
+        elif decided.turned is not None:
+            await self._turn(decided.turned, plan, shift)
         else:
             await self._carry_out(decided, plan, shift)
 
@@ -333,6 +341,34 @@ class EngineController:
         await self._homes.after(state, entry, decided.homes_after, plan.base_epoch + len(plan.handovers))
         return None
 
+    async def _turn(self, turned: TurnedLayers, plan: Plan, shift: DemandShift | None) -> None:
+        """Carry out a change of single layers."""
+        state = self._state
+        try:
+            if self._overtaken(plan):
+                raise ValueError("others moved experts meanwhile")  # noqa: TRY301
+            entry = self._context.commands.movable(self.engine)
+            trace = "" if shift is None else shift.traceparent
+            begun = await self._layouts.turn(entry, turned, trace, state, self._evaluate, self._acting)
+        except (ValueError, Unfit) as error:
+            self._decide(f"{plan.reason}: not carried out, {error}")
+        else:
+            if begun:
+                self._decide(f"{plan.reason}: plan {begun} is being carried out")
+                state.shift = None
+
+    def turning(self) -> LayerTurning | None:
+        """Return the permission to change the form of single layers; None: there is none, and the state says
+        why."""
+        entry = self._context.placements.entry(self.worker_id)
+        if entry is None:
+            return None
+        try:
+            return self._layouts.turning(entry, self._state)
+        except ValueError as error:
+            self._state.single_layers = f"single layers: {error}"
+            return None
+
     async def _switch(self, entry: EngineEntry) -> None:
         """Carry out the switch of layout that the policy asks for, if nothing forbids it."""
         self._state.switch_at = inf
@@ -342,7 +378,8 @@ class EngineController:
 
     def layout(self, entry: EngineEntry) -> EngineLayout:
         """Describe how the layout of this engine is chosen."""
-        return self._layouts.describe(entry, automatic=self._acting())
+        described = self._layouts.describe(entry, automatic=self._acting())
+        return msgspec.structs.replace(described, single_layers=self._state.single_layers)
 
     def remember_curves(self) -> None:
         """Put the step times of the layouts into the persistent state."""

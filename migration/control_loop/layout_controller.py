@@ -26,6 +26,7 @@ from migration.layouts.regret import RegretPolicy
 from migration.loop_state.switch_trial import SwitchTrial
 from migration.model.cost_model import LinkSpeeds
 from migration.planning.layout_switch import choices
+from migration.planning.problem import LayerTurning
 from migration.planning.switch_costs import PricedSwitch, priced_switch
 
 _PRICE_SECONDS = 1.0
@@ -112,10 +113,9 @@ class LayoutController:
             excess = sum(max(report.steps / one - 1.0, 0.0) for one in layers)
             self.curves.imbalance(report.pairs * excess / (report.tokens * self._joined.expert_ranks))
 
-    def switched(self, plan: str, before: LayoutName, after: LayoutName) -> None:
+    def switched(self, trial: SwitchTrial) -> None:
         """Begin the trial of a switch that was just accepted."""
-        self.withheld = ""
-        self._trial, self._before = SwitchTrial(plan, before, after), self._restored(self.curves.record())
+        self._trial, self._before = trial, self.curves.copied()
         self._trial_from = float("inf")
 
     def ended(self, plan: str) -> None:
@@ -155,6 +155,19 @@ class LayoutController:
         """Return the predicted figures of a layout at the present load."""
         seconds = self.curves.step_seconds(name, max(self._loads.running, 1), self._loads.context)
         return LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=seconds)
+
+    def turning(self, entry: EngineEntry, resting: frozenset[int]) -> LayerTurning:
+        """Return the permission to change the form of single layers but these. Raises ValueError with the
+        reason if there is none."""
+        self._follow(entry)
+        if self._name != "ep" or entry.layout.attention != "dp":
+            raise ValueError("most layers are sharded, and the layout is chosen as a whole")
+        gain = self.curves.even_layer_gain(
+            max(self._loads.running, 1), self._loads.context, entry.placement.layers
+        )
+        if gain is None:
+            raise ValueError("the step times of whole or of sharded layers are uncertain")
+        return LayerTurning(gain, resting)
 
     def describe(self, entry: EngineEntry, *, automatic: bool) -> EngineLayout:
         """Describe the choice for people and programs."""
@@ -206,6 +219,8 @@ class LayoutController:
             self._loads.reset()
         self._served, self._epoch, self._price_at = entry.layout, entry.epoch, float("-inf")
         self._name = layout_name(entry.layout, self._layers)
+        hot = entry.layout.sharded if self._name == "ep" else ()
+        self.curves.sharded_layers(len(hot) / max(self._layers, 1))
 
     def _observe(self, name: LayoutName, step: MeasuredStep, now: float) -> None:
         """Take a measured step: for the curves, and for the trial of the last switch."""
@@ -216,7 +231,8 @@ class LayoutController:
                 before.step_seconds(trial.before, step.sequences, step.context),
                 before.step_seconds(trial.after, step.sequences, step.context),
             )
-        self.curves.observe(name, step.sequences, step.context, step.seconds, self._context.wall())
+        if name != "ep" or self.curves.knows_imbalance:
+            self.curves.observe(name, step.sequences, step.context, step.seconds, self._context.wall())
 
     def _price(self, name: LayoutName, entry: EngineEntry, now: float) -> None:
         """Price the switches from the layout in force."""

@@ -3,6 +3,7 @@ placement."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf, sqrt
 
 import numpy as np
 
@@ -79,15 +80,21 @@ class LayerTraffic:
         return np.asarray(np.maximum(mean * (1.0 / share - 1.0), summed) * self.whole)
 
 
-def expected_traffic(placement: Placement, demand: FloatArray, terms: CostTerms) -> LayerTraffic:
+def expected_traffic(
+    placement: Placement, demand: FloatArray, terms: CostTerms, counted: float = inf
+) -> LayerTraffic:
     """Return the traffic of a step that a placement would have under a demand.
 
     demand: [ranks, layers, experts], pairs in any unit, by the rank of their requests. All layers of the
     placement count as whole: for those that are sharded, give the placement that they would return to. The
     loads of a step scatter as `migration.model.cost_model.expert_seconds` says.
+
+    counted: independent pairs of each layer that the demand was counted from. The imbalance that their chance
+    explains is left out.
     """
     pairs = terms.step_tokens * terms.top_k
     served = loads(placement, demand, terms.node) * terms.pairs_per_demand(demand)
+    served = _without_chance(served, expected_most(placement.ranks) / sqrt(counted / placement.ranks))
     sent = dispatch_traffic(placement, demand, terms)
     chance = expected_most(placement.ranks) / np.sqrt(np.maximum(served.mean(axis=1), 1e-9))
     by_expert = demand.sum(axis=0, dtype=np.float64)
@@ -103,6 +110,15 @@ def expected_traffic(placement: Placement, demand: FloatArray, terms: CostTerms)
         reads=expected_reads(placement, demand, pairs),
         hottest=np.divide(by_expert.max(axis=1), total, out=np.zeros(len(total)), where=total > 0),
     )
+
+
+def _without_chance(served: FloatArray, chance: float) -> FloatArray:
+    """Bring loads [layers, ranks] nearer to their mean, by the part of the highest one's excess that chance
+    explains. chance: expected excess of even loads, over the mean."""
+    excess = 1.0 / balance(served) - 1.0
+    kept = np.sqrt(np.maximum(excess**2 - chance**2, 0.0)) / np.maximum(excess, 1e-300)
+    mean = served.mean(axis=1, keepdims=True)
+    return np.asarray(mean + (served - mean) * np.minimum(kept, 1.0)[:, None])
 
 
 def measured_traffic(

@@ -11,6 +11,7 @@ machine's factor is known, and a surprise is believed of the new layout, whose c
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from math import exp, inf, log, sqrt
 
@@ -111,6 +112,8 @@ class LiveCurves:
         self._expert_pair, self._stale = expert_pair, stale_seconds
         self._now = at
         self._surplus: float | None = None
+        self._sharded = 0.0
+        """share of layers that are sharded in the layout ep"""
         self._calibrated = {one.layout: one for one in self.times}
         self._machine = LogFactor(value=0.0, variance=_UNKNOWN_MACHINE, updated=at)
         self._corrections = {one.layout: _Correction.unseen(one, at) for one in self.times}
@@ -164,6 +167,25 @@ class LiveCurves:
             )
         self._surplus = surplus_per_sequence
 
+    def sharded_layers(self, share: float) -> None:
+        """State the share of layers that are sharded in the layout ep: single hot ones, 0 to 1."""
+        self._sharded = share
+
+    @property
+    def knows_imbalance(self) -> bool:
+        """True once the imbalance of today is known. Until then a live step of the layout ep says little."""
+        return self._surplus is not None
+
+    def even_layer_gain(self, sequences: float, context: float, layers: int) -> float | None:
+        """Return the seconds of a step that sharding saves in one of `layers` layers, if its load is even in
+        every step; below 0: it costs. None: whole or sharded experts were not measured, or too long ago.
+        """
+        if self.uncertain("ep") or self.uncertain("experts-tp"):
+            return None
+        factor = self._machine.value + self._corrections["ep"].value(sequences)
+        even = self._ep_seconds(sequences, context, 0.0, 0.0) * exp(factor)
+        return (even - self.step_seconds("experts-tp", sequences, context)) / layers
+
     def step_seconds(self, layout: LayoutName, sequences: float, context: float) -> float:
         """Return the expected duration of a decode step. Beyond the measured range the last value holds.
 
@@ -196,13 +218,24 @@ class LiveCurves:
         return self.curves.measured_range.has(sequences, context)
 
     def _modelled(self, layout: LayoutName, sequences: float, context: float) -> float:
-        """Return the calibrated duration of a step, at the imbalance of today."""
-        seconds = self.curves.seconds(layout, sequences, context)
-        if layout != "ep" or self._surplus is None:
-            return seconds
-        batch, _ = self.curves.curves[layout].measured_range.nearest(sequences, context)
-        more = self._expert_pair * (self._surplus - self._calibrated[layout].surplus) * batch
-        return max(seconds + more, _LEAST_SHARE * seconds)
+        """Return the calibrated duration of a step, at the imbalance of today and with the layers that are
+        sharded."""
+        if layout != "ep" or (self._surplus is None and not self._sharded):
+            return self.curves.seconds(layout, sequences, context)
+        surplus = self._surplus
+        if surplus is None:
+            surplus = (1.0 - self._sharded) * self._calibrated[layout].surplus
+        return self._ep_seconds(sequences, context, surplus, self._sharded)
+
+    def _ep_seconds(self, sequences: float, context: float, surplus: float, sharded: float) -> float:
+        """Return the calibrated duration of a step in the layout ep, at an imbalance and with a share of the
+        layers sharded, which then take as long as in experts-tp."""
+        seconds = self.curves.seconds("ep", sequences, context)
+        batch, _ = self.curves.curves["ep"].measured_range.nearest(sequences, context)
+        even = seconds - self._expert_pair * self._calibrated["ep"].surplus * batch
+        if sharded and "experts-tp" in self._calibrated:
+            even += sharded * (self.curves.seconds("experts-tp", sequences, context) - even)
+        return max(even + self._expert_pair * surplus * batch, _LEAST_SHARE * seconds)
 
     def corrected(self) -> LayoutCurves:
         """Return the curves as they are believed now, to be shown: with their differences and crossings.
@@ -213,6 +246,10 @@ class LiveCurves:
                 for layout, curve in self.curves.curves.items()
             }
         )
+
+    def copied(self) -> "LiveCurves":
+        """Return the curves as they are now, which later steps do not change."""
+        return deepcopy(self)
 
     def record(self) -> CurvesRecord:
         """Return everything that a successor needs."""

@@ -87,6 +87,8 @@ class EngineLoopState:
     """rollback of the last harmful plan"""
     switch_at: float = float("inf")
     """time of a switch of layout that the policy asks for; inf: it asks for none"""
+    single_layers: str = ""
+    """what the last planning run found about the forms of single layers"""
     retry_at: float = float("-inf")
     """failed actions are not retried before this time"""
 

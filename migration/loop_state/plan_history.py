@@ -70,6 +70,14 @@ def turned_since(plans: EnginePlans, run: PlanRun) -> bool:
     return any(other.progress.numbers and other.switches_layout for other in later)
 
 
+def turned_layers_since(plans: EnginePlans, since: float) -> frozenset[int]:
+    """Return the layers that automatic plans turned over and that have not rested since this time."""
+    recent = (
+        run for run in _newest_first(plans) if run.own and run.progress.numbers and run.ended_at >= since
+    )
+    return frozenset(layer for run in recent for layer in (*run.planned.to_sharded, *run.planned.to_whole))
+
+
 def summaries(plans: EnginePlans, pending: str = "") -> tuple[PlanSummary, ...]:
     """Return the last plans, newest first. pending: what the one under way waits for; empty: nothing."""
     newest = islice(_newest_first(plans), MAX_SUMMARIES)

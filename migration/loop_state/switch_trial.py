@@ -25,6 +25,8 @@ class SwitchTrial:
     plan: str
     before: LayoutName
     after: LayoutName
+    gain_of_layers: float = 0.0
+    """part of a step that single layers in another form were to save, in the layout of both names"""
     steps: int = 0
     measured: float = 0.0
     """seconds, of all of them"""
@@ -37,12 +39,13 @@ class SwitchTrial:
     _gains: float = 0.0
 
     def observe(self, seconds: float, stayed: float, promised: float) -> None:
-        """Add a measured step, with what both layouts were expected to take at its load."""
+        """Add a measured step, with what both layouts were expected to take at its load. The promise of
+        single layers comes on top."""
         gain = 1.0 - seconds / stayed
         self.steps += 1
         self.measured += seconds
         self.stayed += stayed
-        self.promised += promised
+        self.promised += promised * (1.0 - self.gain_of_layers)
         self._gains += gain
         self._squares += gain * gain
 
@@ -70,9 +73,11 @@ class SwitchTrial:
             realised = self.gain / predicted
             plan_discount = moved(plan_discount, realised, self.error / predicted)
         measured, stayed = (duration(one / self.steps) for one in (self.measured, self.stayed))
-        summary = (
-            f"a step takes {measured} in layout {self.after}, and would take {stayed} in {self.before} at the"
-            f" same load: {self.gain:.1%} gained of {predicted:.1%} predicted"
+        would = (
+            f"a step takes {measured}, and would take {stayed} with the layers in their former forms"
+            if self.before == self.after
+            else f"a step takes {measured} in layout {self.after}, and would take {stayed} in {self.before}"
         )
+        summary = f"{would} at the same load: {self.gain:.1%} gained of {predicted:.1%} predicted"
         harmful = -self.gain > max(SIGNIFICANT * self.error, _HARM)
         return Evaluation("harmful" if harmful else "kept", realised, plan_discount, summary)

@@ -80,6 +80,9 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     """reason why nothing is worthwhile; None: there is a plan"""
     reasons: tuple[str, ...] = ()
     """findings in sentences, in the order of the decision"""
+    single_layers: str = ""
+    """what would be gained by sharding single layers, or by making them whole, and why that is or is not the
+    plan; empty: the engine's layout is not chosen automatically"""
     tokens_per_second: float
     pairs: float
     """(token, k) pairs behind each layer of the demand"""

@@ -28,6 +28,13 @@ class FindingCode(StrEnum):
     SMALL_AT_MOST = auto()
     IMPOSSIBLE = auto()
     CHOSEN = auto()
+    # Forms of single layers
+    LAYERS_TURN = auto()
+    LAYERS_EQUAL = auto()
+    LAYERS_AT_HALF = auto()
+    LAYERS_BEYOND_BUDGET = auto()
+    LAYERS_DO_NOT_PAY = auto()
+    LAYERS_GAIN_NO_MORE = auto()
     # Loss of ranks
     RANKS_LOST = auto()
     CRITICAL = auto()

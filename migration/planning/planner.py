@@ -23,6 +23,7 @@ from migration.planning.demand_forecast import RoutingForecast
 from migration.planning.evaluation import EvaluatedPlan, cost_floor, evaluate, gain_limit
 from migration.planning.findings import Finding, FindingCode, Infeasible
 from migration.planning.joint_homes import effective_homes, joint, published_homes, with_expected_demand
+from migration.planning.layer_turns import SUBJECT, TurnedLayers, turned_layers
 from migration.planning.locality_report import dispatch_saved, no_homes, present_homes
 from migration.planning.plan_report import measures, memory, named_homes, steps
 from migration.planning.problem import PlanningProblem, PlanningQuestion, prepare
@@ -100,7 +101,8 @@ REFUSALS = {
 class PlannerDecision(NamedTuple):
     """Outcome of one planning run.
 
-    record: for people. plan: None where nothing is worth doing; `why` then holds the reason code.
+    record: for people. plan: None where nothing is worth doing; `why` then holds the reason code. turned: the
+    change of single layers that the plan makes, instead of moving experts.
     """
 
     record: PlanRecord
@@ -110,6 +112,7 @@ class PlannerDecision(NamedTuple):
     why: ReasonCode | None = None
     homes_after: PlannedHomes | None = None
     """Homes that apply from the plan's last epoch on, changed by the plan or not; None: there is no plan."""
+    turned: TurnedLayers | None = None
 
 
 STRATEGIES: dict[Policy, tuple[Maker, ...]] = {
@@ -163,12 +166,15 @@ class _PlanningRun:
         """End placements of the strategies tried so far, as bytes."""
         self._max_gain = -np.inf
         """Largest gain of any strategy tried, in seconds of a step; -inf: none could be tried."""
+        self._single_layers = ""
+        """What was found about single layers; empty: they were not considered."""
         self._gain_too_small = False
         """True if a strategy was rejected because it gains little and copies much."""
 
     def plan(self) -> PlannerDecision:
-        """Return the first of the policy's strategies that no later one beats by more than noise."""
-        found, policy = self._found, self._found.question.policy
+        """Return the first of the policy's strategies that no later one beats by more than noise, or the
+        change of single layers that beats it."""
+        found = self._found
         if found.view.later is None:
             self._note(FindingCode.ONE_WINDOW)
         if not found.terms.speed.expert_pair:
@@ -178,20 +184,27 @@ class _PlanningRun:
         # Availability before speed: second replicas of critical experts are planned whatever they gain.
         if (safe := self._safe()) is not None:
             return self._at_home(safe)
+        best = self._moves()
+        moves = best if isinstance(best, EvaluatedPlan) else None
+        if (turned := self._turned(moves)) is not None:
+            return self._at_home(self._turning(turned))
+        return self._refused(best) if isinstance(best, Finding) else self._at_home(self._decided(best), best)
+
+    def _moves(self) -> EvaluatedPlan | Finding:
+        """Return the best of the policy's strategies, or why none is worth it."""
+        found, policy = self._found, self._found.question.policy
         # Stop before any search where steps are as even as their few tokens allow and nothing could become
         # more local.
         if policy == "roost" and self._may_be_noise() and not self._may_be_more_local():
-            return self._refused(Finding.of(FindingCode.AT_CEILING))
+            return Finding.of(FindingCode.AT_CEILING)
         best = self._best((REARRANGING if found.view.rearranges else STRATEGIES)[policy])
         if best is not None:
-            return self._at_home(self._decided(best), best)
+            return best
         if self._max_gain == -np.inf:
-            return self._refused(Finding.of(FindingCode.POLICY_UNABLE, policy=policy))
+            return Finding.of(FindingCode.POLICY_UNABLE, policy=policy)
         if self._gain_too_small or self._worth(self._max_gain) < self._margin:
-            small = Finding.of(FindingCode.BELOW_LEAST_GAIN, least_gain=found.config.min_gain)
-            return self._refused(small)
-        lifetime = found.config.lifetime_seconds
-        return self._refused(Finding.of(FindingCode.DOES_NOT_PAY, lifetime_seconds=lifetime))
+            return Finding.of(FindingCode.BELOW_LEAST_GAIN, least_gain=found.config.min_gain)
+        return Finding.of(FindingCode.DOES_NOT_PAY, lifetime_seconds=found.config.lifetime_seconds)
 
     def recovery(self) -> PlannerDecision:
         """Plan for the loss of ranks. The plan is made whether or not it pays."""
@@ -260,6 +273,55 @@ class _PlanningRun:
             return None
         self._note(FindingCode.CRITICAL, part=found.config.critical_experts)
         return self._decided(chosen)
+
+    # Single layers
+
+    def _turned(self, best: EvaluatedPlan | None) -> TurnedLayers | None:
+        """Return the change of single layers if it gains more than the best move of experts. Adds what was
+        found about them to the record."""
+        found, turning = self._found, self._found.question.turning
+        if turning is None:
+            return None
+        try:
+            turned = turned_layers(found, turning)
+        except Infeasible as error:
+            self._single_layers = sentence(error.finding)
+            return None
+        values: dict[str, Any] = {"gains": turned.gains, "net_seconds": turned.net_seconds}
+        moved = 0.0 if best is None else best.net_seconds
+        if turned.net_seconds < self._margin:
+            finding = Finding.of(FindingCode.LAYERS_DO_NOT_PAY, **values, least_seconds=self._margin)
+        elif best is not None and turned.net_seconds < moved + self._margin:
+            name = best.candidate.name
+            finding = Finding.of(FindingCode.LAYERS_GAIN_NO_MORE, **values, best=name, best_seconds=moved)
+        else:
+            lifetime = found.config.lifetime_seconds
+            paid = turned.payback
+            finding = Finding.of(
+                FindingCode.LAYERS_TURN, **values, bytes=paid.bytes, lifetime_seconds=lifetime
+            )
+        self._single_layers = sentence(finding.of_subject(SUBJECT))
+        return turned if finding.code is FindingCode.LAYERS_TURN else None
+
+    def _turning(self, turned: TurnedLayers) -> PlannerDecision:
+        """Return the decision to change the form of single layers."""
+        paid, plan = turned.payback, msgspec.structs.replace(turned.plan, payback=turned.payback)
+        record = msgspec.structs.replace(
+            self._common_record(self._found.placement),
+            id=plan.id,
+            copies=plan.transfers,
+            copied_share=len(turned.gains) / turned.goal.layers,
+            copied_bytes=plan.bytes,
+            handovers=len(plan.handovers),
+            gain_seconds=turned.gain_seconds,
+            gain_per_second=paid.gain_per_second,
+            cost_seconds=paid.cost_seconds,
+            net_seconds=turned.net_seconds,
+            payback_seconds=paid.after_seconds,
+            transfer_seconds=paid.transfer_seconds,
+            steps=steps(plan),
+        )
+        return PlannerDecision(record, no_homes(self._found.view, ""), plan, turned=turned)
 
     # Which way
 
@@ -543,6 +605,7 @@ class _PlanningRun:
             saved=near[0],
             saved_bound=near[1],
             reasons=tuple(map(sentence, self._findings)),
+            single_layers=self._single_layers,
             before=measures(found, found.before.figures),
             balance_bound=float(
                 bound(

@@ -54,6 +54,16 @@ ASSUMED_STEP = 1.5e-2
 """Seconds of a step of an engine that reports no steps: a decode step of a GPU server."""
 
 
+class LayerTurning(NamedTuple):
+    """Permission to change the form of single layers, and what that is worth in a layer like all others."""
+
+    even_gain: float
+    """Measured seconds of a step that sharding saves in a layer whose load is even in every step; below 0: it
+    costs."""
+    resting: frozenset[int] = frozenset()
+    """Layers that changed their form a short time ago, and keep it."""
+
+
 class PlanningQuestion(NamedTuple):
     """One planning request."""
 
@@ -69,6 +79,8 @@ class PlanningQuestion(NamedTuple):
     plan_discount: float = 1.0
     """Discount from 0 on: recently measured gains as a part of the gains predicted. Predicted gains are
     multiplied by this."""
+    turning: LayerTurning | None = None
+    """None: no layer may change its form."""
 
 
 @dataclass(frozen=True, eq=False)

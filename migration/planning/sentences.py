@@ -1,16 +1,19 @@
 """Sentences for the findings, steps and recoveries of a planning run. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fleet.layout import ATTENTION_NAMES
 from fleet.placement import EMPTY
 from fleet.text import byte_size, counted, duration, listed
+from migration.layouts.hot_layers import LayerGain
 from migration.model.placement_changes import ChangeKind
 from migration.model.plan import PlanStep
 from migration.planning.findings import Finding, FindingCode
 from migration.planning.rank_loss import Recovery
 from migration.solvers.specialisation_test import FEW, LEAST, Evidence, SpecialisationTest
 
+MOST_LAYERS = 3
+"""Layers of a set that a sentence names."""
 NEW_SHARES = "its replicas get new shares, which evens out the ranks and copies nothing"
 
 
@@ -82,6 +85,24 @@ def _specialisation(test: SpecialisationTest, of: str) -> str:
     return f"{'specialised' if test.specialised else 'no specialisation'}: {measured}"
 
 
+def _layers_turn(gains: Sequence[LayerGain], bytes: int, net_seconds: float, lifetime_seconds: float) -> str:
+    more = f"; and {len(gains) - MOST_LAYERS} more layers" if len(gains) > MOST_LAYERS else ""
+    named = "; ".join(map(str, gains[:MOST_LAYERS]))
+    return f"{named}{more}; {byte_size(bytes)}, net gain {net_seconds:.3g} s in {lifetime_seconds:.0f} s"
+
+
+def _layers_do_not_pay(gains: Sequence[LayerGain], net_seconds: float, least_seconds: float) -> str:
+    named = "; ".join(map(str, gains[:MOST_LAYERS]))
+    return f"{named}; net gain {net_seconds:.3g} s, and {least_seconds:.3g} s is the least"
+
+
+def _layers_gain_no_more(
+    gains: Sequence[LayerGain], net_seconds: float, best: str, best_seconds: float
+) -> str:
+    named = "; ".join(map(str, gains[:MOST_LAYERS]))
+    return f"{named}; net gain {net_seconds:.3g} s, and {best} gains {best_seconds:.3g} s"
+
+
 _NO_NOISE = "no gain beyond sampling noise"
 TEXTS: dict[FindingCode, str | Callable[..., str]] = {
     FindingCode.SHARDED: (
@@ -115,6 +136,17 @@ TEXTS: dict[FindingCode, str | Callable[..., str]] = {
     FindingCode.SMALL_AT_MOST: _small_at_most,
     FindingCode.IMPOSSIBLE: "{error}",
     FindingCode.CHOSEN: "{name} gains most for its cost",
+    FindingCode.LAYERS_TURN: _layers_turn,
+    FindingCode.LAYERS_EQUAL: "none gains more by another form than its change costs",
+    FindingCode.LAYERS_AT_HALF: (
+        "{gain}; but half of the layers are the most that are sharded one by one, and more are a matter of"
+        " the layout as a whole"
+    ),
+    FindingCode.LAYERS_BEYOND_BUDGET: (
+        "{gain}; the change copies {size}, and the byte budget has {left} left: planner.budget_bytes"
+    ),
+    FindingCode.LAYERS_DO_NOT_PAY: _layers_do_not_pay,
+    FindingCode.LAYERS_GAIN_NO_MORE: _layers_gain_no_more,
     FindingCode.RANKS_LOST: _ranks_lost,
     FindingCode.CRITICAL: (
         "{part:.0%} of the experts, those of most demand, must survive the loss of a rank"

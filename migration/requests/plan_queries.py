@@ -16,7 +16,7 @@ from migration.engine_state.demand_windows import DemandWindows
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementRegistry
 from migration.planning.counterfactual import Counterfactual, counterfactual_gain
 from migration.planning.planner import PlannerDecision, decide
-from migration.planning.problem import PlanningQuestion
+from migration.planning.problem import LayerTurning, PlanningQuestion
 from migration.telemetry.metrics import MigrationMetrics
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ class PlanQueries:
     """Created and used on one event loop. A separate thread runs the planner on immutable values.
 
     clock: monotonic seconds. plan_discount: factor applied to the predicted gains of an engine, by its name.
+    turning: permission to change the form of its single layers, by its name; None: there is none.
     planning_executor: runs one function at a time; None: a thread of its own, which `close` ends.
     """
 
@@ -37,6 +38,7 @@ class PlanQueries:
         metrics: MigrationMetrics,
         clock: Callable[[], float],
         plan_discount: Callable[[str], float],
+        turning: Callable[[str], LayerTurning | None],
         planning_executor: Executor | None = None,
     ) -> None:
         self._placements = placements
@@ -45,6 +47,7 @@ class PlanQueries:
         self._metrics = metrics
         self._clock = clock
         self._plan_discount = plan_discount
+        self._turning = turning
         self._owns_executor = planning_executor is None
         self._executor = planning_executor or ThreadPoolExecutor(1, "plans")
         self._waiting = 0
@@ -124,7 +127,10 @@ class PlanQueries:
                 f"{self._waiting} plan requests are waiting already; try again later, or raise"
                 " planner.max_questions"
             )
-        return entry, _question(request, entry, self._config, self._plan_discount(request.engine))
+        question = _question(request, entry, self._config, self._plan_discount(request.engine))
+        # Another policy is asked for what it would do with the experts.
+        turns = question.policy == self._config.policy and not question.dead
+        return entry, question._replace(turning=self._turning(request.engine) if turns else None)
 
 
 def _question(

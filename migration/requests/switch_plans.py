@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fleet.layout import KV_PAGE_SECONDS, KV_ROUND_PAGES, AttentionKind, head_groups, kv_units_read
+from fleet.placement import Placement
 from fleet.requests.handovers import HandoverDescribed
 from fleet.requests.plans import KvMove, SwitchEstimate
 from migration.config import MigrationConfig
@@ -53,14 +54,20 @@ class SwitchPlans:
         sharded: Sequence[int],
         attention: AttentionKind,
         statuses: Sequence[HandoverDescribed],
+        goal: Placement | None = None,
     ) -> PlannedSwitch:
         """Plan the switch after which exactly these layers are sharded, and this is the attention. Raises
-        ValueError with the reason if there is none."""
+        ValueError with the reason if there is none.
+
+        goal: gives layers that become whole their experts; None: each rank gets an even share, in order.
+        """
         turns = set(sharded) != set(entry.placement.sharded)
         attends = attention != entry.placement.attention
         self.check_legal(entry, turns=turns or not attends, attends=attends)
         room = self.room(entry, statuses, receives=turns)
-        found = await asyncio.to_thread(switch, entry.placement, sharded, room, attention=attention)
+        found = await asyncio.to_thread(
+            switch, entry.placement, sharded, room, attention=attention, goal=goal
+        )
         return PlannedSwitch(found.plan, self._estimate(entry, found, room))
 
     def check_legal(self, entry: EngineEntry, *, turns: bool, attends: bool) -> None:

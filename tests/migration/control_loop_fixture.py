@@ -69,6 +69,7 @@ class Flight:
         self.bus = MemoryBus(broker)
         self.ranks = Ranks(self.bus, SUBJECTS, FIRST, engine=name, worker_id=worker_id)
         self.rates = SKEWED
+        """[experts] of every layer, or [layers, experts]"""
         self.balance = 0.5
         """measured balance of steps"""
         self.remote_ranks = 1.2
@@ -101,7 +102,7 @@ class Flight:
     async def speak(self) -> None:
         """Publish the traffic of one second."""
         about: dict[str, Any] = {"engine": self.name, "worker_id": self.worker_id, "model": "m"}
-        table = ExpertTable.of(np.tile(500.0 * self.rates, (2, 1)))
+        table = ExpertTable.of(np.array(np.broadcast_to(500.0 * self.rates, (2, 16))))
         for rank in range(4):
             await self._sent.publish(self.measured(rank))
         self._seconds += 1

@@ -254,3 +254,46 @@ def test_drift_of_both_is_followed_through_a_day_of_switches() -> None:
         truth = log(calibrated["ep"].seconds(batch, 1024) / calibrated["tp"].seconds(batch, 1024))
         worst = max(worst, abs(ratio(curves, batch) - truth))
     assert worst < 0.1
+
+
+SHARDED = times("experts-tp", 6.0, 0.03)
+PAIR = 1e-5
+
+
+def with_single_layers() -> LiveCurves:
+    return LiveCurves(KEY, (EP, SHARDED), 0.0, expert_pair=PAIR)
+
+
+def even(batch: float) -> float:
+    """A step of whole layers without the imbalance that the calibration had."""
+    return EP.seconds[0][BATCHES.index(int(batch))] - PAIR * EP.surplus * batch
+
+
+def test_the_gain_of_an_even_layer_is_its_part_of_the_difference_without_any_imbalance() -> None:
+    curves = with_single_layers()
+    for surplus in (0.0, 2.0, 7.0):
+        curves.imbalance(surplus)
+        gain = curves.even_layer_gain(84, 1024, 10)
+        assert gain == pytest.approx((even(84) - SHARDED.seconds[0][4]) / 10, rel=0.1)
+    assert live().even_layer_gain(84, 1024, 10) is None
+
+
+def test_layers_that_are_sharded_take_as_long_as_in_the_sharded_layout() -> None:
+    """A step that is as long as expected changes neither layout's curve."""
+    curves = with_single_layers()
+    curves.imbalance(1.0)
+    curves.sharded_layers(0.25)
+    seconds = 0.75 * even(84) + 0.25 * SHARDED.seconds[0][4] + PAIR * 84
+    assert curves.step_seconds("ep", 84, 1024) == pytest.approx(seconds, rel=0.02)
+    expected = curves.step_seconds("ep", 84, 1024)
+    for at in range(60):
+        curves.observe("ep", 84, 1024, expected, float(at))
+    assert curves.step_seconds("experts-tp", 84, 1024) == pytest.approx(SHARDED.seconds[0][4], rel=0.02)
+
+
+def test_a_copy_keeps_the_curves_of_that_moment() -> None:
+    curves = with_single_layers()
+    curves.imbalance(5.0)
+    kept, before = curves.copied(), curves.step_seconds("ep", 50, 1024)
+    serve(curves, "ep", 1.5, 0.0, 60)
+    assert kept.step_seconds("ep", 50, 1024) == before != curves.step_seconds("ep", 50, 1024)

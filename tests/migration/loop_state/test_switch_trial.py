@@ -51,3 +51,13 @@ def test_a_few_steps_say_nothing() -> None:
     found = trial(2.0, 0.8, steps=LEAST_STEPS - 1).evaluated(0.7)
     assert (found.verdict, found.plan_discount) == ("unknown", 0.7)
     assert f"{LEAST_STEPS - 1} steps" in found.reason
+
+
+def test_single_layers_promise_a_part_of_a_step_within_one_layout() -> None:
+    found = SwitchTrial("plan", "ep", "ep", gain_of_layers=0.1)
+    for _ in range(LEAST_STEPS):
+        found.observe(0.0095, 0.01, 0.01)
+    verdict = found.evaluated(1.0)
+    assert verdict.verdict == "kept"
+    assert verdict.realised == pytest.approx(0.5)
+    assert "with the layers in their former forms" in verdict.reason
