@@ -52,7 +52,7 @@ class History:
         What a dead life had been about to serve may be recorded behind what the present one began with.
         """
         present = [one for one in self.placements if self.joins and one.worker_id == self.joins[-1].worker_id]
-        return Placement.from_record((present or self.placements)[-1].placement)
+        return Placement.from_record((present or self.placements)[-1].served)
 
     @property
     def known(self) -> bool:

@@ -190,7 +190,7 @@ class Epochs:
                 self.committed += 1
                 placement = Placement.from_record(committed.placement)
                 self._forward((committed.worker_id, -1), placement.epoch, committed.engine)
-                for layer in range(placement.layers):
+                for layer in placement.whole:
                     missing = set(range(placement.experts)) - set(placement.expert_of_slot[layer].tolist())
                     if missing:
                         self.wrong.append(
