@@ -60,10 +60,11 @@ def _arguments(launch: LaunchSpec, settings: Configuration) -> tuple[Any, ...]:
             part, reread = settings.part(RouterConfig), router_settings(settings, read)
             return listener, bus if launch.bus else None, part, ready, private, reread
     of_rank = [settings.part(kind) for kind in (AgentConfig, TransferConfig, WorkerConfig)]
+    engine_bus = bus if launch.bus else None
     if launch.part == "simulated":
         listeners = [adopt(descriptor) for descriptor in launch.descriptors]
-        return listeners, launch.rank, bus, settings.part(SimulatedConfig), *of_rank, ready
-    return _listener(launch), launch.rank, bus, named_engine(settings), *of_rank, ready
+        return listeners, launch.rank, engine_bus, settings.part(SimulatedConfig), *of_rank, ready
+    return _listener(launch), launch.rank, engine_bus, named_engine(settings), *of_rank, ready
 
 
 def _listener(launch: LaunchSpec) -> socket.socket:

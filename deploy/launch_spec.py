@@ -40,7 +40,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     private: int | None = None
     """listening socket of this process alone, if several share a port"""
     bus: bool = True
-    """False: a router with static backends only, without NATS"""
+    """False: without NATS, a router with static backends only, or an engine in Dynamo only"""
     rank: RankLaunch | None = None
     credentials: str | None = None
     """file with this process's NATS login; None: as configured"""

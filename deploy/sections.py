@@ -12,6 +12,7 @@ from bus.protocol.subjects import check_token
 from deploy.configuration_loader import Configuration, Key, load, variable_of
 from deploy.telemetry.tracing_config import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
+from engine_adapter.dynamo.address import DynamoAddress
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.vllm.config import VllmConfig
 from fleet.settings import FilePath, Positive, check_bounds
@@ -33,6 +34,9 @@ class WorkerConfig:
     """name of the engine; `roost up` appends a number"""
     engine: EngineKind = "embedded"
     """embedded: Roost's own engine, as [engine] says; simulated: without weights, as [simulated] says"""
+    dynamo: str | None = None
+    """NAMESPACE or NAMESPACE.COMPONENT of a Dynamo deployment in which the engine serves as a worker;
+    Dynamo's own variables DYN_... name its discovery and planes; unset: in none"""
     host: str = "127.0.0.1"
     """address that the ranks' HTTP servers listen on and routers connect to"""
     fleet_secret_file: Path | None = None
@@ -59,6 +63,8 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         check_token("engine name", self.name)
+        if self.dynamo is not None:
+            DynamoAddress.parse(self.dynamo)
         if self.host in ("", "0.0.0.0", "::"):
             raise ValueError(
                 f"host must be an address under which routers reach this machine, not {self.host!r}"

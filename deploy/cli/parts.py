@@ -162,6 +162,15 @@ LayersOption = Annotated[
 ]
 ExpertsOption = Annotated[int | None, typer.Option("--experts", help="openai: routed experts per layer.")]
 TopKOption = Annotated[int | None, typer.Option("--top-k", help="openai: routed experts per token.")]
+DynamoOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dynamo",
+        metavar="NAMESPACE[.COMPONENT]",
+        help="embedded, simulated: serve as a worker of this Dynamo deployment, by its variables DYN_...;"
+        " joins a fleet of Roost only if --nats is given.",
+    ),
+]
 IsolatesOption = Annotated[
     bool,
     typer.Option(
@@ -258,6 +267,7 @@ def worker(
     engine: KindOption = None,
     url: BackendUrlOption = None,
     name: NameOption = None,
+    dynamo: DynamoOption = None,
     ranks: RanksOption = None,
     model: ModelOption = None,
     model_shape: ModelShapeOption = None,
@@ -277,17 +287,22 @@ def worker(
     spans: SpansOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Run one engine that joins the fleet over NATS.
+    """Run one engine that joins the fleet over NATS, serves in Dynamo (--dynamo), or both.
 
     SIGHUP: the ranks read the fleet secret file again (not with --engine openai or vllm).
     """
     flags: Flags = {
         ("worker", "name"): ("--name", name),
         ("worker", "host"): ("--host", host),
+        ("worker", "dynamo"): ("--dynamo", dynamo),
         **security_flags("worker", tls_cert, tls_key, terminated=tls_terminated, insecure=insecure),
         **bus_flags(nats),
         ("tracing", "spans"): ("--spans", spans),
     }
+    if engine in (WorkerKind.vllm, WorkerKind.openai):
+        refuse(
+            {"--dynamo": dynamo}, "belongs to --engine embedded and simulated; Dynamo has workers of its own"
+        )
     about = {"layers": layers, "experts": experts, "top_k": top_k, "isolates_tenants": isolates_tenants}
     if engine is WorkerKind.vllm:
         refuse({"--model-shape": model_shape, "--ranks": ranks}, "is of no use with --engine vllm")
@@ -365,8 +380,9 @@ def _own_engine(read: Read) -> NoReturn:
     settings = checked(read, *WORKER_PARTS, SimulatedConfig if simulated else EmbeddedConfig)
     check_rank_security(settings.part(WorkerConfig))
     check_engine_installed(settings)
+    in_dynamo = settings.part(WorkerConfig).dynamo is not None
     set_up_logging_of(settings)
-    raise typer.Exit(supervise(_ranks(settings, read)))
+    raise typer.Exit(supervise(_ranks(settings, read, bus=names_bus(settings) or not in_dynamo)))
 
 
 async def _several_routers(settings: Configuration, read: Read, *, bus: bool) -> None:
@@ -386,9 +402,9 @@ async def _several_routers(settings: Configuration, read: Read, *, bus: bool) ->
                 sockets.close()
 
 
-async def _ranks(settings: Configuration, read: Read) -> None:
+async def _ranks(settings: Configuration, read: Read, *, bus: bool) -> None:
     async with supervised(settings) as fleet:
-        await fleet.start_engine()
+        await fleet.start_engine(bus=bus)
         await serve_and_reload(fleet, read)
 
 

@@ -88,6 +88,8 @@ class FleetFiles:
     environment: Mapping[str, str]
     credentials: ServerCredentials | None = None
     """logins of the private NATS server"""
+    bus: bool = True
+    """False: engines without NATS"""
 
     def command(
         self,
@@ -110,6 +112,7 @@ class FleetFiles:
             descriptor=descriptor,
             descriptors=descriptors,
             rank=rank,
+            bus=self.bus,
         )
         return self.ordered(
             part if rank is None else rank.engine if part == "simulated" else f"{rank.engine}/{rank.rank}",
@@ -310,12 +313,13 @@ class Fleet:
         await self._all_ready()
         self._write_record()
 
-    async def start_engine(self) -> None:
+    async def start_engine(self, *, bus: bool = True) -> None:
         """Start one engine that joins a fleet on a NATS server elsewhere, and return when it has joined.
-        Raises UnitFailed."""
-        self.nats_url = ",".join(self._settings.part(BusConfig).servers)
-        await _reach_nats(self.nats_url)
-        await self.add(self._engine(self._worker.name, self.write_files()))
+        Raises UnitFailed. bus: False for an engine in Dynamo that joins no fleet of Roost."""
+        if bus:
+            self.nats_url = ",".join(self._settings.part(BusConfig).servers)
+            await _reach_nats(self.nats_url)
+        await self.add(self._engine(self._worker.name, replace(self.write_files(), bus=bus)))
         await self._all_ready()
         self._write_record()
 

@@ -6,7 +6,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bus import Bus
 from bus.config import BusConfig
+from bus.memory import MemoryBroker, MemoryBus
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.launch_spec import mark_ready
@@ -24,12 +26,21 @@ class PartTasks(AsyncExitStack):
         super().__init__()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def connect(self, config: BusConfig, name: str) -> tuple[NatsBus, Subjects]:
-        """Connect to NATS under this name. Raises BusError if NATS cannot be reached."""
+    async def connect(self, config: BusConfig | None, name: str) -> tuple[Bus, Subjects]:
+        """Connect to NATS under this name. None: to a bus of this process alone. Raises BusError if NATS
+        cannot be reached."""
+        if config is None:
+            return self._private_bus()
         subjects = Subjects(config.namespace)
-        bus = await NatsBus.connect(config.servers, subjects, config, name=name)
+        bus: Bus = await NatsBus.connect(config.servers, subjects, config, name=name)
         self.push_async_callback(bus.close)
         return bus, subjects
+
+    def _private_bus(self) -> tuple[Bus, Subjects]:
+        broker = MemoryBroker()
+        bus = MemoryBus(broker)
+        self.push_async_callback(bus.close)
+        return bus, broker.subjects
 
     async def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Start an endless task."""

@@ -5,10 +5,12 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bus import Bus, BusError
 from bus.claims import NameTaken
@@ -28,20 +30,28 @@ from engine_adapter.agent.copy_runner import Staging
 from engine_adapter.agent.engine_agent import Agent
 from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.config import AgentConfig, TransferConfig
-from engine_adapter.engine import EngineFailed
+from engine_adapter.dynamo.card import write_model_folder
+from engine_adapter.dynamo.membership import DynamoFailed
+from engine_adapter.engine import EngineFailed, RankFacts
 from engine_adapter.serving.authentication import NoSecret, RouterAuthentication
 from engine_adapter.simulated.engine import EngineDied, SimulatedEngine
 from engine_adapter.simulated.http import SimulatedHttp
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.simulated.model.faults import FaultOrder
+from engine_adapter.simulated.model.text import VOCABULARY
 from engine_adapter.tracing import EngineTracing, HandoverTracing
 from fleet.placement import Placement, PlacementRecord
 
-EXPECTED = (BusError, EngineFailed)
+if TYPE_CHECKING:
+    from deploy.parts.dynamo import DynamoSide
+
+EXPECTED = (BusError, EngineFailed, DynamoFailed)
 FINAL = (CertificateError, NameTaken, NoSecret)
 TRANSFER = TransferConfig()
 OPEN = RouterAuthentication(None)
 log = logging.getLogger(__name__)
+DynamoOpener = Callable[[SimulatedEngine, Mapping[int, EngineTracing]], Awaitable["DynamoSide"]]
+"""Opens the way of an engine's ranks into Dynamo."""
 
 
 class SimulatedHost:
@@ -97,26 +107,29 @@ async def hosted(
     transfer: TransferConfig = TRANSFER,
     admission: RouterAuthentication = OPEN,
     tls: ServerTls | None = None,
+    dynamo: "DynamoOpener | None" = None,
 ) -> AsyncIterator[SimulatedHost]:
     """Serve a simulated engine on `listeners`, one per rank, and join the fleet, while the context lasts.
 
-    placement, last: see `SimulatedEngine`. Raises EngineFailed, NameTaken or BusError (perhaps in a group).
+    placement, last: see `SimulatedEngine`. dynamo: opens the way into Dynamo, if it has one. Raises
+    EngineFailed, NameTaken or BusError (perhaps in a group).
     """
     async with PartTasks() as tasks:
         for listener in listeners:
             tasks.enter_context(listener)
         engine = SimulatedEngine(config, placement, last, who.engine)
-        agents = _agents(tasks, engine, bus, subjects, who, agent_config, transfer)
+        tracings = {
+            rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model)
+            for rank in range(config.ranks)
+        }
+        side = None if dynamo is None else await dynamo(engine, tracings)
+        agents = _agents(tasks, engine, bus, subjects, who, agent_config, transfer, side)
         for rank in engine.ranks:
             tasks.push_async_callback(rank.transfer.close)
         serving = [
             await tasks.start(rank.run(), f"steps of {who.engine}/{number}")
             for number, rank in enumerate(engine.ranks)
         ]
-        tracings = {
-            rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model)
-            for rank in range(config.ranks)
-        }
         rank_of_port = {listener.getsockname()[1]: rank for rank, listener in enumerate(listeners)}
         app = SimulatedHttp(engine, rank_of_port, tracings, admission)
         server = HttpServer(app, *listeners, drain_seconds=drain_seconds, limits=RANK_LIMITS, tls=tls)
@@ -129,6 +142,8 @@ async def hosted(
         engine.at_death = server.abort
         host = SimulatedHost(engine, agents, who)
         await tasks.until(agents[0].joined)
+        if side is not None:
+            serving.append(await side.join(tasks, who.engine))
         await tasks.start(host.watch(serving, speaking), f"watch {who.engine}")
         yield host
 
@@ -141,6 +156,7 @@ def _agents(
     who: AgentIdentity,
     config: AgentConfig,
     transfer: TransferConfig,
+    side: "DynamoSide | None",
 ) -> list[Agent]:
     """Return an agent for each rank. Their checksums are computed in one thread."""
     threads = ThreadPoolExecutor(1, "checksums")
@@ -157,23 +173,30 @@ def _agents(
             real_bytes=links.real_bytes,
         )
 
+    def report(number: int) -> Callable[[RankFacts], None] | None:
+        return None if side is None else side.report(number)
+
     return [
-        Agent(bus, subjects, rank, who, config, staging(number)) for number, rank in enumerate(engine.ranks)
+        Agent(bus, subjects, rank, who, config, staging(number), report=report(number))
+        for number, rank in enumerate(engine.ranks)
     ]
 
 
 async def serve(
     listeners: Sequence[socket.socket],
     launch: RankLaunch,
-    bus_config: BusConfig,
+    bus_config: BusConfig | None,
     config: SimulatedConfig,
     agent_config: AgentConfig,
     transfer: TransferConfig,
     worker: WorkerConfig,
     ready: Path,
 ) -> None:
-    """Serve as a separate process until cancelled. Raises EngineFailed, BusError or NameTaken (perhaps in a
-    group)."""
+    """Serve as a separate process until cancelled. Raises EngineFailed, BusError, NameTaken or DynamoFailed
+    (perhaps in a group).
+
+    bus_config: None for an engine in Dynamo that joins no fleet of Roost.
+    """
     security = RankSecurity(worker)
     async with PartTasks() as tasks:
         bus, subjects = await tasks.connect(bus_config, launch.engine)
@@ -189,6 +212,7 @@ async def serve(
             transfer=transfer,
             admission=security.admission,
             tls=security.tls,
+            dynamo=None if worker.dynamo is None else partial(_dynamo, worker, config, launch),
         )
         tasks.enter_context(on_hangup(security.reload))
         host = await tasks.enter_async_context(serving)
@@ -196,6 +220,39 @@ async def serve(
         log.info("%s serves on %s", launch.engine, " ".join(launch.urls))
         mark_ready(ready)
         await host.failed()
+
+
+async def _dynamo(
+    worker: WorkerConfig,
+    config: SimulatedConfig,
+    launch: RankLaunch,
+    engine: SimulatedEngine,
+    tracings: Mapping[int, EngineTracing],
+) -> "DynamoSide":
+    """Open the engine's way into Dynamo: one worker with all of its ranks."""
+    # needs Dynamo's runtime
+    from deploy.parts.dynamo import open_dynamo
+
+    if worker.dynamo is None:
+        raise ValueError("worker.dynamo is not set")
+    folder = Path(launch.meet) / "model"
+    write_model_folder(
+        folder,
+        engine.tokenizer.archive,
+        end_token=engine.tokenizer.end,
+        vocabulary=VOCABULARY,
+        max_context=config.context,
+    )
+    return await open_dynamo(
+        worker.dynamo,
+        os.environ,
+        engine.ranks,
+        tracings,
+        launch,
+        folder=folder,
+        max_running=config.max_running,
+        drain_seconds=worker.drain_seconds,
+    )
 
 
 def nodes(engine: str, config: SimulatedConfig) -> tuple[str, ...]:

@@ -87,7 +87,10 @@ def check_rank_security(config: WorkerConfig, *, secret_is_made: bool = False) -
 
 
 def check_engine_installed(settings: Configuration) -> None:
-    """End the command when its engines compute with torch, and torch is not installed."""
+    """End the command when its engines compute with torch or serve in Dynamo, and what that needs is not
+    installed."""
+    if settings.part(WorkerConfig).dynamo is not None and find_spec("dynamo") is None:
+        fail("an engine in Dynamo (--dynamo) needs Dynamo's runtime: pip install 'roost[dynamo]'", USAGE)
     embedded = settings.part(WorkerConfig).engine == "embedded"
     missing = [name for name in ("torch", "safetensors") if embedded and find_spec(name) is None]
     if missing:

@@ -8,6 +8,7 @@ disconnect and reconnect at any time. Publishing continues meanwhile.
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from bus import Bus, Message
@@ -17,7 +18,7 @@ from engine_adapter.agent.handover_agent import HandoverAgent
 from engine_adapter.agent.membership import AgentIdentity, EngineMembership
 from engine_adapter.agent.rearrangement_agent import RearrangementAgent
 from engine_adapter.config import AgentConfig
-from engine_adapter.engine import Engine, Rearranger
+from engine_adapter.engine import Engine, RankFacts, Rearranger
 from engine_adapter.reporting.activity_reports import ActivityReports
 from engine_adapter.reporting.dispatch_reports import DispatchReports
 from engine_adapter.reporting.kv_reports import KvReports
@@ -44,15 +45,18 @@ class Agent:
         config: AgentConfig,
         staging: Staging = _NO_TRANSFERS,
         rearranger: Rearranger | None = None,
+        report: Callable[[RankFacts], None] | None = None,
     ) -> None:
         """staging: means to copy experts, for engines that support handovers. rearranger: way to the expert
         ranks of an engine that moves its experts itself, given to the agent of its first target only, which
-        takes part in handovers for all expert ranks."""
+        takes part in handovers for all expert ranks. report: called with the engine's facts as well, for a
+        second system that the rank serves."""
         about = engine.description
         context = RankContext(bus, subjects, identity.engine, identity.worker_id, about)
         self._context = context
         self._engine = engine
         self._config = config
+        self._also_report = report
         self._kv = KvReports(context, _epoch(engine.placement)) if about.capabilities.kv_events else None
         self._load = LoadReports(context, config.load_seconds)
         self._activity = ActivityReports(context, config.experts_seconds, _epoch(engine.placement))
@@ -111,6 +115,8 @@ class Agent:
                 async with asyncio.timeout_at(min(self._load.due, self._activity.due)):
                     await self._engine.wait_facts()
             facts, placement, now = self._engine.take_facts(), self._engine.placement, clock()
+            if self._also_report is not None:
+                self._also_report(facts)
             if self._kv is not None and facts.kv:
                 await self._kv.publish(facts.kv, _epoch(placement))
             await self._load.update(facts.load, now)

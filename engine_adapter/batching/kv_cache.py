@@ -265,6 +265,11 @@ class KvCache:
         registered again."""
         return self._block_of.get(page)
 
+    def block(self, block_hash: int) -> Block | None:
+        """Return the block that is registered under this hash, or None. Safe to call from another thread."""
+        known = self._by_hash.get(block_hash)
+        return None if known is None else known.block
+
     def has(self, block_hash: int) -> bool:
         """True if a block is registered under this hash."""
         return block_hash in self._by_hash

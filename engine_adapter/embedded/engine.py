@@ -15,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from engine_adapter.batching.kv_cache import Block
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.batching.scheduler import Overloaded
@@ -204,6 +205,10 @@ class EmbeddedEngine:
         self._open[answer] = sequence
         self._alive.steps.submit(sequence)
         return answer
+
+    def stored_block(self, block_hash: int) -> Block | None:
+        """Return the cached block of a sequence hash, or None."""
+        return self._alive.steps.stored_block(block_hash)
 
     def fresh_seed(self) -> int:
         self._seedless += 1

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.batching.kv_cache import Block
 from engine_adapter.batching.sampling import Draw, logprobs, sample
 from engine_adapter.batching.scheduler import Slice
 from engine_adapter.config import EmbeddedConfig
@@ -79,7 +80,8 @@ class _Agreed:
 
 class StepLoop:
     """Step loop. `run` is for the step thread. `submit`, `cancel`, `check`, `copy_ahead`, `adopt`, `leave`,
-    `take_sent`, `placement`, `max_open`, `pause_seconds` and `stepping_since` are thread-safe."""
+    `stored_block`, `take_sent`, `placement`, `max_open`, `pause_seconds` and `stepping_since` are
+    thread-safe."""
 
     def __init__(
         self,
@@ -155,6 +157,10 @@ class StepLoop:
         """Stop at the next step, and notify the other ranks in its header."""
         self.leaving = True
         self._nudge()
+
+    def stored_block(self, block_hash: int) -> Block | None:
+        """Return the cached block of a sequence hash, or None."""
+        return self._requests.cache.block(block_hash)
 
     def take_sent(self) -> tuple[DispatchCounts, ...]:
         """Return the dispatch statistics since the last call, by epoch."""

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.batching.kv_cache import Change, KvCache
+from engine_adapter.batching.kv_cache import Block, Change, KvCache
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.scheduler import BatchScheduler, SequenceState
 from engine_adapter.engine import (
@@ -166,6 +166,10 @@ class SimulatedRank:
         self.report_changes()
         self._engine.wake()
         return answer
+
+    def stored_block(self, block_hash: int) -> Block | None:
+        """Return the cached block of a sequence hash, or None."""
+        return self._cache.block(block_hash)
 
     def fresh_seed(self) -> int:
         """Return 0, so that requests without a seed get the same answer everywhere."""

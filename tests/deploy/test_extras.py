@@ -18,7 +18,7 @@ sys.meta_path.insert(0, Missing())
 sys.path_importer_cache.clear()
 import importlib.util
 found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name in {"torch", "safetensors", "zmq"} else found(name, package)
+importlib.util.find_spec = lambda name, package=None: None if name in {"torch", "safetensors", "zmq", "dynamo"} else found(name, package)
 """
 
 
@@ -56,3 +56,12 @@ def test_the_agent_of_a_vllm_names_the_extra_that_it_needs() -> None:
     )
     assert done.returncode == 2
     assert "pip install 'roost[vllm]'" in " ".join(done.stderr.split())
+
+
+def test_a_worker_of_dynamo_names_the_extra_that_it_needs() -> None:
+    done = without_extras(
+        "sys.argv = ['roost', 'worker', '--engine', 'simulated', '--dynamo', 'dynamo']\n"
+        "from deploy.cli.app import main\nmain()"
+    )
+    assert done.returncode == 2
+    assert "pip install 'roost[dynamo]'" in " ".join(done.stderr.split())
