@@ -24,7 +24,7 @@ from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.dynamo.address import DynamoAddress
 from engine_adapter.dynamo.card import ENGINE_DATA, WorkerCard
 from engine_adapter.dynamo.membership import DynamoFailed, RequestHandler
-from engine_adapter.dynamo.requests import RequestRefused
+from engine_adapter.dynamo.requests import UnservableRequest
 from engine_adapter.engine import EngineFailed, RankLoad
 
 _LOOK_SECONDS = 0.02
@@ -161,7 +161,7 @@ def _with_errors(handler: RequestHandler) -> Callable[[Any, Any], AsyncGenerator
             async with contextlib.aclosing(handler(request, context)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-        except RequestRefused as error:
+        except UnservableRequest as error:
             raise InvalidArgument(str(error)) from error
         except Overloaded as error:
             raise WorkerUnavailable(str(error)) from error

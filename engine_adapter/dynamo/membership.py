@@ -20,7 +20,7 @@ class DynamoFailed(Exception):
     """Dynamo's runtime cannot be used. The text states the reason."""
 
 
-class WorkerConnection(Protocol):
+class DynamoLink(Protocol):
     """Connection to Dynamo's runtime. Implemented in `connection`."""
 
     @property
@@ -49,7 +49,7 @@ class DynamoMembership:
 
     def __init__(
         self,
-        connection: WorkerConnection,
+        connection: DynamoLink,
         worker: DynamoWorker,
         ranks: Mapping[int, WorkerRank],
         card: WorkerCard,

@@ -23,7 +23,7 @@ from fleet.completions import MAX_DETAIL, shortened
 _Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
 
-class RequestRefused(ValueError):
+class UnservableRequest(ValueError):
     """A request that this worker cannot serve. The text names the field and the remedy."""
 
 
@@ -115,11 +115,11 @@ class TokenStops(NamedTuple):
 
 
 def parse(request: object) -> PreprocessedRequest:
-    """Read a request. RequestRefused for anything of another form, and for what no engine of Roost can do."""
+    """Read a request. UnservableRequest for another form, and for what no engine of Roost can do."""
     try:
         parsed = msgspec.convert(request, PreprocessedRequest)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise RequestRefused(
+        raise UnservableRequest(
             f"not a request of Dynamo's form: {shortened(str(error), MAX_DETAIL)}"
         ) from error
     _refuse_features(parsed)
@@ -129,8 +129,8 @@ def parse(request: object) -> PreprocessedRequest:
 def generation_request(
     request: PreprocessedRequest, *, vocabulary: int, max_context: int, seed: int, decision: str = ""
 ) -> GenerationRequest:
-    """Convert a request to the engine's form. seed: for a request without one. RequestRefused for a value out
-    of range and for a prompt that fills the context."""
+    """Convert a request to the engine's form. seed: for a request without one. UnservableRequest for a value
+    out of range and for a prompt that fills the context."""
     stops, options = request.stop_conditions, request.sampling_options
     prompt = request.token_ids
     room = max_context - len(prompt)
@@ -167,10 +167,10 @@ def token_stops(request: PreprocessedRequest) -> TokenStops:
 
 def served_rank(request: PreprocessedRequest, ranks: Sequence[int]) -> int | None:
     """Return the data-parallel rank that the router chose. None: it left the choice to the worker.
-    RequestRefused when this worker does not serve that rank."""
+    UnservableRequest when this worker does not serve that rank."""
     chosen = request.hints.dp_rank
     if chosen is not None and chosen not in ranks:
-        raise RequestRefused(
+        raise UnservableRequest(
             f"dp_rank: {chosen} is not served here; this worker has the ranks {_listed(ranks)}"
         )
     return chosen
@@ -230,9 +230,9 @@ def _refuse_features(request: PreprocessedRequest) -> None:
     }
     found = next((name for name, given in unsupported.items() if given), None)
     if found is not None:
-        raise RequestRefused(f"{found}: engines of Roost do not have it; leave it out")
+        raise UnservableRequest(f"{found}: engines of Roost do not have it; leave it out")
 
 
 def _need(holds: bool, field: str, complaint: str) -> None:
     if not holds:
-        raise RequestRefused(f"{field}: {complaint}")
+        raise UnservableRequest(f"{field}: {complaint}")

@@ -13,7 +13,7 @@ from engine_adapter.batching.request_validation import decision_id
 from engine_adapter.dynamo.answers import AnswerChunks
 from engine_adapter.dynamo.requests import (
     PreprocessedRequest,
-    RequestRefused,
+    UnservableRequest,
     generation_request,
     parse,
     served_rank,
@@ -77,7 +77,7 @@ class DynamoWorker:
         await self._idle.wait()
 
     async def generate(self, request: object, context: RequestContext) -> AsyncGenerator[dict[str, Any]]:
-        """Serve one request: an iterator over the maps of its answer. RequestRefused for a request that
+        """Serve one request: an iterator over the maps of its answer. UnservableRequest for a request that
         cannot be served, Overloaded for one too many, EngineFailed when the engine ends."""
         try:
             parsed = parse(request)
@@ -90,7 +90,7 @@ class DynamoWorker:
                 seed=engine.fresh_seed(),
                 decision=decision_id(context.metadata.get(DECISION_HEADER)),
             )
-        except RequestRefused as error:
+        except UnservableRequest as error:
             self.refused += 1
             log.info("request %s was refused: %s", context.id(), error)
             raise

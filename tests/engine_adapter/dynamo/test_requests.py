@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.sampling import Sampling
 from engine_adapter.dynamo.requests import (
-    RequestRefused,
     TokenStops,
+    UnservableRequest,
     generation_request,
     parse,
     served_rank,
@@ -77,7 +77,7 @@ def test_an_answer_longer_than_the_context_is_cut_there() -> None:
     ],
 )
 def test_what_the_engine_cannot_do_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(RequestRefused, match=f"^{name}: "):
+    with pytest.raises(UnservableRequest, match=f"^{name}: "):
         parse(request(**{name: value}))
 
 
@@ -104,7 +104,7 @@ def test_neutral_values_are_no_feature(name: str, value: Any) -> None:
     ],
 )
 def test_values_out_of_range_are_refused_by_name(changes: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(RequestRefused, match=f"^{complaint}"):
+    with pytest.raises(UnservableRequest, match=f"^{complaint}"):
         converted(**changes)
 
 
@@ -120,7 +120,7 @@ def test_a_rank_that_is_not_here_is_refused() -> None:
     assert served_rank(parse(request()), (2, 3)) is None
     assert served_rank(parse(request(routing=None)), (2, 3)) is None
     with pytest.raises(
-        RequestRefused, match=r"^dp_rank: 1 is not served here; this worker has the ranks 2 to 3"
+        UnservableRequest, match=r"^dp_rank: 1 is not served here; this worker has the ranks 2 to 3"
     ):
         served_rank(parse(request(dp_rank=1)), (2, 3))
 
@@ -159,12 +159,12 @@ def test_a_mutated_request_is_served_or_refused_and_nothing_else(
         served_rank(parsed, (0, 1))
         token_stops(parsed)
         found = generation_request(parsed, vocabulary=VOCABULARY, max_context=CONTEXT, seed=7)
-    except RequestRefused:
+    except UnservableRequest:
         return
     found.check_bounds(max_context=CONTEXT, vocabulary=VOCABULARY)
 
 
 @given(_ODD)
 def test_anything_else_is_refused(odd: Any) -> None:
-    with pytest.raises(RequestRefused, match="not a request of Dynamo's form"):
+    with pytest.raises(UnservableRequest, match="not a request of Dynamo's form"):
         parse(odd)

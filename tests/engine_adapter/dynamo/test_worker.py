@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine_adapter.batching.request_validation import GenerationRequest
-from engine_adapter.dynamo.requests import RequestRefused
+from engine_adapter.dynamo.requests import UnservableRequest
 from engine_adapter.dynamo.worker import DynamoWorker
 from engine_adapter.engine import EngineFailed
 from engine_adapter.serving.generation import GenerationOutcome
@@ -139,7 +139,7 @@ async def test_the_routing_decision_is_named_in_the_report_of_the_request() -> N
 async def test_refused_requests_are_counted_and_change_nothing() -> None:
     async with serving() as (_, worker, _):
         for bad in (request(n=2), {"token_ids": "x"}, None, request(dp_rank=2), request([])):
-            with pytest.raises(RequestRefused):
+            with pytest.raises(UnservableRequest):
                 await chunks_of(worker, bad)
         assert (worker.refused, worker.open_requests) == (5, 0)
         assert tokens_of(await chunks_of(worker, request()))
