@@ -197,7 +197,7 @@ class LayoutSwitcher:
         if choice is None or choice.layout is None:
             raise ValueError(self._without)
         before = choice.figures(choice.layout)
-        seconds = max(before.step_seconds - turned.gain_seconds, 0.0)
+        seconds = max(before.step_seconds - turned.gain_seconds * choice.curves.machine, 0.0)
         after = msgspec.structs.replace(before, step_seconds=seconds)
         grounds = Grounds(f"layers: {self._policy}", before, after, traceparent)
         gain = 1.0 - seconds / before.step_seconds

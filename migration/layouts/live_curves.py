@@ -40,6 +40,8 @@ _REPORT_NOISE = 0.02
 """Relative standard error of a reported step time."""
 _OUTLIER = 4.0
 """Standard errors to which the surprise of one report is cut."""
+_FORMS: tuple[LayoutName, LayoutName] = ("ep", "experts-tp")
+"""Layouts with whole and with sharded experts, both with data-parallel attention."""
 _LEAST_SHARE = 0.1
 """Least part of the calibrated step that remains where imbalance is lower than at calibration."""
 
@@ -179,12 +181,19 @@ class LiveCurves:
     def even_layer_gain(self, sequences: float, context: float, layers: int) -> float | None:
         """Return the seconds of a step that sharding saves in one of `layers` layers, if its load is even in
         every step; below 0: it costs. None: whole or sharded experts were not measured, or too long ago.
+
+        In seconds of the machine at calibration, as `EngineSpeed` is; see `machine`.
         """
-        if self.uncertain("ep") or self.uncertain("experts-tp"):
+        if any(map(self.uncertain, _FORMS)):
             return None
-        factor = self._machine.value + self._corrections["ep"].value(sequences)
-        even = self._ep_seconds(sequences, context, 0.0, 0.0) * exp(factor)
-        return (even - self.step_seconds("experts-tp", sequences, context)) / layers
+        whole, sharded = (self._corrections[layout].value(sequences) for layout in _FORMS)
+        even = self._ep_seconds(sequences, context, 0.0, 0.0) * exp(whole)
+        return (even - self.curves.seconds("experts-tp", sequences, context) * exp(sharded)) / layers
+
+    @property
+    def machine(self) -> float:
+        """Factor by which all steps take longer than at calibration."""
+        return exp(self._machine.value)
 
     def step_seconds(self, layout: LayoutName, sequences: float, context: float) -> float:
         """Return the expected duration of a decode step. Beyond the measured range the last value holds.

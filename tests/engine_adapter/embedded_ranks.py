@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import Qwen3MoeForCausalLM
 
+from bus import Bus
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside
@@ -133,10 +134,15 @@ class EmbeddedRanks:
 
 @asynccontextmanager
 async def embedded_ranks(
-    broker: MemoryBroker, checkpoint: Path, folder: Path, ranks: int, name: str = "a", **settings: Any
+    broker: MemoryBroker | Sequence[Bus],
+    checkpoint: Path,
+    folder: Path,
+    ranks: int,
+    name: str = "a",
+    **settings: Any,
 ) -> AsyncIterator[EmbeddedRanks]:
-    """An engine that serves until the block ends, and whose experts can be read. settings: of
-    `EmbeddedConfig`."""
+    """An engine that serves until the block ends, and whose experts can be read. broker: or a bus for each
+    rank. settings: of `EmbeddedConfig`."""
     seen: dict[int, Witness] = {}
 
     def build(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> RankSetup:
@@ -171,7 +177,8 @@ async def embedded_ranks(
             for way in transfers:
                 stack.push_async_callback(way.close)
             staging = Staging(transfers=transfers, config=READING)
-            agent = Agent(MemoryBus(broker), SUBJECTS, one, who, REPORTING, staging)
+            bus = MemoryBus(broker) if isinstance(broker, MemoryBroker) else broker[rank]
+            agent = Agent(bus, SUBJECTS, one, who, REPORTING, staging)
             found.append(EmbeddedRank(one, agent, seen[rank]))
         for number, rank in enumerate(found):
             running.append(

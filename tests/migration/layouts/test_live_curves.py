@@ -275,6 +275,10 @@ def test_the_gain_of_an_even_layer_is_its_part_of_the_difference_without_any_imb
         curves.imbalance(surplus)
         gain = curves.even_layer_gain(84, 1024, 10)
         assert gain == pytest.approx((even(84) - SHARDED.seconds[0][4]) / 10, rel=0.1)
+    curves.imbalance(EP.surplus)
+    serve(curves, "ep", 2.0, 0.0, 60, 84.0)
+    assert curves.machine > 1.5
+    assert curves.even_layer_gain(84, 1024, 10) == pytest.approx(gain, rel=0.3), "as of the calibration"
     assert live().even_layer_gain(84, 1024, 10) is None
 
 
