@@ -20,7 +20,7 @@ from router.fleet_state.cluster_homes import homes_of
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchInputs, locality
 from router.fleet_state.engine_state import EngineStatus
 from router.fleet_state.target_table import RankKey
-from router.sync.kv_event_subscriber import KvEventSubscriber
+from router.sync.kv_event_subscriber import KvEventSubscriber, Snapshots
 from router.sync.table_subscriber import TableSubscriber
 from router.tokenization.tokenizer_registry import TokenizerRegistry
 
@@ -188,8 +188,12 @@ class FleetSubscriber:
                 f" {known.joined.engine!r}"
             )
 
-    def joined(self, joined: EngineJoined) -> None:
-        """Apply the join of an engine. ValueError when it is inconsistent."""
+    def joined(self, joined: EngineJoined, snapshots: Snapshots | None = None) -> None:
+        """Apply the join of an engine. ValueError when it is inconsistent.
+
+        snapshots: of an engine of another runtime. Its requests arrive with token ids, and its tokenizer is
+        not fetched.
+        """
         known = self._view.engine(joined.worker_id)
         if known is not None and known.joined == joined and known.status is not EngineStatus.LEFT:
             return
@@ -202,13 +206,15 @@ class FleetSubscriber:
                 superseded,
             )
             self._forget(superseded)
-        if joined.tokenizer is not None and joined.capabilities.token_ids:
+        if snapshots is not None:
+            self._view.block(joined.worker_id, None)
+        elif joined.tokenizer is not None and joined.capabilities.token_ids:
             self._view.block(joined.worker_id, self._tokenizers.request(joined.tokenizer))
         elif joined.tokenizer is not None and joined.capabilities.returns_ids:
             self._tokenizers.request(joined.tokenizer)  # until it is known, prompts are hashed as text
         if joined.capabilities.kv_events:
             for rank in range(len(joined.urls)):
-                self.kv.add((joined.worker_id, rank), joined.engine)
+                self.kv.add((joined.worker_id, rank), joined.engine, snapshots)
         self._compare_attention(joined.worker_id, before)
         self._unpriced.ask(joined.worker_id)
         if joined.shape is not None:

@@ -9,7 +9,7 @@ Events that arrive meanwhile are held back, and those that the snapshot does not
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bus import Bus, BusError, Received
@@ -42,6 +42,8 @@ _ASKING = 4
 """Concurrent snapshot requests."""
 
 Batch = tuple[RoutedKvEvent, ...]
+Snapshots = Callable[[KvSnapshotRequested], Awaitable[KvSnapshot]]
+"""Asks a rank of another runtime for a snapshot. BusError when there is none yet."""
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class _Feed:
     """
 
     engine: str
+    snapshots: Snapshots | None = None
+    """None: the engine answers on the bus"""
     publisher_id: int | None = None
     next: int = 0
     late: deque[tuple[int, int, Batch]] | None = field(default_factory=deque)
@@ -94,10 +98,13 @@ class KvEventSubscriber:
         )
         self.late_blocks = 0
 
-    def add(self, rank: RankKey, engine: str) -> None:
-        """Add a rank of an engine that joined, and request a snapshot of the blocks it already holds."""
+    def add(self, rank: RankKey, engine: str, snapshots: Snapshots | None = None) -> None:
+        """Add a rank of an engine that joined, and request a snapshot of the blocks it already holds.
+
+        snapshots: of an engine that does not answer on the bus.
+        """
         if rank not in self._feeds:
-            self._feeds[rank] = _Feed(engine)
+            self._feeds[rank] = _Feed(engine, snapshots)
             self._ask(rank, "joined")
 
     def forget_worker(self, worker_id: int) -> None:
@@ -241,8 +248,12 @@ class KvEventSubscriber:
         inconsistent.
         """
         request = KvSnapshotRequested(worker_id=rank[0], rank=rank[1], after=feed.missed)
-        answer = await self._bus.request(
-            self._subjects.kv_snapshot(feed.engine, *rank), request, _SNAPSHOT_SECONDS
+        answer = (
+            await self._bus.request(
+                self._subjects.kv_snapshot(feed.engine, *rank), request, _SNAPSHOT_SECONDS
+            )
+            if feed.snapshots is None
+            else await feed.snapshots(request)
         )
         if not isinstance(answer, KvSnapshot) or (answer.worker_id, answer.rank) != rank:
             raise BusError(

@@ -1,0 +1,240 @@
+"""The view of Dynamo's workers, kept fresh: membership from discovery, blocks and loads from events."""
+
+import asyncio
+import logging
+from collections import Counter
+from typing import NamedTuple
+
+import msgspec
+
+from bus import BusError, Received
+from fleet.facts.dynamo_kv import KvMetrics, RoutedKvEvent
+from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
+from router.dynamo.config import DynamoConfig
+from router.dynamo.envelopes import PublishedEvents, decode_nats, decode_zmq
+from router.dynamo.ports import EventFeed, RecordStore, WorkerCalls
+from router.dynamo.wire.discovery import Record, decode_record
+from router.dynamo.wire.malformed import Malformed
+from router.dynamo.wire.recovery import Blocks, decode_dump
+from router.dynamo.workers import RoutedWorker, workers_of
+from router.fleet_state.engine_state import EngineStatus
+from router.service import RouterService
+
+log = logging.getLogger(__name__)
+
+_DUMP_DELAY_SECONDS = 0.1
+"""Dynamo's own index receives the same events; by then it has applied those that have arrived here."""
+_SUBJECT = "dynamo"
+
+
+class _Dump(NamedTuple):
+    at: float
+    blocks: Blocks
+
+
+class WorkerFollower:
+    """State: workers by instance id. `refused` counts records and messages that could not be read."""
+
+    def __init__(
+        self,
+        service: RouterService,
+        config: DynamoConfig,
+        store: RecordStore,
+        feed: EventFeed,
+        calls: WorkerCalls,
+    ) -> None:
+        """Raise ValueError when the service has no bus (`bus.memory` will do) or the config no namespace."""
+        if service.fleet_subscriber is None or config.namespace is None:
+            raise ValueError("a router inside Dynamo needs a bus, if only one in memory, and a namespace")
+        self.workers: dict[int, RoutedWorker] = {}
+        self.refused: Counter[str] = Counter()
+        self.found = asyncio.Event()
+        """set once there is a worker"""
+        self._service = service
+        self._subscriber = service.fleet_subscriber
+        self._config = config
+        self._namespace = config.namespace
+        self._store = store
+        self._feed = feed
+        self._calls = calls
+        self._records: dict[str, tuple[bytes, Record | None]] = {}
+        self._unreachable_since: dict[int, float] = {}
+        """by worker, the renewal of its record at which a connection to it failed"""
+        self._publishers: dict[tuple[int, int], int] = {}
+        """by rank, publisher of its last message"""
+        self._dump: dict[str, _Dump] = {}
+        self._dumping = asyncio.Lock()
+        self._warned: set[int] = set()
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow(), name="follows Dynamo's discovery")
+            tasks.create_task(self._listen(), name="listens to the events of Dynamo's workers")
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                self.update(await self._store.read())
+            except OSError as error:
+                log.warning("Dynamo's discovery cannot be read at present: %s", error)
+            await asyncio.sleep(self._config.poll_seconds)
+
+    async def _listen(self) -> None:
+        while True:
+            self.take(await self._feed.receive())
+
+    def update(self, stored: dict[str, tuple[float, bytes]]) -> None:
+        """Apply the content of discovery: records by key, with the time of their last renewal."""
+        self._decode(stored)
+        renewed: dict[int, float] = {}
+        for key, (_, record) in self._records.items():
+            if record is not None and (instance := getattr(record, "instance_id", None)) is not None:
+                renewed[instance] = max(renewed.get(instance, 0.0), stored[key][0])
+        workers = workers_of(
+            (record for _, record in self._records.values() if record is not None),
+            self._namespace,
+            self._config.own_endpoint,
+        )
+        for instance, reason in workers.unusable.items():
+            if instance not in self._warned:
+                self._warned.add(instance)
+                log.warning("a worker of Dynamo is not used: %s", reason)
+        for instance in self.workers.keys() - workers.serving.keys():
+            self._gone(instance)
+        for instance, worker in workers.serving.items():
+            self._present(worker, renewed.get(instance, 0.0))
+        self._feed.follow({address for one in workers.channels.values() if (address := one.address)})
+
+    def _decode(self, stored: dict[str, tuple[float, bytes]]) -> None:
+        """Decode what has changed."""
+        for key in self._records.keys() - stored.keys():
+            del self._records[key]
+        for key, (_, content) in stored.items():
+            known = self._records.get(key)
+            if known is None or known[0] != content:
+                self._records[key] = content, self._decoded(key, content)
+
+    def _decoded(self, key: str, content: bytes) -> Record | None:
+        try:
+            return decode_record(content)
+        except Malformed as error:
+            self.refused["record"] += 1
+            log.warning("a record of Dynamo's discovery is ignored: %s: %s", key, error)
+            return None
+
+    def _present(self, worker: RoutedWorker, renewed: float) -> None:
+        """Add a worker, or record that it is alive."""
+        instance, view, now = worker.instance_id, self._service.view, self._service.clock()
+        known = self.workers.get(instance)
+        if known is None or known.joined != worker.joined:
+            joined = msgspec.structs.replace(worker.joined, shape=self._config.shape)
+            try:
+                self._subscriber.joined(joined, self._snapshot)
+            except ValueError as error:
+                log.warning("a worker of Dynamo is not used: %s", error)
+                return
+            self.workers[instance] = worker
+            log.info("worker %s of Dynamo joined, with %d ranks", worker.joined.engine, worker.ranks)
+            self.found.set()
+        if self._may_live(instance, renewed):
+            view.sign_of_life(instance, now)
+            self._service.wait_queue.wake()
+
+    def _may_live(self, instance: int, renewed: float) -> bool:
+        """Return True unless a connection failed since the worker last renewed its record: records of a dead
+        worker stay until its lease ends.
+        """
+        state = self._service.view.engine(instance)
+        if state is not None and state.status is EngineStatus.UNREACHABLE:
+            return renewed > self._unreachable_since.setdefault(instance, renewed)
+        if instance in self._unreachable_since and renewed <= self._unreachable_since[instance]:
+            return False
+        self._unreachable_since.pop(instance, None)
+        return True
+
+    def _gone(self, instance: int) -> None:
+        worker = self.workers.pop(instance)
+        self._unreachable_since.pop(instance, None)
+        for rank in range(worker.ranks):
+            self._publishers.pop((instance, rank), None)
+        log.info("worker %s of Dynamo has left", worker.joined.engine)
+        self._service.view.leave(instance)
+        self._service.forget_worker(instance)
+
+    def take(self, frames: list[bytes]) -> None:
+        """Apply one message of a worker. What cannot be read is counted."""
+        try:
+            found = decode_nats(frames[0]) if len(frames) == 1 else decode_zmq(frames)
+        except Malformed as error:
+            self.refused["message"] += 1
+            log.debug("a message of Dynamo's workers is ignored: %s", error)
+            return
+        if found is None:
+            return
+        if isinstance(found.content, KvMetrics):
+            self._take_load(found.content)
+        elif found.content:
+            self._take_blocks(found, found.content)
+
+    def _take_blocks(self, found: PublishedEvents, events: tuple[RoutedKvEvent, ...]) -> None:
+        """Hand a message to the KV feeds, with ranks counted from the worker's first."""
+        worker = self.workers.get(events[0].worker_id)
+        if worker is None:
+            return  # of another namespace, or not discovered yet: its blocks are recovered when it joins
+        if worker.first_rank:
+            events = tuple(_from_rank(one, worker.first_rank) for one in events)
+        rank = worker.instance_id, events[0].event.dp_rank
+        self._publishers[rank] = found.publisher_id
+        self._subscriber.kv.receive(
+            Received(_SUBJECT, found.publisher_id, found.sequence, found.published_at, events)
+        )
+
+    def _take_load(self, load: KvMetrics) -> None:
+        """Apply a load report that counts requests. Dynamo's own workers report blocks only, and then this
+        router's bookings tell more: a report would replace them.
+        """
+        worker = self.workers.get(load.worker_id)
+        if worker is None or load.running is None:
+            return
+        self._subscriber.handle(msgspec.structs.replace(load, dp_rank=load.dp_rank - worker.first_rank))
+
+    async def _snapshot(self, request: KvSnapshotRequested) -> KvSnapshot:
+        """Return the blocks of a rank from Dynamo's own index, which recovers them from the workers.
+
+        Messages that the dump already contains are applied again after it, which changes nothing.
+        """
+        worker = self.workers.get(request.worker_id)
+        if worker is None:
+            raise BusError(f"worker {request.worker_id} has left")
+        rank = request.worker_id, request.rank
+        asked = self._service.clock()
+        await asyncio.sleep(_DUMP_DELAY_SECONDS)
+        blocks = await self._blocks(worker, asked)
+        return KvSnapshot(
+            worker_id=rank[0],
+            rank=rank[1],
+            publisher_id=self._publishers.get(rank, 0),
+            sequence=-1 if request.after is None else request.after,
+            events=blocks.get((worker.instance_id, worker.first_rank + request.rank), ()),
+        )
+
+    async def _blocks(self, worker: RoutedWorker, asked: float) -> Blocks:
+        """Return the blocks of all ranks of an endpoint, as they were after `asked`. BusError when they are
+        not known.
+        """
+        path = worker.endpoint.path
+        async with self._dumping:
+            known = self._dump.get(path)
+            if known is None or known.at < asked:
+                began = self._service.clock()
+                try:
+                    self._dump[path] = known = _Dump(began, decode_dump(await self._calls.dump(worker)))
+                except (OSError, Malformed) as error:
+                    raise BusError(f"Dynamo's index of {path} cannot be read: {error}") from error
+        return known.blocks
+
+
+def _from_rank(one: RoutedKvEvent, first: int) -> RoutedKvEvent:
+    event = msgspec.structs.replace(one.event, dp_rank=one.event.dp_rank - first)
+    return msgspec.structs.replace(one, event=event)

@@ -1,0 +1,351 @@
+"""Serve a Dynamo frontend: decide for each preprocessed request, stream its worker's answer back, and
+continue it at another worker when that one dies.
+
+It is the counterpart of `router.api.token_stream` on Dynamo's request plane, with the same queue, scheduler,
+retries and records.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from fleet.blocks import salted_seed
+from fleet.completions import DECISION_HEADER, ApiError
+from router.attempt import RankAttempt
+from router.dynamo.config import DynamoConfig
+from router.dynamo.follower import WorkerFollower
+from router.dynamo.ports import CallContext, WorkerCalls
+from router.dynamo.wire.experts import as_answer
+from router.dynamo.wire.malformed import Malformed
+from router.dynamo.wire.requests import (
+    AnswerPiece,
+    DynamoRequest,
+    Json,
+    length_item,
+    read_piece,
+    read_request,
+    worker_request,
+)
+from router.fleet_state.target_table import RankKey, TargetTable
+from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenUsage
+from router.health.attempt_failures import AttemptFailure, BegunAnswer
+from router.http.asgi_response import not_ready
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.scheduler import Attempt, RoutingRequest
+from router.service import RouterService
+from router.telemetry.request_log import RequestEnd, RequestLog
+from router.telemetry.tracing import RouterTracing
+from router.upstream.rank_client import UpstreamFailed
+
+log = logging.getLogger(__name__)
+
+PATH = "/dynamo/generate"
+"""Stands for Dynamo's request plane where records name an HTTP route."""
+_EMITTED_EVERY = 16
+"""tokens between two updates of a booking's remaining work"""
+
+
+class DynamoFrontDoor:
+    """Handler of the router's endpoint. State: open requests, for draining."""
+
+    def __init__(
+        self, service: RouterService, config: DynamoConfig, follower: WorkerFollower, calls: WorkerCalls
+    ) -> None:
+        self._service = service
+        self._config = config
+        self._follower = follower
+        self._calls = calls
+        self._tracing = RouterTracing.create()
+        self._chance = random.Random()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._open = 0
+
+    async def drained(self) -> None:
+        """Return when no request is open."""
+        await self._idle.wait()
+
+    async def handle(self, body: Any, context: CallContext) -> AsyncIterator[Json]:
+        """Serve one request. ApiError when it cannot be answered, or not to its end."""
+        service = self._service
+        request_log = RequestLog(context.id(), service.new_decision_id(), PATH, service.clock())
+        headers = {**context.metadata, **(context.trace_headers() or {})}
+        if self._tracing is not None:
+            request_log.trace = self._tracing.request("dynamo", PATH, headers, time.time_ns())
+        else:
+            request_log.pass_on = {name: headers[name] for name in _TRACE_CONTEXT if name in headers}
+        outcome, answer = RequestEnd.FAILED, None
+        self._enter()
+        try:
+            if service.refusing:
+                raise not_ready("the router is stopping; ask again")
+            answer = _Answer(self._service, self._follower, self._calls, request_log, _read(body), context)
+            answer.experts = self._asks_for_experts()
+            async with aclosing(answer.run()) as items:
+                async for item in items:
+                    yield item
+            outcome = RequestEnd.CLIENT_GONE if answer.left else RequestEnd.ANSWERED
+        except ApiError as error:
+            request_log.status, request_log.detail = error.status, error.message
+            outcome = _outcome_of(error.status, begun=answer is not None and bool(answer.emitted))
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            outcome = RequestEnd.CLIENT_GONE if context.is_stopped() else RequestEnd.CANCELLED
+            raise
+        finally:
+            self._leave()
+            if outcome is RequestEnd.ANSWERED:
+                request_log.status = 200
+            request_log.finish(outcome, service.clock(), service.metrics)
+
+    def _enter(self) -> None:
+        self._open += 1
+        self._service.metrics.in_flight += 1
+        self._idle.clear()
+
+    def _leave(self) -> None:
+        self._open -= 1
+        self._service.metrics.in_flight -= 1
+        if not self._open:
+            self._idle.set()
+
+    def _asks_for_experts(self) -> bool:
+        share = self._config.routed_experts_share
+        return share > 0 and self._chance.random() < share
+
+
+_TRACE_CONTEXT = ("traceparent", "tracestate")
+
+
+def _read(body: Any) -> DynamoRequest:
+    try:
+        return read_request(body)
+    except Malformed as error:
+        raise ApiError(400, str(error), code="invalid_value") from error
+
+
+def _outcome_of(status: int, *, begun: bool) -> RequestEnd:
+    if begun:
+        return RequestEnd.BROKEN
+    if status == 429:
+        return RequestEnd.SATURATED
+    return RequestEnd.REFUSED if status < 500 else RequestEnd.UNAVAILABLE
+
+
+class _Answer:
+    """One answer, from worker to worker, until it is complete. `emitted`: its tokens so far."""
+
+    def __init__(
+        self,
+        service: RouterService,
+        follower: WorkerFollower,
+        calls: WorkerCalls,
+        request_log: RequestLog,
+        request: DynamoRequest,
+        context: CallContext,
+    ) -> None:
+        self.emitted: list[int] = []
+        self.experts = False
+        """ask the worker for the experts of each token"""
+        self._service = service
+        self._follower = follower
+        self._calls = calls
+        self._log = request_log
+        self._request = request
+        self._context = context
+        self._failures: list[tuple[RankKey, AttemptFailure]] = []
+        self._begun: BegunAnswer | None = None
+        self.left = False
+        """the client went before the end"""
+        self._seed = salted_seed(request.hints.cache_salt or "", request.hints.lora_name or "")
+        self._note()
+
+    def _note(self) -> None:
+        request, config, request_log = self._request, self._service.config, self._log
+        request_log.model = request.model
+        request_log.stream = True
+        request_log.salt = request.hints.cache_salt or ""
+        request_log.prompt_tokens = len(request.token_ids)
+        request_log.priority = config.default_class
+        request_log.urgency = config.classes.index(config.default_class)
+        if request_log.trace is not None:
+            request_log.trace.decoded(request.model, {"max_tokens": request.max_tokens})
+
+    async def run(self) -> AsyncGenerator[Json, None]:
+        """Yield the items of the answer. ApiError when no worker can finish it. An attempt that produced
+        tokens does not count against `max_attempts`, because it made progress.
+        """
+        number, fruitless, replaces = 1, 0, None
+        while True:
+            had = len(self.emitted)
+            need = self._need(
+                await self._service.wait_queue.live_target_table(self._log, self._request.model)
+            )
+            attempt = Attempt(number, replaces, tuple(self._failures))
+            here = RankAttempt(self._service, self._log, need, attempt, begun=bool(self.emitted))
+            async with here, aclosing(self._attempt(here, need)) as items:
+                async for item in items:
+                    yield item
+            if self.left:
+                return
+            if self.emitted and self._begun is None:
+                self._begun = BegunAnswer(here.decision.target.engine.weights_digest)
+            if here.failed is None:
+                return
+            if self._exhausted:
+                yield length_item()
+                return
+            self._failures.append((here.decision.target.key, here.failed.how))
+            self._check_continuable(here.failed)
+            fruitless = 1 if len(self.emitted) > had else fruitless + 1
+            if fruitless >= self._service.config.max_attempts:
+                raise here.failed.refusal(number) from here.failed
+            self._service.may_retry(here.failed.how, begun=bool(self.emitted))
+            number, replaces = number + 1, here.decision.id
+
+    @property
+    def _exhausted(self) -> bool:
+        return self._request.max_tokens is not None and len(self.emitted) >= self._request.max_tokens
+
+    def _check_continuable(self, failed: UpstreamFailed) -> None:
+        """Raise ApiError when another worker could not continue the answer exactly."""
+        if self.emitted and self._request.inexact:
+            fields = ", ".join(self._request.inexact)
+            message = (
+                f"the worker broke off its answer ({failed.how.value}), and one with {fields} cannot be"
+                " continued exactly; ask again"
+            )
+            raise ApiError(502, message, code="upstream_failed") from failed
+
+    def _need(self, table: TargetTable) -> RoutingRequest:
+        request, config = self._request, self._service.config
+        ids = [*request.token_ids, *self.emitted] if self.emitted else request.token_ids
+        prompt = TokenPrompt(ids, self._seed)
+        expected = request.hints.expected_output_tokens or config.expected_output_tokens
+        missing = expected if request.max_tokens is None else max(1, request.max_tokens - len(self.emitted))
+        # Frontends do not compare max_tokens with the context; workers end such answers themselves.
+        context = min(len(ids) + missing, max(table.largest_context, len(ids) + 1))
+        return RoutingRequest(
+            model=request.model,
+            prompt=prompt,
+            context=context,
+            output=min(missing, expected),
+            tokenizer=table.sent_tokenizer,
+            request_id=self._log.request_id,
+            keys=self._log.keys(),
+            owner=self._log.owner,
+            begun=self._begun,
+            only=self._pinned(),
+        )
+
+    def _pinned(self) -> RankKey | None:
+        """Return the rank that the client itself named; None: none, or one that is not known."""
+        hints = self._request.hints
+        named = hints.backend_instance_id if hints.backend_instance_id is not None else hints.decode_worker_id
+        worker = None if named is None else self._follower.workers.get(named)
+        if worker is None:
+            return None
+        return worker.instance_id, max(0, (hints.dp_rank or worker.first_rank) - worker.first_rank)
+
+    async def _attempt(self, here: RankAttempt, need: RoutingRequest) -> AsyncGenerator[Json, None]:
+        """Let one worker produce the missing items. UpstreamFailed when it does not."""
+        decision, service, request = here.decision, self._service, self._request
+        self._log.decision = decision
+        worker = self._follower.workers.get(decision.target.key[0])
+        if worker is None:
+            raise UpstreamFailed(AttemptFailure.CONNECT, "the worker has left")
+        for name, value in (self._log.pass_on if here.span is None else here.span.headers).items():
+            self._context.metadata[name] = value
+        self._context.metadata[DECISION_HEADER] = decision.id
+        tap = service.tap(decision) if self.experts and not self.emitted else None
+        body = worker_request(
+            request,
+            worker.instance_id,
+            worker.dp_rank(decision.target.rank),
+            self.emitted,
+            experts=tap is not None,
+        )
+        items = await self._calls.call(worker, body, self._context)
+        waiting, counted = True, len(self.emitted)
+        before = len(self.emitted)
+        async for piece in self._pieces(items, before):
+            if piece.token_ids:
+                if waiting:
+                    waiting = False
+                    self._first_token(here)
+                self.emitted += piece.token_ids
+                self._log.output_tokens += len(piece.token_ids)
+                if len(self.emitted) - counted >= _EMITTED_EVERY:
+                    service.emitted(here.booking, len(self.emitted) - counted)
+                    counted = len(self.emitted)
+            if tap is not None and piece.experts is not None:
+                _feed(tap, piece.experts)
+            if piece.cached_tokens is not None and not before:
+                self._log.cached_tokens = piece.cached_tokens
+            yield piece.item
+        if self.left:
+            return
+        reported = tap is not None and service.routed(decision, tap, self._usage())
+        service.finished(decision, here.booking, need.prompt, reported=reported)
+
+    def _first_token(self, here: RankAttempt) -> None:
+        self._log.first_token(self._service.clock())
+        self._service.first_token(here.booking)
+        if here.span is not None:
+            here.span.first_token()
+
+    def _usage(self) -> TokenUsage:
+        return TokenUsage(len(self._request.token_ids), len(self.emitted), self._log.cached_tokens)
+
+    async def _pieces(self, items: AsyncIterator[Any], emitted: int) -> AsyncIterator[AnswerPiece]:
+        """Yield the pieces of a worker's stream to its end. UpstreamFailed when it fails, is silent for too
+        long, or ends without a finish reason.
+        """
+        config, first = self._service.config, True
+        finished = False
+        while True:
+            try:
+                async with asyncio.timeout(
+                    config.first_token_seconds if first else config.between_tokens_seconds
+                ):
+                    item = await anext(items, None)
+            except UpstreamFailed:
+                if self._context.is_stopped():  # the worker stopped because the client left
+                    self.left = True
+                    return
+                raise
+            except TimeoutError:
+                how = AttemptFailure.FIRST_TOKEN_TIMEOUT if first else AttemptFailure.STALLED
+                raise UpstreamFailed(how, "the worker is silent") from None
+            if item is None:
+                break
+            try:
+                piece = read_piece(
+                    item,
+                    emitted,
+                    len(self._request.token_ids),
+                    wants_experts=self._request.wants_experts,
+                )
+            except Malformed as error:
+                raise UpstreamFailed(AttemptFailure.BROKEN, str(error)) from error
+            if piece.failure is not None:
+                raise UpstreamFailed(AttemptFailure.SERVER_ERROR, piece.failure)
+            first = False
+            if piece.finished and not finished:
+                finished = True
+                self._log.finish_reasons.append(str(piece.item.get("finish_reason")))
+            yield piece
+        self.left = not finished and self._context.is_stopped()
+        if not finished and not self.left:
+            raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
+
+
+def _feed(tap: RoutedExpertsParser, experts: Any) -> None:
+    try:
+        tap.feed(as_answer(experts))
+    except Malformed as error:
+        log.warning("a worker's experts are not counted: %s", error)

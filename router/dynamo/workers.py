@@ -1,0 +1,158 @@
+"""Dynamo's workers as engines of the fleet, from discovery records. Pure.
+
+A worker is an instance that serves an endpoint and has a model card for it. Each of its data-parallel ranks
+is a target. `rank` counts from 0; Dynamo's `dp_rank` counts from the worker's first rank.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from fleet.facts.engines import Capabilities, EngineJoined
+from router.dynamo.wire.discovery import (
+    KV_EVENTS,
+    DynamoCard,
+    EndpointName,
+    EventChannel,
+    EventSource,
+    ModelRecord,
+    Record,
+    ServedEndpoint,
+)
+
+_MAX_BATCH_TOKENS = 8192
+"""Tokens of a step where the card states none: vLLM's default on large GPUs."""
+_MAX_NAME = 40
+
+
+class RoutedWorker(NamedTuple):
+    """A worker that takes requests with token ids."""
+
+    endpoint: EndpointName
+    instance_id: int
+    card: DynamoCard
+    joined: EngineJoined
+    first_rank: int
+    """dp_rank of its rank 0"""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.joined.urls)
+
+    def dp_rank(self, rank: int) -> int | None:
+        """Return the dp_rank to send; None where there is no choice."""
+        return self.first_rank + rank if self.ranks > 1 or self.first_rank else None
+
+
+class Workers(NamedTuple):
+    """Content of discovery: workers by instance id, channels by publisher, and reasons why workers cannot be
+    used.
+    """
+
+    serving: Mapping[int, RoutedWorker]
+    channels: Mapping[int, EventChannel]
+    unusable: Mapping[int, str]
+
+
+def workers_of(records: Iterable[Record], namespace: str, own: EndpointName) -> Workers:
+    """Return the workers of a namespace, without the router's own endpoint.
+
+    An instance without a model card, or of which only the card is left, is no worker.
+    """
+    served: set[tuple[EndpointName, int]] = set()
+    cards: dict[tuple[EndpointName, int], DynamoCard] = {}
+    channels: dict[int, EventChannel] = {}
+    indexed: set[int] = set()
+    for record in records:
+        match record:
+            case ServedEndpoint():
+                served.add((record.name, record.instance_id))
+            case ModelRecord() if record.namespace == namespace and record.name != own:
+                cards[record.name, record.instance_id] = record.card_json
+            case EventChannel() if _concerns(record, namespace):
+                channels[record.instance_id] = record
+            case EventSource() if record.topic == KV_EVENTS:
+                indexed.add(record.metadata.worker.worker_id)
+            case _:
+                pass
+    serving: dict[int, RoutedWorker] = {}
+    unusable: dict[int, str] = {}
+    for (endpoint, instance), card in cards.items():
+        if (endpoint, instance) in served:
+            reason = unusable_because(card)
+            if reason is None:
+                serving[instance] = _worker(endpoint, instance, card, has_index=instance in indexed)
+            else:
+                unusable[instance] = f"{endpoint.path}/{instance:x}: {reason}"
+    return Workers(serving, channels, unusable)
+
+
+def _concerns(channel: EventChannel, namespace: str) -> bool:
+    endpoint = channel.scope.endpoint
+    return endpoint is not None and endpoint.namespace == namespace
+
+
+def unusable_because(card: DynamoCard) -> str | None:
+    """Return the reason why requests cannot be routed to a worker; None: they can."""
+    if card.model_input != "Tokens":
+        return f"it takes {card.model_input.lower()}, and this router sends token ids"
+    if card.worker_type not in (None, "aggregated"):
+        return f"it is a {card.worker_type} worker; pairs of prefill and decode workers are not routed"
+    return None
+
+
+def _worker(endpoint: EndpointName, instance: int, card: DynamoCard, *, has_index: bool) -> RoutedWorker:
+    limits = card.runtime_config
+    publishes = limits.kv_event_publishing_enabled
+    joined = EngineJoined(
+        engine=engine_name(endpoint, instance),
+        worker_id=instance,
+        model=card.display_name,
+        node=endpoint.component,
+        urls=tuple(
+            f"dynamo://{endpoint.path}/{instance:x}/{limits.data_parallel_start_rank + rank}"
+            for rank in range(limits.data_parallel_size)
+        ),
+        block_size=card.kv_cache_block_size,
+        kv_blocks=limits.total_kv_blocks or 0,
+        max_context=card.context_length,
+        max_batch_tokens=limits.max_num_batched_tokens or _MAX_BATCH_TOKENS,
+        tokenizer=tokenizer_digest(card),
+        capabilities=Capabilities(
+            kv_events=has_index if publishes is None else publishes,
+            load=True,
+            experts=False,
+            token_ids=True,
+            passes_fields=True,
+            isolates_tenants=True,
+        ),
+    )
+    return RoutedWorker(endpoint, instance, card, joined, limits.data_parallel_start_rank)
+
+
+def engine_name(endpoint: EndpointName, instance: int) -> str:
+    """Return the name of a worker in records of decisions, unique by its instance id."""
+    readable = "".join(
+        one if one.isascii() and (one.isalnum() or one in "-_") else "-" for one in endpoint.component
+    )
+    return f"{readable[:_MAX_NAME]}-{instance:016x}"
+
+
+def tokenizer_digest(card: DynamoCard) -> str:
+    """Return an identity of the tokenizer that a card names: workers with different ones are not mixed."""
+    return (
+        f"dynamo-{xxhash.xxh3_128_hexdigest(msgspec.json.encode(_checksums(card.tokenizer), order='sorted'))}"
+    )
+
+
+def _checksums(tokenizer: object) -> object:
+    """Return the checksums in a card's description of its tokenizer, or all of it if there is none. The paths
+    may differ between machines.
+    """
+    if isinstance(tokenizer, dict):
+        if "checksum" in tokenizer:
+            return tokenizer["checksum"]
+        return {name: _checksums(value) for name, value in tokenizer.items()}
+    return tokenizer
