@@ -133,9 +133,9 @@ class StateStore:
 
 
 def _decoded(value: bytes) -> LoopMemory | None:
-    """Decode a state. Returns None, with a log line, for invalid data."""
+    """Decode a state. Returns None, with a log line, for invalid data; parts that are dropped are logged."""
     try:
-        return decoded(value)
+        restored = decoded(value)
     except ValueError as error:
         logger.warning(
             "the stored state of the control loop cannot be decoded; starting with an empty state, not"
@@ -143,3 +143,6 @@ def _decoded(value: bytes) -> LoopMemory | None:
             error,
         )
         return None
+    for what in restored.dropped:
+        logger.warning("a part of the stored state of the control loop is invalid and is dropped: %s", what)
+    return restored.memory

@@ -25,8 +25,6 @@ from migration.model.sampling_noise import expected_most
 LayerReason = Literal["hot-expert", "imbalance", "dispatch", "reads", "gathers"]
 """Cost that weighs most in the layer as it is: for a whole layer one of the first four, for a sharded one its
 gathers. `hot-expert`: imbalance, and one expert alone has more pairs than a rank's mean."""
-_CHANGE = 0.05
-"""Change of a layer's gain, as a share of the largest cost of a layer, below which the last answer holds."""
 
 
 class LayerCosts(NamedTuple):
@@ -170,29 +168,3 @@ def _gain(
     return LayerGain(
         layer, seconds, reason, parts[0], parts[1], parts[2], parts[3], float(traffic.hottest[layer])
     )
-
-
-class HotLayerWatch:
-    """Layers worth sharding, computed again only when costs changed."""
-
-    def __init__(self, speed: EngineSpeed, shape: ModelShape) -> None:
-        self._speed, self._shape = speed, shape
-        self._gain: FloatArray | None = None
-        self._size = 0.0
-        self._found: tuple[LayerGain, ...] = ()
-
-    def of(self, traffic: LayerTraffic) -> tuple[LayerGain, ...]:
-        """Return `hot_layers` of this traffic, or the last answer if no layer's gain changed by 5 % of the
-        largest cost of a layer."""
-        costs = layer_costs(traffic, self._speed, self._shape)
-        gain = costs.gain
-        known = self._gain
-        if (
-            known is None
-            or known.shape != gain.shape
-            or float(np.abs(gain - known).max(initial=0.0)) > _CHANGE * self._size
-        ):
-            self._gain = gain
-            self._size = max(float(part.max(initial=0.0)) for part in costs)
-            self._found = hot_layers(traffic, self._speed, self._shape)
-        return self._found

@@ -1,7 +1,5 @@
-"""Traffic of an engine's layers as the choice of their forms needs it: measured, or expected of a
-placement."""
+"""Traffic of an engine's layers as the choice of their forms needs it: expected of a placement."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, sqrt
 
@@ -9,7 +7,6 @@ import numpy as np
 
 from fleet.arrays import BoolArray, FloatArray
 from fleet.dispatch import flows, loads
-from fleet.facts.activity import DispatchMeasured
 from fleet.placement import Placement
 from migration.model.cost_model import CostTerms, balance
 from migration.model.cost_model import traffic as dispatch_traffic
@@ -18,7 +15,7 @@ from migration.model.sampling_noise import expected_most
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTraffic:
-    """Measured traffic of an engine over a window, summed over the ranks' reports (`DispatchMeasured`).
+    """Traffic of an engine's steps, summed over them.
 
     ValueError names sums that do not fit together.
     """
@@ -119,28 +116,6 @@ def _without_chance(served: FloatArray, chance: float) -> FloatArray:
     kept = np.sqrt(np.maximum(excess**2 - chance**2, 0.0)) / np.maximum(excess, 1e-300)
     mean = served.mean(axis=1, keepdims=True)
     return np.asarray(mean + (served - mean) * np.minimum(kept, 1.0)[:, None])
-
-
-def measured_traffic(
-    reports: Iterable[DispatchMeasured], placement: Placement, reads: FloatArray, hottest: FloatArray
-) -> LayerTraffic:
-    """Sum reports of all ranks of an engine under data-parallel attention, over the same intervals.
-
-    placement: served meanwhile. reads, hottest: as in `LayerTraffic`. ValueError if there are no reports.
-    """
-    layers, ranks = placement.layers, placement.ranks
-    served, remote, balanced = np.zeros((layers, ranks)), np.zeros((layers, ranks)), np.zeros(layers)
-    steps = tokens = pairs = 0.0
-    for report in reports:
-        # Every rank reports the engine's steps and their balance, but its own tokens.
-        steps += report.steps / ranks
-        balanced += np.array(report.balance) / ranks
-        tokens += report.tokens
-        pairs += report.pairs
-        served[:, report.rank] += report.served
-        remote[:, report.rank] += report.remote_ranks
-    whole = np.isin(np.arange(layers), placement.whole)
-    return LayerTraffic(steps, tokens, pairs, whole, served, remote, balanced, reads, hottest)
 
 
 def expected_reads(placement: Placement, demand: FloatArray, pairs: float) -> FloatArray:

@@ -4,7 +4,7 @@ It holds the pause, the discount factor on predictions, the harmful plans, and t
 evaluations.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -160,12 +160,31 @@ class LoopMemory(msgspec.Struct, frozen=True, kw_only=True):
         return self.paused, self.paused_reason, self.paused_at
 
 
-def decoded(content: bytes) -> LoopMemory:
-    """Return the state in this JSON, of this or an older version. Raises ValueError if it is invalid."""
+class RestoredMemory(NamedTuple):
+    """State as it was stored, without parts that are invalid and that nothing else depends on."""
+
+    memory: LoopMemory
+    dropped: tuple[str, ...]
+    """what was left out, and why"""
+
+
+def decoded(content: bytes) -> RestoredMemory:
+    """Return the state in this JSON, of this or an older version. Raises ValueError if it is invalid.
+
+    Invalid step times of an engine's layouts are dropped alone: they begin anew from its calibration, while a
+    pause by an operator or a harmful plan must not be forgotten.
+    """
     stored = msgspec.json.decode(content, type=dict[str, Any])
     engines = msgspec.convert(stored.get("engines", {}), dict[str, dict[str, Any]])
+    dropped = []
+    for name, engine in engines.items():
+        try:
+            msgspec.convert(engine.get("curves"), CurvesRecord | None)
+        except ValueError as error:
+            engine["curves"] = None
+            dropped.append(f"step times of the layouts of engine {name}: {error}")
     stored["engines"] = {
         name: {_RENAMED.get(field, field): value for field, value in engine.items()}
         for name, engine in engines.items()
     }
-    return msgspec.convert(stored, LoopMemory)
+    return RestoredMemory(msgspec.convert(stored, LoopMemory), tuple(dropped))

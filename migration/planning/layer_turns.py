@@ -119,24 +119,33 @@ def _paying(
 ) -> tuple[list[LayerGain], list[LayerGain]]:
     """Return (whole layers worth sharding, sharded ones worth making whole) by falling gain: those that gain
     more than `least` seconds of a step in both windows of demand, with the gain in the second one."""
-    view, question = found.view, found.question
-    speed, shape, sharded = found.terms.speed, view.shape, view.placement.sharded
+    question, shape = found.question, found.view.shape
     stays = turning.resting | (set(range(shape.layers)) - set(question.layers) if question.layers else set())
+    fitted = {
+        one.layer
+        for gains in _gains(found, goal, turning, least, found.view.demand)
+        for one in gains
+        if one.layer not in stays
+    }
+    if not fitted:
+        return [], []
+    hot, cold = _gains(found, goal, turning, least, found.view.evaluation)
+    return [one for one in hot if one.layer in fitted], [one for one in cold if one.layer in fitted]
+
+
+def _gains(
+    found: PlanningProblem, goal: Placement, turning: LayerTurning, least: float, demand: Demand
+) -> tuple[tuple[LayerGain, ...], tuple[LayerGain, ...]]:
+    """Return the layers that gain more than `least` seconds of a step by another form, in one window."""
+    speed, shape, sharded = found.terms.speed, found.view.shape, found.view.placement.sharded
     whole = np.ones(shape.layers, np.bool_)
     whole[list(sharded)] = False
-    seen: list[tuple[tuple[LayerGain, ...], tuple[LayerGain, ...]]] = []
-    for demand in (view.demand, view.evaluation):
-        traffic = _traffic(found, goal, demand)
-        gathers = measured_gathers(traffic, speed, shape, turning.even_gain)
-        seen.append(
-            (
-                hot_layers(replace(traffic, whole=whole), speed, shape, least, gathers),
-                layers_to_gather(traffic, sharded, speed, shape, least, gathers),
-            )
-        )
-    fitted = {one.layer for gains in seen[0] for one in gains} - stays
-    hot, cold = ([one for one in gains if one.layer in fitted] for gains in seen[1])
-    return hot, cold
+    traffic = _traffic(found, goal, demand)
+    gathers = measured_gathers(traffic, speed, shape, turning.even_gain)
+    return (
+        hot_layers(replace(traffic, whole=whole), speed, shape, least, gathers),
+        layers_to_gather(traffic, sharded, speed, shape, least, gathers),
+    )
 
 
 def _traffic(found: PlanningProblem, goal: Placement, demand: Demand) -> LayerTraffic:

@@ -462,7 +462,7 @@ async def test_a_rollback_that_was_given_up_on_its_way_is_gone_on_with_and_all_t
         assert [plan.origin for plan in shown.plans] == ["rollback", "rollback", "planner"]
         claim = broker.claimed(SUBJECTS.loop_key)
         assert claim is not None
-        (harm,) = decoded(claim.value).engine("a").harms
+        (harm,) = decoded(claim.value).memory.engine("a").harms
         cells = harm.resting()
         assert cells is not None
         assert (cells == (made.replicas_on_rank != FIRST.replicas_on_rank).any(axis=1)).all()

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from bus import BusError, ClaimLost
@@ -55,7 +56,7 @@ class Leader:
 async def stored(broker: MemoryBroker) -> LoopMemory:
     claim = await MemoryBus(broker).read_claim(KEY)
     assert claim is not None
-    return decoded(claim.value)
+    return decoded(claim.value).memory
 
 
 def discounted(discount: float) -> EngineMemory:
@@ -136,6 +137,27 @@ async def test_a_lost_store_is_written_anew_and_a_key_that_never_rests_is_an_err
     restless = StateStore(Restless(broker), KEY, _at_once)
     with pytest.raises(BusError, match="changed 5 times"):
         await restless.pause(paused=True, reason="", at=1.0)
+
+
+async def test_invalid_step_times_of_layouts_are_dropped_alone_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They begin anew from the calibration. A pause by an operator is nothing that may be forgotten."""
+    broker = MemoryBroker()
+    memory = LoopMemory(paused=True, paused_reason="an incident", paused_at=5.0)
+    content = msgspec.json.decode(
+        msgspec.json.encode(memory.with_engine("a", discounted(0.4)).with_engine("b", discounted(0.3)))
+    )
+    content["engines"]["a"]["curves"] = {"key": "of an engine that is not one"}
+    await MemoryBus(broker).claim(KEY, msgspec.json.encode(content))
+    leader = Leader(broker)
+    await leader.state_store.read()
+    found = leader.state_store.memory
+    assert (found.paused, found.paused_reason, found.paused_at) == (True, "an incident", 5.0)
+    assert found.engine("a") == discounted(0.4)
+    assert found.engine("b") == discounted(0.3)
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "step times of the layouts of engine a" in said
 
 
 async def _at_once() -> None:

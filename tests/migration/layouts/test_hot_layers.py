@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 
 from fleet.dispatch import loads as loads_of
 from fleet.experts import ModelShape
-from fleet.facts.activity import DispatchMeasured
-from fleet.placement import linear, with_rows
+from fleet.placement import linear
 from fleet.timing import EngineSpeed, gathered_bytes, step_seconds, surplus_pairs
 from migration.layouts.hot_layers import (
-    HotLayerWatch,
     hot_layers,
     layer_costs,
     layers_to_gather,
 )
-from migration.layouts.layer_traffic import LayerTraffic, expected_reads, expected_traffic, measured_traffic
+from migration.layouts.layer_traffic import LayerTraffic, expected_reads, expected_traffic
 from migration.model.cost_model import CostTerms, priced
 
 SHAPE = ModelShape(layers=6, experts=8, top_k=2, hidden=64, expert_intermediate=64)
@@ -196,63 +194,9 @@ def test_expected_reads_are_those_of_drawn_steps() -> None:
     assert expected_reads(placement, by_rank, pairs) == pytest.approx(drawn, abs=0.05)
 
 
-def test_layers_are_computed_again_only_when_costs_changed() -> None:
-    watch = HotLayerWatch(SPEED, SHAPE)
-    served = np.full((LAYERS, RANKS), 50.0)
-    served[5] = (140.0, 20.0, 20.0, 20.0)
-    first = watch.of(traffic(served))
-    assert watch.of(traffic(served * 1.01)) is first
-    served[4] = (140.0, 20.0, 20.0, 20.0)
-    second = watch.of(traffic(served))
-    assert [one.layer for one in second] == [4, 5]
-    assert watch.of(traffic(served)) is second
-
-
 def test_sums_that_do_not_fit_are_refused() -> None:
     served = np.full((LAYERS, RANKS), 50.0)
     with pytest.raises(ValueError, match=r"balance has shape \[3\].*must be \[6\]"):
         traffic(served, balance=np.ones(3))
     with pytest.raises(ValueError, match="a window has a step at least"):
         traffic(served, steps=0)
-
-
-def report(rank: int, **about: Any) -> DispatchMeasured:
-    zeros = (0.0,) * 2
-    fields = {
-        "remote_ranks": zeros,
-        "local": zeros,
-        "served": zeros,
-        "balance": (10.0, 10.0),
-        "tokens": 100,
-        "pairs": 200,
-    }
-    return DispatchMeasured(
-        engine="e",
-        worker_id=1,
-        rank=rank,
-        model="m",
-        epoch=0,
-        seconds=1.0,
-        steps=10,
-        step_seconds=0.5,
-        **{**fields, **about},
-    )
-
-
-def test_reports_of_the_ranks_add_up() -> None:
-    placement = with_rows(linear(layers=2, experts=4, ranks=2), {1: None}, epoch=1)
-    reports = [
-        report(rank, served=(300.0 * rank + 50.0, 0.0), remote_ranks=(80.0 + rank, 0.0), balance=(5.0, 10.0))
-        for rank in (0, 1)
-        for _ in range(3)
-    ]
-    found = measured_traffic(reports, placement, np.zeros((2, 2)), np.zeros(2))
-    assert (found.steps, found.tokens, found.pairs) == (30, 600, 1200)
-    assert found.served.tolist() == [[150.0, 1050.0], [0.0, 0.0]]
-    assert found.remote_ranks.tolist() == [[240.0, 243.0], [0.0, 0.0]]
-    assert found.balance.tolist() == [15.0, 30.0]
-    assert found.whole.tolist() == [True, False]
-    # Half of the highest load is the mean, 20 pairs of a step.
-    assert found.surplus.tolist() == [pytest.approx(20.0), 0.0]
-    with pytest.raises(ValueError, match="a window has a step at least"):
-        measured_traffic([], placement, np.zeros((2, 2)), np.zeros(2))

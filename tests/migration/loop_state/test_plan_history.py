@@ -254,7 +254,7 @@ def test_what_is_remembered_comes_back_whole_and_stays_small() -> None:
         )
     content = msgspec.json.encode(whole)
     assert len(content) < 100_000
-    back = decoded(content)
+    back = decoded(content).memory
     assert back == whole
     resting = back.engine("a").harms[0].resting()
     assert resting is not None
@@ -306,7 +306,7 @@ def test_the_state_that_an_older_version_stored_is_read() -> None:
         pending=PendingVerdict(plan="p", prices=StepPrices(experts=1.0, remote=2.0)),
         harms=(Harm(plan="q", until=9.0, layers=1, experts=8, cells=b"\xff"),),
     )
-    assert decoded(old) == LoopMemory(paused=True, paused_reason="so", engines={"a": memory})
+    assert decoded(old).memory == LoopMemory(paused=True, paused_reason="so", engines={"a": memory})
     for wrong in (b"nonsense", b"[]", b'{"engines":[]}', b'{"engines":{"a":{"trust":"high"}}}'):
         with pytest.raises(ValueError, match=r"."):
             decoded(wrong)
