@@ -13,6 +13,7 @@ from deploy.configuration_loader import Configuration, Key, load, variable_of
 from deploy.telemetry.tracing_config import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.dynamo.address import DynamoAddress
+from engine_adapter.sglang.config import SglangConfig
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.vllm.config import VllmConfig
 from fleet.settings import FilePath, Positive, check_bounds
@@ -103,6 +104,7 @@ SECTIONS: Mapping[str, type] = {
     "engine": EmbeddedConfig,
     "simulated": SimulatedConfig,
     "vllm": VllmConfig,
+    "sglang": SglangConfig,
     "agent": AgentConfig,
     "transfer": TransferConfig,
     "worker": WorkerConfig,

@@ -28,6 +28,8 @@ Embedded and simulated engines and SGLang take token ids.
 vLLM and other OpenAI-compatible servers take the client's text.
 While an engine of the first sort is alive, those of the second sort get none of that model's requests;
 each decision names them with this reason.
+
+More on [vLLM](vllm.md) and on [SGLang](sglang.md).
 """
 SIGNS = {"yes": "yes", "depends": "depends", "no": "-"}
 

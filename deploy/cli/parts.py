@@ -53,6 +53,7 @@ from deploy.terminal.options import (
 )
 from deploy.terminal.output import USAGE, console, fail
 from engine_adapter.config import AgentConfig, EmbeddedConfig
+from engine_adapter.sglang.config import SglangConfig
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.vllm.config import VllmConfig
 from migration.config import MigrationConfig
@@ -66,6 +67,7 @@ class WorkerKind(StrEnum):
     embedded = "embedded"
     simulated = "simulated"
     openai = "openai"
+    sglang = "sglang"
     vllm = "vllm"
 
 
@@ -104,7 +106,8 @@ KindOption = Annotated[
     typer.Option(
         "--engine",
         help="embedded: Roost's own engine; simulated: no weights, GPU speeds from a model; "
-        "vllm: a vLLM server at --url; openai: any OpenAI-compatible server at --url."
+        "vllm: a vLLM server at --url; sglang: an SGLang server at --url (never run with SGLang); "
+        "openai: any OpenAI-compatible server at --url."
         "  \\[default: embedded]",
     ),
 ]
@@ -113,7 +116,8 @@ BackendUrlOption = Annotated[
     typer.Option(
         "--url",
         metavar="URL",
-        help="Server behind --engine openai or vllm; vllm: once per rank, in order, if each has a port.",
+        help="Server behind --engine openai, sglang or vllm; vllm: once per rank, in order, if each has a"
+        " port.",
     ),
 ]
 TokenizerOption = Annotated[
@@ -121,7 +125,8 @@ TokenizerOption = Annotated[
     typer.Option(
         "--tokenizer",
         metavar="FOLDER",
-        help="vllm: folder with tokenizer.json.  \\[default: the folder that the server names]",
+        help="vllm, sglang: folder with tokenizer.json, for sglang with config.json, too."
+        "  \\[default: the folder that the server names]",
     ),
 ]
 ListenOption = Annotated[
@@ -316,7 +321,22 @@ def worker(
             ("vllm", "insecure"): ("--insecure", insecure or None),
         }
         _vllm(checked(settings_reader(config, flags, "engine"), *WORKER_PARTS, VllmConfig))
-    refuse({"--tokenizer": tokenizer, "--listen": listen_at}, "belongs to --engine vllm")
+    refuse({"--listen": listen_at}, "belongs to --engine vllm")
+    if engine is WorkerKind.sglang:
+        refuse(
+            {"--model": model, "--ranks": ranks, "--model-shape": model_shape},
+            "is of no use with --engine sglang",
+        )
+        if len(url or ()) > 1:
+            fail("--engine sglang needs one --url: its ranks share it", USAGE)
+        flags = {
+            **flags,
+            ("sglang", "url"): ("--url", url[0] if url else None),
+            ("sglang", "api_key_file"): ("--api-key-file", api_key_file),
+            ("sglang", "tokenizer"): ("--tokenizer", tokenizer),
+        }
+        _sglang(checked(settings_reader(config, flags, "engine"), *WORKER_PARTS, SglangConfig))
+    refuse({"--tokenizer": tokenizer}, "belongs to --engine vllm or sglang")
     if engine is WorkerKind.openai:
         refuse({"--model-shape": model_shape}, "belongs to --engine simulated")
         read = settings_reader(config, flags, "engine")
@@ -355,6 +375,20 @@ def _vllm(settings: Configuration) -> NoReturn:
     console().print(f"ROOST_SECRET_FILE={file}", highlight=False, soft_wrap=True)
     agent = settings.part(AgentConfig)
     _end_with("vllm", settings, name, config, key, secret, settings.part(BusConfig), agent)
+
+
+def _sglang(settings: Configuration) -> NoReturn:
+    """Run the agent of an SGLang server."""
+    config, worker = settings.part(SglangConfig), settings.part(WorkerConfig)
+    if config.url is None:
+        fail("--engine sglang needs --url, e.g. --url http://127.0.0.1:30000", USAGE)
+    if find_spec("zmq") is None:
+        fail("the agent of SGLang needs pyzmq for its KV events: pip install 'roost[sglang]'", USAGE)
+    check_rank_security(worker)
+    key = key_from(None if config.api_key_file is None else Path(config.api_key_file))
+    console().print("This was written from SGLang's source and never run with SGLang: docs/sglang.md")
+    agent = settings.part(AgentConfig)
+    _end_with("sglang", settings, worker.name, config, key, worker, settings.part(BusConfig), agent)
 
 
 def _static_backend(

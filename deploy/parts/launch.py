@@ -15,6 +15,7 @@ SERVICES = {
     "simulated": "roost-engine",
     "static_backend": "roost-plain",
     "vllm": "roost-vllm",
+    "sglang": "roost-sglang",
 }
 """OpenTelemetry service names of parts that are not called by their own"""
 

@@ -15,6 +15,7 @@ from bus import Bus, BusError
 from bus.claims import NameTaken
 from bus.config import BusConfig
 from bus.protocol.subjects import Subjects
+from deploy.parts.absence import Absence
 from deploy.parts.part_tasks import PartTasks
 from deploy.parts.resume import next_epoch
 from deploy.process import alongside, first_failure, first_of, until_ready
@@ -35,25 +36,7 @@ EXPECTED = (BusError, EngineFailed, NameTaken)
 _MAX_LEAVES = 10_000
 """Leaves of one start of vLLM that are told apart."""
 _NEVER_SECONDS = 1e9
-_EXPLAIN_SECONDS = 60.0
-"""Interval of the log lines of a vLLM that is not there."""
 log = logging.getLogger(__name__)
-
-
-class _Absence:
-    """Log of a vLLM that is not there: at once for a new reason, and from time to time for the same."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._reason = ""
-        self._at = float("-inf")
-
-    def explain(self, reason: str) -> None:
-        """Log the reason, unless it was logged a short time ago."""
-        now = asyncio.get_running_loop().time()
-        if reason != self._reason or now >= self._at + _EXPLAIN_SECONDS:
-            log.warning("%s is not there, looking again and again: %s", self._name, reason)
-            self._reason, self._at = reason, now
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +89,7 @@ async def represent(
         reporting = replace(agent_config, load_seconds=_NEVER_SECONDS)
         about = _Represented(bus, subjects, name, config, reporting, servers, workers)
         replaces: int | None = None
-        absence = _Absence(name)
+        absence = Absence(name)
         while True:
             try:
                 replaces = await _incarnation(about, replaces)

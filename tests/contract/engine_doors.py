@@ -37,6 +37,8 @@ from fleet.facts.dynamo_kv import KvChange
 from fleet.facts.engine_kinds import EngineKind
 from fleet.facts.engines import EngineJoined
 from fleet.settings import FilePath
+from tests.engine_adapter.sglang.fake_server import PAGES, fake_sglang
+from tests.engine_adapter.sglang.test_rank import deployed
 from tests.engine_adapter.vllm.recorded_server import RECORDING, RecordedVllm, recorded_vllm
 from tests.engine_adapter.vllm.test_deployment import followed
 from tests.unmeasured_engines import skip_calibration
@@ -172,6 +174,8 @@ def starter(request: pytest.FixtureRequest) -> Starter:
     """Return what starts the rank that the parameter names."""
     if request.param == "simulated":
         return simulated
+    if request.param == "SGLang, a fake":
+        return sglang
     skip_calibration(request.getfixturevalue("monkeypatch"))
     return functools.partial(embedded, request.getfixturevalue("tiny_checkpoint"))
 
@@ -250,6 +254,26 @@ async def with_plugin() -> AsyncIterator[Tried]:
 
 
 @asynccontextmanager
+async def sglang(*, works: bool = False) -> AsyncIterator[Tried]:
+    """The second of two ranks of a fake SGLang. works: it has computed many requests, and has said so."""
+    async with fake_sglang() as server, deployed(server) as deployment:
+        rank = deployment.ranks[1]
+        tried = Tried(rank, asyncio.create_task(asyncio.Event().wait()), lambda: None, deployment.ranks)  # type: ignore[arg-type]
+        try:
+            if works:
+                await mixed(tried)
+            cached = server.caches[1].parent
+            async with asyncio.timeout(20):
+                while tried.take().load.used_blocks != len(cached) or len(held_after(tried.kv, PAGES)) != len(
+                    cached
+                ):
+                    await rank.wait_facts()
+            yield tried
+        finally:
+            tried.run.cancel()
+
+
+@asynccontextmanager
 async def openai_compatible() -> AsyncIterator[Tried]:
     """The agent of a server that lists one model."""
     async with serving_at({"/v1/models": {"data": [{"id": "m"}]}}) as url:
@@ -282,6 +306,7 @@ DOORS: dict[str, EngineKind] = {
     "simulated": "simulated",
     "recorded vLLM": "vllm",
     "recorded vLLM with the plugin": "vllm",
+    "SGLang, a fake": "sglang",
     "OpenAI-compatible": "openai",
 }
 """By name, the kind of engine that is behind it."""
@@ -300,6 +325,9 @@ async def worked_at(request: pytest.FixtureRequest) -> AsyncIterator[Tried]:
                 yield tried
         case "OpenAI-compatible":
             async with openai_compatible() as tried:
+                yield tried
+        case "SGLang, a fake":
+            async with sglang(works=True) as tried:
                 yield tried
         case _:
             async with starter(request)() as tried:

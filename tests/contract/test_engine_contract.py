@@ -1,5 +1,6 @@
 """What every engine promises behind the Engine port: one suite over the embedded engine (tiny random weights)
-and the simulated one, and what of it is about facts alone over a recorded vLLM too."""
+and the simulated one. What of it is about requests by ids holds for a fake SGLang too, and what is about facts
+alone for a recorded vLLM as well. `test_engine_doors` compares what each states with the table of kinds."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -45,7 +46,14 @@ async def tried(start: Starter) -> AsyncIterator[Tried]:
         yield one
 
 
-@pytest.fixture(params=["embedded", "simulated", "recorded vLLM"])
+@pytest.fixture(params=["embedded", "simulated", "SGLang, a fake"])
+async def by_ids(request: pytest.FixtureRequest) -> AsyncIterator[Tried]:
+    """A rank that takes requests by ids."""
+    async with starter(request)() as one:
+        yield one
+
+
+@pytest.fixture(params=["embedded", "simulated", "recorded vLLM", "SGLang, a fake"])
 async def worked(request: pytest.FixtureRequest) -> AsyncIterator[Tried]:
     async with worked_at(request) as tried:
         yield tried
@@ -57,11 +65,11 @@ async def test_the_first_rank_names_the_weights_that_it_serves(start: Starter) -
         assert weights is None if isinstance(tried.ranks[0], SimulatedRank) else len(weights) == 32
 
 
-async def test_requests_share_kv_under_one_salt_only(tried: Tried) -> None:
-    assert tried.engine.description.capabilities.isolates_tenants
+async def test_requests_share_kv_under_one_salt_only(by_ids: Tried) -> None:
+    assert by_ids.engine.description.capabilities.isolates_tenants
     reused = len(PROMPT) // BLOCK * BLOCK
     cached = [
-        (await tried.ask(salt=salt)).outcome.cached_tokens for salt in ("", "ours", "theirs", "ours", "")
+        (await by_ids.ask(salt=salt)).outcome.cached_tokens for salt in ("", "ours", "theirs", "ours", "")
     ]
     assert cached == [0, 0, 0, reused, reused]
 
@@ -277,11 +285,11 @@ async def test_more_sequences_than_pages_are_all_answered_in_turn(start: Starter
     ],
 )
 async def test_a_request_out_of_bounds_is_a_value_error_and_leaves_nothing(
-    tried: Tried, request_: GenerationRequest
+    by_ids: Tried, request_: GenerationRequest
 ) -> None:
     with pytest.raises(ValueError, match="request"):
-        await tried.engine.submit(request_)
-    assert (await tried.idle()).load.waiting == 0
+        await by_ids.engine.submit(request_)
+    assert (await by_ids.idle()).load.waiting == 0
 
 
 async def test_a_failed_engine_ends_what_is_open_and_refuses_the_rest(tried: Tried) -> None:
@@ -310,8 +318,8 @@ async def test_a_cancelled_run_leaves_no_request_open(tried: Tried) -> None:
         await tried.submit()
 
 
-async def test_a_repeated_prompt_is_found_in_the_cache(tried: Tried) -> None:
-    first, second = [(await tried.ask()).outcome for _ in range(2)]
+async def test_a_repeated_prompt_is_found_in_the_cache(by_ids: Tried) -> None:
+    first, second = [(await by_ids.ask()).outcome for _ in range(2)]
     assert first is not None
     assert second is not None
     assert (first.cached_tokens, second.cached_tokens) == (0, 48)
@@ -319,11 +327,13 @@ async def test_a_repeated_prompt_is_found_in_the_cache(tried: Tried) -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), SAMPLED], ids=["greedy", "sampled"])
 async def test_a_continuation_goes_on_with_exactly_the_same_tokens_and_text(
-    tried: Tried, sampling: Sampling
+    by_ids: Tried, sampling: Sampling
 ) -> None:
-    whole = await tried.ask(max_tokens=24, sampling=sampling)
+    if sampling is SAMPLED and by_ids.engine.description.kind == "sglang":
+        pytest.skip("SGLang's random numbers begin anew, as the table of kinds says")
+    whole = await by_ids.ask(max_tokens=24, sampling=sampling)
     for emitted in (1, 7, 23):
-        rest = await tried.ask(
+        rest = await by_ids.ask(
             [*PROMPT, *whole.token_ids[:emitted]], 24 - emitted, emitted=emitted, sampling=sampling
         )
         assert rest.token_ids == whole.token_ids[emitted:]

@@ -49,6 +49,15 @@ def test_the_embedded_engine_names_the_extra_that_it_needs() -> None:
     assert "pip install 'roost[engine]', or choose --engine simulated" in " ".join(done.stderr.split())
 
 
+def test_the_agent_of_an_sglang_names_the_extra_that_it_needs() -> None:
+    done = without_extras(
+        "sys.argv = ['roost', 'worker', '--engine', 'sglang', '--url', 'http://a']\n"
+        "from deploy.cli.app import main\nmain()"
+    )
+    assert done.returncode == 2
+    assert "pip install 'roost[sglang]'" in " ".join(done.stderr.split())
+
+
 def test_the_agent_of_a_vllm_names_the_extra_that_it_needs() -> None:
     done = without_extras(
         "sys.argv = ['roost', 'worker', '--engine', 'vllm', '--url', 'http://a']\n"

@@ -31,16 +31,24 @@ def frames_after(step: int) -> dict[int, int]:
 class Publisher:
     """Events of one rank: numbered, buffered and replayed as by vLLM's ZmqEventPublisher."""
 
-    def __init__(self, context: "zmq.asyncio.Context", *, replay: bool, buffer_steps: int) -> None:
+    def __init__(
+        self,
+        context: "zmq.asyncio.Context",
+        *,
+        replay: bool,
+        buffer_steps: int,
+        ports: tuple[int, int] | None = None,
+    ) -> None:
+        """ports: of events and replays. None: any free ones."""
         self._context = context
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self.number = 0
         self.replays = 0
         self._events: Any = context.socket(zmq.PUB)
-        self.port = self._events.bind_to_random_port("tcp://127.0.0.1")
+        self.port = _bound(self._events, None if ports is None else ports[0])
         self._replay: Any = context.socket(zmq.ROUTER) if replay else None
         self.replay_port = (
-            None if self._replay is None else self._replay.bind_to_random_port("tcp://127.0.0.1")
+            None if self._replay is None else _bound(self._replay, None if ports is None else ports[1])
         )
 
     async def publish(self, payload: bytes, *, lost: bool = False) -> None:
@@ -77,6 +85,14 @@ class Publisher:
                 return self._events.bind(endpoint)
             except zmq.ZMQError:
                 await asyncio.sleep(0.01)
+
+
+def _bound(socket: Any, port: int | None) -> int:
+    """Bind a socket, and return its port."""
+    if port is None:
+        return int(socket.bind_to_random_port("tcp://127.0.0.1"))
+    socket.bind(f"tcp://127.0.0.1:{port}")
+    return port
 
 
 class RecordedVllm:
