@@ -149,7 +149,7 @@ class Mischief:
             "loop paused": (1.5, self._pause),
             "experts moved by hand": (2.5, self._move),
             "rolled back by hand": (1.0, self._roll_back),
-            "layout set by hand": (1.0 if layouts else 0.0, self._set_layout),
+            "layout set by hand": (2.0 if layouts else 0.0, self._set_layout),
         }
 
     @property

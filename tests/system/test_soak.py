@@ -374,7 +374,7 @@ class Soak:
             },
             "layouts": {
                 name: {
-                    "chosen": [one.reason for one in self.switches(name)],
+                    "chosen": [f"{one.policy}: {one.reason}" for one in self.switches(name)],
                     "by_hand": happened.layouts[name],
                 }
                 for name in self.engines
@@ -424,7 +424,7 @@ def form_of(placement: Placement) -> str:
 
 
 def is_chosen_switch(plan: MigrationPlanned) -> bool:
-    return plan.origin == "planner" and plan.reason.startswith("layout: ")
+    return plan.policy.startswith("layout: ")
 
 
 def grown(lives: list[Life]) -> list[Growth]:

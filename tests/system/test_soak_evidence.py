@@ -26,7 +26,8 @@ SWITCH = MigrationPlanned(
     handovers=1,
     copies=0,
     bytes=0,
-    reason="layout: regret",
+    reason="turns to tp",
+    policy="layout: regret",
 )
 TIDE = Tide("even", 1200.0, np.full(2, 0.5), np.full(2, 0.5))
 
