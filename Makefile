@@ -1,6 +1,8 @@
 # make up    install what is needed into .venv and run the main job: NATS, an engine, the router
 # make test  install and pass the tests
 PYTHON ?= python3
+# Tests start many processes, which would all compile the same files.
+unexport PYTHONDONTWRITEBYTECODE
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=

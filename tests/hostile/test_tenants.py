@@ -16,7 +16,8 @@ from fleet.facts.engines import Capabilities
 from router.access.api_keys import key_line
 from router.api.bus_api import BusApi
 from router.api.library import Decider
-from tests.contract.test_engine_contract import embedded, tiny_checkpoint  # noqa: F401 a fixture
+from tests.contract.conftest import tiny_checkpoint  # noqa: F401 a fixture
+from tests.contract.engine_doors import embedded
 from tests.router.conftest import byte_archive, open_house, serve_rank  # noqa: F401 the router's fixtures
 from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat, served_app, until
 from tests.simulated_engines import simulated_engine
