@@ -19,6 +19,7 @@ from engine_adapter.vllm.config import VllmConfig
 from fleet.settings import FilePath, Positive, check_bounds
 from migration.config import MigrationConfig
 from router.config import RouterConfig
+from router.dynamo.config import DynamoConfig
 from tracker.config import TrackerConfig
 
 EngineKind = Literal["embedded", "simulated"]
@@ -99,6 +100,7 @@ DEMO_MODEL = "roost-demo"
 SECTIONS: Mapping[str, type] = {
     "bus": BusConfig,
     "router": RouterConfig,
+    "dynamo": DynamoConfig,
     "tracker": TrackerConfig,
     "planner": MigrationConfig,
     "engine": EmbeddedConfig,

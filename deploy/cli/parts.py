@@ -58,6 +58,7 @@ from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.vllm.config import VllmConfig
 from migration.config import MigrationConfig
 from router.config import RouterConfig
+from router.dynamo.config import DynamoConfig
 from tracker.config import TrackerConfig
 
 
@@ -93,6 +94,24 @@ RouterServerOption = Annotated[
     str | None,
     typer.Option(
         "--nats", metavar="URL", help="NATS server; with --backend, used only if this option names it."
+    ),
+]
+DynamoRouterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dynamo",
+        metavar="NAMESPACE",
+        help="Route for Dynamo's frontends to the workers of this Dynamo namespace, with discovery and"
+        " transports by Dynamo's variables DYN_... Needs no NATS of Roost's own.",
+    ),
+]
+MigrationLimitOption = Annotated[
+    int | None,
+    typer.Option(
+        "--frontend-migration-limit",
+        metavar="N",
+        help="--migration-limit of Dynamo's frontends. Must be 0, since Roost continues broken answers."
+        "  \\[default: the variable DYN_MIGRATION_LIMIT]",
     ),
 ]
 StateOption = Annotated[
@@ -203,12 +222,14 @@ def router(
     tls_terminated: TlsTerminatedOption = False,
     insecure: InsecureOption = False,
     nats: RouterServerOption = None,
+    dynamo: DynamoRouterOption = None,
+    migration_limit: MigrationLimitOption = None,
     access_log: AccessLogOption = None,
     spans: SpansOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Run the router in front of engines on the bus, static backends (--backend), or both. SIGHUP: read file
-    and environment again."""
+    """Run the router in front of engines on the bus, static backends (--backend), workers of Dynamo
+    (--dynamo), or several of these. SIGHUP: read file and environment again."""
     flags: Flags = {
         ("router", "backends"): ("--backend", backend or None),
         ("router", "backend_key_file"): ("--api-key-file", api_key_file),
@@ -220,12 +241,15 @@ def router(
         **bus_flags(nats),
         **access_log_flag(access_log),
         ("tracing", "spans"): ("--spans", spans),
+        ("dynamo", "namespace"): ("--dynamo", dynamo),
+        ("dynamo", "frontend_migration_limit"): ("--frontend-migration-limit", migration_limit),
     }
     read = settings_reader(config, flags, "router")
-    settings = checked(read, RouterConfig, BusConfig, UpConfig)
+    settings = checked(read, RouterConfig, BusConfig, UpConfig, DynamoConfig)
     part = settings.part(RouterConfig)
     check_router_security(part)
-    needs_bus = names_bus(settings) or not (part.backends or part.named_backends)
+    in_dynamo = _checked_dynamo(settings.part(DynamoConfig), part)
+    needs_bus = names_bus(settings) or not (part.backends or part.named_backends or in_dynamo)
     if part.processes > 1:
         set_up_logging_of(settings)
         raise typer.Exit(supervise(_several_routers(settings, read, bus=needs_bus)))
@@ -234,7 +258,35 @@ def router(
     except CannotListen as error:
         fail(str(error))
     bus = settings.part(BusConfig) if needs_bus else None
-    _end_with("router", settings, listener, bus, part, None, None, router_settings(settings, read))
+    reread = router_settings(settings, read)
+    _end_with("router", settings, listener, bus, part, None, None, reread, in_dynamo)
+
+
+def _checked_dynamo(config: DynamoConfig, router: RouterConfig) -> DynamoConfig | None:
+    """Return the settings of a router inside Dynamo; None: it is not. End the command when it could not serve
+    correctly."""
+    if config.namespace is None:
+        return None
+    missing = [name for name in ("dynamo", "zmq") if find_spec(name) is None]
+    if missing:
+        fail("a router in Dynamo (--dynamo) needs Dynamo's runtime: pip install 'roost[dynamo]'", USAGE)
+    if router.processes > 1:
+        fail("--dynamo serves with one process; start several routers instead of --processes", USAGE)
+    limit, variable = config.frontend_migration_limit, os.environ.get("DYN_MIGRATION_LIMIT")
+    seen = variable if limit is None else str(limit)
+    if seen is None:
+        fail(
+            "the router itself continues broken answers, and a frontend must not do so too: start Dynamo's"
+            " frontends with --migration-limit 0, and say so with --frontend-migration-limit 0",
+            USAGE,
+        )
+    if seen.strip() != "0":
+        fail(
+            f"Dynamo's frontends would continue broken answers themselves ({seen!r} times), as this router"
+            " does; start them with --migration-limit 0",
+            USAGE,
+        )
+    return config
 
 
 def tracker(

@@ -8,11 +8,13 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from bus import BusError
+from bus import Bus, BusError
 from bus.config import BusConfig
+from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.http.limits import HttpLimits
 from deploy.http.server import HttpServer
@@ -26,7 +28,11 @@ from router.api.app import create_app
 from router.api.bus_api import BusApi
 from router.api.library import Decider
 from router.config import RouterConfig
+from router.dynamo.config import DynamoConfig
 from router.service import RouterService
+
+if TYPE_CHECKING:
+    from deploy.parts.dynamo_router import RouterInDynamo
 
 EXPECTED = (BusError, OSError, ValueError)
 _COLLECTED_AFTER = 10_000
@@ -42,6 +48,7 @@ async def serve(
     ready: Path | None,
     private: socket.socket | None = None,
     read: Callable[[], RouterConfig] | None = None,
+    dynamo: DynamoConfig | None = None,
 ) -> None:
     """Serve until cancelled; create the file `ready` once the router has its initial state. Without a bus
     (None), serve static backends only.
@@ -49,7 +56,8 @@ async def serve(
     read: reads the settings at SIGHUP; raises ValueError or OSError if they are invalid. None: SIGHUP ends
     the process. private: socket for health probes and metrics of this process alone. With it, `listener` is
     one of several on one port, and accepts no connection before the router is ready: its siblings serve
-    meanwhile. Raises BusError if NATS cannot be reached at start.
+    meanwhile. dynamo: also serve Dynamo's frontends; then the router needs no NATS of its own. Raises
+    BusError if NATS cannot be reached at start.
     """
     # the tokenizer gets one text at a time, and a thread pool would cost microseconds for each
     os.putenv("TOKENIZERS_PARALLELISM", "false")
@@ -57,9 +65,13 @@ async def serve(
         for opened in (listener, private):
             if opened is not None:
                 tasks.enter_context(opened)
-        bus, subjects = None, Subjects("roost")
+        bus: Bus | None = None
+        subjects = Subjects("roost")
         if bus_config is not None:
             bus, subjects = await tasks.connect(bus_config, "router")
+        elif dynamo is not None:
+            bus = memory = MemoryBus(MemoryBroker(subjects))
+            tasks.push_async_callback(memory.close)
         service = RouterService(bus, subjects, config)
         service.metrics.dropped_lines = dropped_lines
         await tasks.start(service.run(), "keep the router's view fresh")
@@ -71,17 +83,28 @@ async def serve(
             await tasks.reload_at_hangup(partial(_reload, service, read, tls))
         if bus is not None:
             await tasks.start(BusApi(bus, subjects, Decider(service)).run(), "answer requests on the bus")
+        in_dynamo = None if dynamo is None else await _open_dynamo(tasks, service, dynamo)
         if private is not None:
             await _serve_http(tasks, app, private, service, tls)
             await tasks.until(service.readiness.done)
         await _serve_http(tasks, app, listener, service, tls)
         tasks.push_async_callback(_begin_to_stop, service)
+        if in_dynamo is not None:
+            tasks.push_async_callback(in_dynamo.leave)
+            await tasks.start(in_dynamo.serve(), "serve Dynamo's frontends")
         log.info("the router listens on %s", url_of(listener, tls=tls is not None))
         await tasks.until(service.readiness.done)
         _collect_rarely()
         # runs before the HTTP servers stop, which health probes cannot reach from then on
         tasks.callback(clear_ready, ready)
         await tasks.serve(ready)
+
+
+async def _open_dynamo(tasks: PartTasks, service: RouterService, config: DynamoConfig) -> "RouterInDynamo":
+    # imports Dynamo's runtime, which other routers do not need
+    from deploy.parts.dynamo_router import RouterInDynamo
+
+    return await RouterInDynamo.open(tasks, service, config, os.environ)
 
 
 def _collect_rarely() -> None:

@@ -66,6 +66,10 @@ class WorkerFollower:
         self._dumping = asyncio.Lock()
         self._warned: set[int] = set()
 
+    def offered(self, model: str | None) -> RoutedWorker | None:
+        """Return a worker of a model (None: of any), the longest present one; None: there is none."""
+        return next((one for one in self.workers.values() if model in (None, one.joined.model)), None)
+
     async def run(self) -> None:
         """Follow until cancelled."""
         async with asyncio.TaskGroup() as tasks:

@@ -51,15 +51,26 @@ class RuntimePlanes(NamedTuple):
 
 
 class DynamoRuntime:
-    """One member of a Dynamo deployment. Created on a running event loop. State: clients by endpoint."""
+    """One member of a Dynamo deployment. State: clients and indexes by endpoint."""
 
-    def __init__(self, planes: RuntimePlanes) -> None:
-        self._runtime: Any = DistributedRuntime(
-            asyncio.get_running_loop(), planes.discovery, planes.requests, event_plane=planes.events
-        )
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
         self._clients: dict[str, Any] = {}
         self._indexes: dict[str, Any] = {}
         self._own: Any = None
+
+    @classmethod
+    async def open(cls, planes: RuntimePlanes) -> "DynamoRuntime":
+        """Connect. OSError when discovery or an event server cannot be reached, or a plane does not exist."""
+        loop = asyncio.get_running_loop()
+        try:
+            # it blocks while it connects: to etcd for up to two minutes
+            runtime = await asyncio.to_thread(
+                DistributedRuntime, loop, planes.discovery, planes.requests, event_plane=planes.events
+            )
+        except Exception as error:  # the runtime raises nothing more specific
+            raise OSError(f"no connection to Dynamo ({planes}): {error}") from error
+        return cls(runtime)
 
     async def call(self, worker: RoutedWorker, body: Json, context: Any) -> AsyncIterator[Any]:
         """See `router.dynamo.ports.WorkerCalls`."""
@@ -130,7 +141,7 @@ class DynamoRuntime:
         for other in kinds[1:]:
             kind = kind | other
         limits: Any = ModelRuntimeConfig()
-        limits.context_length = card.context_length
+        limits.context_length = card.context_length or None
         limits.kv_event_publishing_enabled = False
         endpoint = self._own if self._own is not None else self._runtime.endpoint(name.path)
         try:

@@ -1,14 +1,21 @@
-"""Dynamo's discovery, read as it lies in its file store."""
+"""Dynamo's discovery, as its file store and etcd hold it."""
 
 import asyncio
 import time
+from base64 import b64decode, b64encode
 from pathlib import Path
+
+import aiohttp
+import msgspec
 
 EXPIRED_SECONDS = 30.0
 """A file that its owner has not renewed for this long is left over: owners renew every few seconds, and other
 processes of Dynamo delete files after ten.
 """
 _BUCKETS = ("instances", "mdc", "event_channels", "event_sources")
+
+
+_LEASE_SECONDS = 5.0
 
 
 class FileStore:
@@ -39,3 +46,45 @@ class FileStore:
                     continue
                 found[f"{bucket}/{path.name}"] = changed, content
         return found
+
+
+class EtcdStore:
+    """Dynamo's discovery backend "etcd", read over etcd's JSON gateway. State: content of the last reading.
+
+    Leases renew no record visibly. A record counts as renewed every few seconds as long as it is there.
+    """
+
+    def __init__(self, url: str, seconds: float = 5.0) -> None:
+        """seconds: limit of one reading."""
+        self._url = url.rstrip("/") + "/v3/kv/range"
+        self._timeout = aiohttp.ClientTimeout(total=seconds)
+
+    async def read(self) -> dict[str, tuple[float, bytes]]:
+        """Return the records by key. OSError when etcd does not answer, or with nonsense."""
+        now = time.time() // _LEASE_SECONDS * _LEASE_SECONDS
+        ends = {"key": b64encode(b"v1/").decode(), "range_end": b64encode(b"v10").decode()}
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=self._timeout) as session,
+                session.post(self._url, json=ends) as answer,
+            ):
+                answer.raise_for_status()
+                found = _RANGE.decode(await answer.read())
+                return {
+                    b64decode(one.key).decode("utf-8", "replace"): (now, b64decode(one.value))
+                    for one in found.kvs
+                }
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise OSError(f"etcd at {self._url}: {error or type(error).__name__}") from error
+
+
+class _Pair(msgspec.Struct, frozen=True):
+    key: str
+    value: str = ""
+
+
+class _Range(msgspec.Struct, frozen=True):
+    kvs: tuple[_Pair, ...] = ()
+
+
+_RANGE: msgspec.json.Decoder[_Range] = msgspec.json.Decoder(_Range)

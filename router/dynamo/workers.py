@@ -13,6 +13,7 @@ import xxhash
 from fleet.facts.engines import Capabilities, EngineJoined
 from router.dynamo.wire.discovery import (
     KV_EVENTS,
+    KV_METRICS,
     DynamoCard,
     EndpointName,
     EventChannel,
@@ -24,6 +25,8 @@ from router.dynamo.wire.discovery import (
 
 _MAX_BATCH_TOKENS = 8192
 """Tokens of a step where the card states none: vLLM's default on large GPUs."""
+_MAX_CONTEXT = 2**20
+"""Context where the card states none."""
 _MAX_NAME = 40
 
 
@@ -91,7 +94,8 @@ def workers_of(records: Iterable[Record], namespace: str, own: EndpointName) -> 
 
 def _concerns(channel: EventChannel, namespace: str) -> bool:
     endpoint = channel.scope.endpoint
-    return endpoint is not None and endpoint.namespace == namespace
+    topics = KV_EVENTS, KV_METRICS
+    return endpoint is not None and endpoint.namespace == namespace and channel.topic in topics
 
 
 def unusable_because(card: DynamoCard) -> str | None:
@@ -117,7 +121,7 @@ def _worker(endpoint: EndpointName, instance: int, card: DynamoCard, *, has_inde
         ),
         block_size=card.kv_cache_block_size,
         kv_blocks=limits.total_kv_blocks or 0,
-        max_context=card.context_length,
+        max_context=card.context_length or _MAX_CONTEXT,
         max_batch_tokens=limits.max_num_batched_tokens or _MAX_BATCH_TOKENS,
         tokenizer=tokenizer_digest(card),
         capabilities=Capabilities(

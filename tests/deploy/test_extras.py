@@ -74,3 +74,12 @@ def test_a_worker_of_dynamo_names_the_extra_that_it_needs() -> None:
     )
     assert done.returncode == 2
     assert "pip install 'roost[dynamo]'" in " ".join(done.stderr.split())
+
+
+def test_a_router_in_dynamo_names_the_extra_that_it_needs() -> None:
+    done = without_extras(
+        "sys.argv = ['roost', 'router', '--dynamo', 'workers', '--frontend-migration-limit', '0']\n"
+        "from deploy.cli.app import main\nmain()"
+    )
+    assert done.returncode == 2
+    assert "pip install 'roost[dynamo]'" in " ".join(done.stderr.split())

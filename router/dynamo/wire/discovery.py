@@ -19,6 +19,7 @@ Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 KV_EVENTS = "kv-events"
+KV_METRICS = "kv_metrics"
 
 
 class RuntimeLimits(msgspec.Struct, frozen=True):
@@ -39,8 +40,8 @@ class DynamoCard(msgspec.Struct, frozen=True):
     display_name: Name
     source_path: str = ""
     """folder of the model's files on the worker's machine, or its name in a hub"""
-    context_length: Positive = 2**20
-    """prompt and answer together, in tokens"""
+    context_length: Count = 0
+    """prompt and answer together, in tokens; 0: not stated"""
     kv_cache_block_size: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 16
     model_type: str = ""
     """public surfaces, such as "chat,completions"; empty: the frontend does not offer the model"""
@@ -50,6 +51,13 @@ class DynamoCard(msgspec.Struct, frozen=True):
     tokenizer: Any = None
     """location and checksum of the tokenizer's files"""
     runtime_config: RuntimeLimits = RuntimeLimits()
+
+    @property
+    def surfaces(self) -> tuple[str, ...]:
+        """Names of the public surfaces."""
+        return tuple(
+            one.strip().lower() for one in self.model_type.replace("|", ",").split(",") if one.strip()
+        )
 
 
 class EndpointName(msgspec.Struct, frozen=True):

@@ -232,3 +232,34 @@ def test_the_beginning_of_a_kind_or_its_former_name_is_enough(
     stderr = refused(1, *replay, "--nats", f"nats://127.0.0.1:{unused_port}")
     assert f"127.0.0.1:{unused_port}" in stderr
     assert stderr.startswith(remark)
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        ([], "start Dynamo's frontends with --migration-limit 0"),
+        (["3"], "would continue broken answers themselves"),
+    ],
+)
+def test_a_router_in_dynamo_starts_only_if_frontends_continue_nothing(
+    limit: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DYN_MIGRATION_LIMIT", raising=False)
+    option = ["--frontend-migration-limit", *limit] if limit else []
+    assert reason in " ".join(refused(2, "router", "--dynamo", "workers", *option).split())
+
+
+def test_a_router_in_dynamo_sees_the_limit_in_dynamos_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_MIGRATION_LIMIT", "2")
+    said = refused(2, "router", "--dynamo", "workers")
+    assert "would continue broken answers themselves" in " ".join(said.split())
+
+
+def test_a_router_in_dynamo_is_one_process() -> None:
+    said = refused(2, "router", "--dynamo", "workers", "--frontend-migration-limit", "0", "--processes", "2")
+    assert "start several routers instead of --processes" in " ".join(said.split())
+
+
+def test_a_router_does_not_share_a_namespace_with_dynamos_workers() -> None:
+    said = refused(2, "router", "--dynamo", "roost", "--frontend-migration-limit", "0")
+    assert "choose another namespace" in " ".join(said.split())
