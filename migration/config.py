@@ -52,7 +52,8 @@ class MigrationConfig:
     policy: Policy = "roost"
     """roost, replicate, reweight, uniform, full, eplb or eplb_hierarchical"""
     layout_policy: LayoutPolicyName = "static"
-    """regret, threshold, rollout or static: what chooses the layout of engines that measured their layouts.
+    """regret, threshold, rollout or static: what chooses the layout of engines that measured their layouts;
+    regret also shards single hot layers.
     roost layout --auto on turns regret on for one engine"""
     layout_threshold: Positive = 256.0
     """requests of an engine from which the policies threshold and rollout turn to ep"""

@@ -91,7 +91,8 @@ def layout(
     change to, and how the planner chooses: measured steps by load, the time lost so far by staying (regret),
     and why it stays.
 
-    With --auto: have the planner choose, or not. It switches once the regret exceeds the cost of the switch.
+    With --auto: have the planner choose, or not. It switches once the regret exceeds the cost of the switch,
+    and shards single hot layers where that gains more than moving experts.
 
     With --set: change it while the engine serves, by a plan of handovers like a migration. Each turns over as
     many layers as the ranks have spare cells for, within the planner's byte budget. Layers that become whole

@@ -167,7 +167,7 @@ class LayoutController:
         )
         if gain is None:
             raise ValueError("the step times of whole or of sharded layers are uncertain")
-        return LayerTurning(gain, resting)
+        return LayerTurning(gain.seconds, gain.error, resting)
 
     def describe(self, entry: EngineEntry, *, automatic: bool) -> EngineLayout:
         """Describe the choice for people and programs."""

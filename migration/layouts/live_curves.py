@@ -13,7 +13,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
-from math import exp, inf, log, sqrt
+from math import exp, hypot, inf, log, sqrt
+from typing import NamedTuple
 
 from fleet.layout_times import LayoutName, LayoutTimes
 from migration.layouts.curves import LayoutCurves
@@ -90,6 +91,14 @@ class _Correction:
         low, high, of_low, of_high = self.around(sequences)
         knots = of_low**2 * low.aged(_KNOT_DRIFT, at) + of_high**2 * high.aged(_KNOT_DRIFT, at)
         return self.level.aged(_LAYOUT_DRIFT, at) + knots
+
+
+class EvenGain(NamedTuple):
+    """Seconds of a step that sharding saves in a layer of even load; below 0: it costs."""
+
+    seconds: float
+    error: float
+    """standard error"""
 
 
 class LiveCurves:
@@ -178,17 +187,25 @@ class LiveCurves:
         """True once the imbalance of today is known. Until then a live step of the layout ep says little."""
         return self._surplus is not None
 
-    def even_layer_gain(self, sequences: float, context: float, layers: int) -> float | None:
-        """Return the seconds of a step that sharding saves in one of `layers` layers, if its load is even in
-        every step; below 0: it costs. None: whole or sharded experts were not measured, or too long ago.
+    def even_layer_gain(self, sequences: float, context: float, layers: int) -> EvenGain | None:
+        """Return what sharding saves in one of `layers` layers, if its load is even in every step. None:
+        whole or sharded experts were not measured, or too long ago.
 
         In seconds of the machine at calibration, as `EngineSpeed` is; see `machine`.
         """
         if any(map(self.uncertain, _FORMS)):
             return None
-        whole, sharded = (self._corrections[layout].value(sequences) for layout in _FORMS)
-        even = self._ep_seconds(sequences, context, 0.0, 0.0) * exp(whole)
-        return (even - self.curves.seconds("experts-tp", sequences, context) * exp(sharded)) / layers
+        calibrated = (
+            self._ep_seconds(sequences, context, 0.0, 0.0),
+            self.curves.seconds("experts-tp", sequences, context),
+        )
+        whole, sharded = (
+            seconds * exp(self._corrections[layout].value(sequences))
+            for layout, seconds in zip(_FORMS, calibrated, strict=True)
+        )
+        errors = (self.deviation(layout, sequences, context) for layout in _FORMS)
+        error = hypot(*(part * seconds for part, seconds in zip(errors, (whole, sharded), strict=True)))
+        return EvenGain((whole - sharded) / layers, error / layers)
 
     @property
     def machine(self) -> float:

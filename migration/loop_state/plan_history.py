@@ -71,10 +71,8 @@ def turned_since(plans: EnginePlans, run: PlanRun) -> bool:
 
 
 def turned_layers_since(plans: EnginePlans, since: float) -> frozenset[int]:
-    """Return the layers that automatic plans turned over and that have not rested since this time."""
-    recent = (
-        run for run in _newest_first(plans) if run.own and run.progress.numbers and run.ended_at >= since
-    )
+    """Return the layers that plans turned over and that have not rested since this time."""
+    recent = (run for run in _newest_first(plans) if run.progress.numbers and run.ended_at >= since)
     return frozenset(layer for run in recent for layer in (*run.planned.to_sharded, *run.planned.to_whole))
 
 

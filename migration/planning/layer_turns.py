@@ -6,7 +6,7 @@ pay on the next one too, by which they are evaluated. Costs, budget, discount an
 plans that move experts, so the two can be compared.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -54,8 +54,6 @@ def turned_layers(found: PlanningProblem, turning: LayerTurning) -> TurnedLayers
     placement, goal = found.view.placement, _all_whole(found)
     least = _turn_seconds(found) / max(_seconds_per_gain(found), 1e-300)
     hot, cold = _paying(found, goal, turning, least)
-    if not hot and not cold:
-        raise Infeasible(Finding.of(FindingCode.LAYERS_EQUAL, SUBJECT))
     sizes = _turn_bytes(found, goal)
     each = tuple(max((int(sizes[one.layer]) for one in gains), default=0) for gains in (hot, cold))
     most = TurnLimits(each[0], each[1], found.question.budget_bytes, _room(placement))
@@ -118,33 +116,32 @@ def _paying(
     found: PlanningProblem, goal: Placement, turning: LayerTurning, least: float
 ) -> tuple[list[LayerGain], list[LayerGain]]:
     """Return (whole layers worth sharding, sharded ones worth making whole) by falling gain: those that gain
-    more than `least` seconds of a step in both windows of demand, with the gain in the second one."""
-    question, shape = found.question, found.view.shape
-    stays = turning.resting | (set(range(shape.layers)) - set(question.layers) if question.layers else set())
-    fitted = {
-        one.layer
-        for gains in _gains(found, goal, turning, least, found.view.demand)
-        for one in gains
-        if one.layer not in stays
-    }
-    if not fitted:
-        return [], []
-    hot, cold = _gains(found, goal, turning, least, found.view.evaluation)
-    return [one for one in hot if one.layer in fitted], [one for one in cold if one.layer in fitted]
+    more than `least` seconds of a step, and the error of what all layers have in common, in both windows of
+    demand, with the gain in the second one. Raises Infeasible if there are none."""
+    enough = least + turning.error
+    may = set(found.question.layers or range(found.view.shape.layers)) - turning.resting
+    first = _gains(found, goal, turning.even_gain, found.view.demand)
+    fitted = {one.layer for gains in first for one in gains if one.seconds > enough} & may
+    last = _gains(found, goal, turning.even_gain, found.view.evaluation) if fitted else first
+    hot, cold = ([one for one in gains if one.layer in fitted and one.seconds > enough] for gains in last)
+    if not hot and not cold:
+        nearest = max((one for gains in last for one in gains), key=lambda one: one.seconds)
+        raise Infeasible(Finding.of(FindingCode.LAYERS_EQUAL, SUBJECT, gain=nearest, least=enough))
+    return hot, cold
 
 
 def _gains(
-    found: PlanningProblem, goal: Placement, turning: LayerTurning, least: float, demand: Demand
-) -> tuple[tuple[LayerGain, ...], tuple[LayerGain, ...]]:
-    """Return the layers that gain more than `least` seconds of a step by another form, in one window."""
+    found: PlanningProblem, goal: Placement, even_gain: float, demand: Demand
+) -> tuple[list[LayerGain], list[LayerGain]]:
+    """Return the gains of the whole layers if they were sharded, and of the sharded ones if they were whole,
+    in one window, by falling gain."""
     speed, shape, sharded = found.terms.speed, found.view.shape, found.view.placement.sharded
-    whole = np.ones(shape.layers, np.bool_)
-    whole[list(sharded)] = False
     traffic = _traffic(found, goal, demand)
-    gathers = measured_gathers(traffic, speed, shape, turning.even_gain)
+    gathers = measured_gathers(traffic, speed, shape, even_gain)
+    hot = hot_layers(traffic, speed, shape, -np.inf, gathers)
     return (
-        hot_layers(replace(traffic, whole=whole), speed, shape, least, gathers),
-        layers_to_gather(traffic, sharded, speed, shape, least, gathers),
+        [one for one in hot if one.layer not in sharded],
+        list(layers_to_gather(traffic, sharded, speed, shape, -np.inf, gathers)),
     )
 
 

@@ -60,6 +60,8 @@ class LayerTurning(NamedTuple):
     even_gain: float
     """Measured seconds of a step that sharding saves in a layer whose load is even in every step; below 0: it
     costs."""
+    error: float = 0.0
+    """Standard error of `even_gain`, in seconds: a layer must gain more than this."""
     resting: frozenset[int] = frozenset()
     """Layers that changed their form a short time ago, and keep it."""
 

@@ -91,6 +91,10 @@ def _layers_turn(gains: Sequence[LayerGain], bytes: int, net_seconds: float, lif
     return f"{named}{more}; {byte_size(bytes)}, net gain {net_seconds:.3g} s in {lifetime_seconds:.0f} s"
 
 
+def _layers_equal(gain: LayerGain, least: float) -> str:
+    return f"none gains the {duration(least)} of a step that its change must; nearest: {gain}"
+
+
 def _layers_do_not_pay(gains: Sequence[LayerGain], net_seconds: float, least_seconds: float) -> str:
     named = "; ".join(map(str, gains[:MOST_LAYERS]))
     return f"{named}; net gain {net_seconds:.3g} s, and {least_seconds:.3g} s is the least"
@@ -137,7 +141,7 @@ TEXTS: dict[FindingCode, str | Callable[..., str]] = {
     FindingCode.IMPOSSIBLE: "{error}",
     FindingCode.CHOSEN: "{name} gains most for its cost",
     FindingCode.LAYERS_TURN: _layers_turn,
-    FindingCode.LAYERS_EQUAL: "none gains more by another form than its change costs",
+    FindingCode.LAYERS_EQUAL: _layers_equal,
     FindingCode.LAYERS_AT_HALF: (
         "{gain}; but half of the layers are the most that are sharded one by one, and more are a matter of"
         " the layout as a whole"

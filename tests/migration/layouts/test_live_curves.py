@@ -274,11 +274,17 @@ def test_the_gain_of_an_even_layer_is_its_part_of_the_difference_without_any_imb
     for surplus in (0.0, 2.0, 7.0):
         curves.imbalance(surplus)
         gain = curves.even_layer_gain(84, 1024, 10)
-        assert gain == pytest.approx((even(84) - SHARDED.seconds[0][4]) / 10, rel=0.1)
+        assert gain is not None
+        assert gain.seconds == pytest.approx((even(84) - SHARDED.seconds[0][4]) / 10, rel=0.1)
+        apart = 0.02 * (even(84) + SHARDED.seconds[0][4]) / 10
+        assert 0.2 * apart < gain.error < 3 * apart
     curves.imbalance(EP.surplus)
     serve(curves, "ep", 2.0, 0.0, 60, 84.0)
     assert curves.machine > 1.5
-    assert curves.even_layer_gain(84, 1024, 10) == pytest.approx(gain, rel=0.3), "as of the calibration"
+    later = curves.even_layer_gain(84, 1024, 10)
+    assert later is not None
+    assert gain is not None
+    assert later.seconds == pytest.approx(gain.seconds, rel=0.3), "as of the calibration"
     assert live().even_layer_gain(84, 1024, 10) is None
 
 

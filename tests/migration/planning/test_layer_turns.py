@@ -96,9 +96,8 @@ def test_a_hot_expert_that_no_slot_can_relieve_has_its_layer_sharded() -> None:
 def test_an_even_load_leaves_every_layer_whole() -> None:
     found = decided(view(TIGHT, even()))
     assert found.plan is None
-    assert (
-        found.record.single_layers == "single layers: none gains more by another form than its change costs"
-    )
+    assert "single layers: none gains" in found.record.single_layers
+    assert "nearest: layer" in found.record.single_layers
 
 
 def test_layers_that_are_all_alike_stay_whole_however_much_sharding_them_saves() -> None:
@@ -156,6 +155,13 @@ def test_nothing_turns_without_permission_or_while_it_rests() -> None:
     found = decided(seen, None)
     assert (found.turned, found.record.single_layers) == (None, "")
     assert decided(seen, DEAR._replace(resting=frozenset({2}))).turned is None
+
+
+def test_an_error_of_the_measured_steps_counts_against_a_change_of_either_kind() -> None:
+    hot, cooled = view(TIGHT, with_hot_expert(2)), view(with_rows(TIGHT, {2: None}, epoch=3), even())
+    for seen in (hot, cooled):
+        assert decided(seen, DEAR._replace(error=2e-5)).turned is not None
+        assert decided(seen, DEAR._replace(error=1e-3)).turned is None
 
 
 def test_a_gain_too_small_for_a_plan_is_too_small_for_a_layer() -> None:
