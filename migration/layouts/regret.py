@@ -46,8 +46,10 @@ class RegretSettings(NamedTuple):
     is longer than this, beside what runs, counts as much as it is longer, up to 1: then the tokens per second
     decide
     """
-    doubt: float = 0.25
-    """standard errors of the difference of step times that do not count"""
+    doubt: float = 1.0
+    """standard errors of the difference of step times that do not count. Where a machine is too busy for
+    its layouts to be told apart, engines stay
+    """
 
     def check(self) -> "RegretSettings":
         """Return the settings. ValueError names a setting that is out of range."""
