@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: up docs plugin test test-slow test-long test-vllm test-vllm-slow record-vllm soak lint bench evidence venv clean
+.PHONY: up docs plugin test test-slow test-long test-vllm test-vllm-slow record-vllm test-dynamo record-dynamo soak lint bench evidence venv clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -50,6 +50,12 @@ test-vllm-slow: venv ## maps on that vLLM while messages are lost, late, doubled
 record-vllm: venv ## record anew what that vLLM answers, for the tests that replay it
 	@$(BIN)/python -m tests.compat.live --record
 
+test-dynamo: venv ## our engines inside a real Dynamo, whose frontend is in an environment of its own (.venv-dynamo); by hand, not in CI
+	@$(BIN)/python -m tests.dynamo.live $(ARGS)
+
+record-dynamo: venv ## record anew what that Dynamo sends, for the tests that replay it
+	@$(BIN)/python -m tests.dynamo.live --record
+
 plugin: venv ## build the wheel of roost-vllm, the plugin that runs in vLLM's workers, into dist/
 	@cd engine_adapter/vllm/plugin && $(abspath $(BIN))/hatchling build -t wheel -d $(abspath dist)
 
@@ -72,4 +78,4 @@ evidence: venv ## measure the closed loop on a live fleet (an hour) and write do
 	@$(BIN)/python -m benchmarks.rig.evidence $(ARGS)
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .venv-peers .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers .venv-vllm .venv-dynamo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

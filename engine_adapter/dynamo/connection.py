@@ -162,7 +162,7 @@ def _with_errors(handler: RequestHandler) -> Callable[[Any, Any], AsyncGenerator
                 async for chunk in chunks:
                     yield chunk
         except UnservableRequest as error:
-            raise InvalidArgument(str(error)) from error
+            raise InvalidArgument(str(error)) from None  # the runtime prints its whole traceback
         except Overloaded as error:
             raise WorkerUnavailable(str(error)) from error
         except EngineFailed as error:

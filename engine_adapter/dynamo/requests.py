@@ -36,6 +36,8 @@ class StopConditions(msgspec.Struct, frozen=True):
     """Tokens that end the answer and are no part of it."""
     stop_token_ids_hidden: list[_Token] | None = None
     """End tokens that the frontend read in the model card. It removes them from the answer."""
+    stop_token_ids_visible: list[_Token] | None = None
+    """Tokens that end the answer and stay in it."""
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     max_thinking_tokens: int | None = None
@@ -103,7 +105,7 @@ class TokenStops(NamedTuple):
     """Tokens that end an answer, besides the end tokens that the engine knows."""
 
     shown: frozenset[int]
-    """They stay in the answer, from which the frontend removes them."""
+    """They stay in the answer, from which the frontend may remove them."""
     removed: frozenset[int]
     """They are removed from the answer."""
 
@@ -162,7 +164,8 @@ def token_stops(request: PreprocessedRequest) -> TokenStops:
     """Return the tokens that end the answer. With ignore_eos, only those that the client named."""
     stops = request.stop_conditions
     hidden = frozenset(() if stops.ignore_eos else stops.stop_token_ids_hidden or ())
-    return TokenStops(hidden, frozenset(stops.stop_token_ids or ()) - hidden)
+    shown = hidden | frozenset(stops.stop_token_ids_visible or ())
+    return TokenStops(shown, frozenset(stops.stop_token_ids or ()) - shown)
 
 
 def served_rank(request: PreprocessedRequest, ranks: Sequence[int]) -> int | None:

@@ -5,8 +5,8 @@ from typing import Any
 
 
 def request(tokens: list[int] | None = None, **changes: Any) -> dict[str, Any]:
-    """A greedy request in the form that a frontend of Dynamo 1.6.1 sends: most values are null. changes: of the
-    stop conditions, sampling options, output options or routing hints, or of the request itself."""
+    """A greedy request in the form that a frontend of Dynamo 1.6.1 sends: most values are null. changes: of
+    the stop conditions, sampling options, output options or routing hints, or of the request itself."""
     built: dict[str, Any] = {
         "model": "sim",
         "token_ids": list(range(1, 41)) if tokens is None else tokens,
@@ -15,6 +15,7 @@ def request(tokens: list[int] | None = None, **changes: Any) -> dict[str, Any]:
             "stop": None,
             "stop_token_ids": None,
             "stop_token_ids_hidden": [],
+            "stop_token_ids_visible": None,
             "min_tokens": None,
             "ignore_eos": True,
             "max_thinking_tokens": None,

@@ -14,8 +14,8 @@ PAGE = 4
 
 
 class PublishedBlocks:
-    """Reader of events, by the rules of an index: a block is under its parent or at the start of a prompt. Hashes
-    come from the tokens, as Dynamo's publisher makes them."""
+    """Reader of events, by the rules of an index: a block is under its parent or at the start of a prompt.
+    Hashes come from the tokens, as Dynamo's publisher makes them."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, int | None] = {}

@@ -111,6 +111,8 @@ def test_values_out_of_range_are_refused_by_name(changes: dict[str, Any], compla
 def test_end_tokens_stay_in_the_answer_and_the_clients_own_stop_tokens_do_not() -> None:
     stops = request(stop_token_ids=[5, 9], stop_token_ids_hidden=[9], ignore_eos=False)
     assert token_stops(parse(stops)) == TokenStops(frozenset({9}), frozenset({5}))
+    visible = request(stop_token_ids=[5, 9], stop_token_ids_visible=[5], ignore_eos=False)
+    assert token_stops(parse(visible)) == TokenStops(frozenset({5}), frozenset({9}))
     ignoring = request(stop_token_ids=[5], stop_token_ids_hidden=[9], ignore_eos=True)
     assert token_stops(parse(ignoring)) == TokenStops(frozenset(), frozenset({5}))
 
