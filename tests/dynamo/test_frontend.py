@@ -7,13 +7,17 @@ import logging
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from benchmarks.rig.processes import ROOST
 from deploy.sections import DEMO_CHECKPOINT
-from tests.dynamo.deployment import DynamoDeployment, DynamoFrontend, streamed, until
+from tests.conftest import NatsServer, free_port
+from tests.dynamo.deployment import NAMESPACE, DynamoDeployment, DynamoFrontend, streamed, until
+from tests.dynamo.environment import ROOT
 
 pytestmark = pytest.mark.slow
 log = logging.getLogger(__name__)
@@ -121,14 +125,19 @@ async def quiet(frontend: DynamoFrontend) -> None:
         await asyncio.sleep(0.25)
 
 
-@pytest.mark.parametrize("kind", ["embedded", "simulated"])
+@pytest.mark.parametrize(("kind", "events"), [("embedded", "zmq"), ("simulated", "nats")])
 async def test_its_kv_mode_routes_by_our_events_and_counts_the_hits_that_we_have(
-    dynamo: DynamoDeployment, kind: str
+    tmp_path: Path, nats_server: NatsServer, kind: str, events: str
 ) -> None:
     """Two engines of two ranks. What the frontend's index expects of each request is what the engine found."""
-    for name in ("one", "two"):
-        await dynamo.worker(name, "--engine", kind, "--ranks", "2")
-    frontend = await dynamo.frontend("kv", workers=4 if kind == "embedded" else 2)
+    async with DynamoDeployment(tmp_path, events, nats_server.url) as dynamo:
+        for name in ("one", "two"):
+            await dynamo.worker(name, "--engine", kind, "--ranks", "2")
+        frontend = await dynamo.frontend("kv", workers=4 if kind == "embedded" else 2)
+        await hits_are_those_of_the_engines(frontend, kind)
+
+
+async def hits_are_those_of_the_engines(frontend: DynamoFrontend, kind: str) -> None:
     expected, found, chosen = [], [], Counter[tuple[int, int]]()
     for text in prompts(groups=4, each=4):
         answer = await frontend.complete(
@@ -250,3 +259,44 @@ async def test_a_worker_that_is_killed_restarts_and_is_found_again(dynamo: Dynam
         return False
 
     await until(served_again, "the new incarnation serves")
+
+
+async def test_an_engine_of_a_fleet_serves_a_frontend_of_dynamo_as_well(dynamo: DynamoDeployment) -> None:
+    """`roost up` with an engine in Dynamo: both routers give the same answers, from one engine and its cache."""
+    port = free_port()
+    settings = dynamo.folder / "both.toml"
+    settings.write_text(f'[worker]\ndynamo = "{NAMESPACE}"\n')
+    await dynamo.start(
+        "up",
+        [
+            *ROOST,
+            "up",
+            "--engine",
+            "simulated",
+            "--engines",
+            "1",
+            "--port",
+            str(port),
+            "--config",
+            str(settings),
+        ],
+        PYTHONPATH=str(ROOT),
+    )
+    frontend = await dynamo.frontend("kv")
+    roost = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
+
+    async def ready() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return (await roost.get("/ready")).status_code == 200
+        return False
+
+    await until(ready, "the fleet's own router serves")
+    prompt = prompts(1, 1)[0]
+    body = {"model": (await frontend.models())[0], "prompt": prompt, **GREEDY}
+    ours = (await roost.post("/v1/completions", json=body)).json()
+    theirs = await frontend.complete(prompt, **GREEDY)
+    assert theirs["choices"][0]["text"] == ours["choices"][0]["text"]
+    await quiet(frontend)
+    again = await frontend.complete(prompt, **GREEDY, nvext={"extra_fields": ["timing"]})
+    assert again["nvext"]["timing"]["kv_hit_rate"] > 0
+    await roost.aclose()
