@@ -202,7 +202,7 @@ KINDS: Mapping[EngineKind, KindRecord] = {
         {
             "kv": Entry("depends", "on workers that publish KV events"),
             "load": Entry("depends", "on workers that publish `kv_metrics`"),
-            "experts": Entry("depends", "on workers that return `routed_experts`"),
+            "experts": Entry("depends", "on workers that return `routed_experts`, asked for on a share"),
             "rank": _YES,
             "continuation": Entry("depends", "on a frontend with `--migration-limit 0`"),
             "fields": Entry("yes", "the preprocessed request is passed unchanged"),

@@ -113,6 +113,7 @@ def _worker(endpoint: EndpointName, instance: int, card: DynamoCard, *, has_inde
     joined = EngineJoined(
         engine=engine_name(endpoint, instance),
         worker_id=instance,
+        engine_kind="dynamo",
         model=card.display_name,
         node=endpoint.component,
         urls=tuple(

@@ -10,6 +10,8 @@ from engine_adapter.batching.request_validation import GenerationRequest
 from fleet.facts.engine_kinds import KINDS, contradictions, stated_abilities
 from fleet.facts.engines import EngineJoined
 from tests.contract.engine_doors import DOORS, PROMPT, Tried, announced, worked_at
+from tests.router.dynamo.recorded import RECORDED
+from tests.router.dynamo.test_workers import only
 
 Look = Callable[[Tried], bool]
 SEEN: dict[str, Look] = {
@@ -59,6 +61,13 @@ async def test_an_engine_that_takes_ids_continues_an_answer_after_those_that_wer
     rest = await answer.rest()
     assert rest.token_ids == whole.token_ids[4:]
     assert rest.outcome.prompt_tokens == len(PROMPT)
+
+
+def test_workers_of_dynamo_state_what_the_table_says_of_them() -> None:
+    """They join no bus: the router makes their joins from Dynamo's own records."""
+    joined = only(RECORDED["records"]).joined
+    assert joined.engine_kind == "dynamo"
+    assert contradictions(joined) == {}
 
 
 @pytest.mark.parametrize("door", list(DOORS))
