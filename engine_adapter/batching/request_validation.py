@@ -2,7 +2,10 @@
 field and the remedy. Pure."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -17,6 +20,7 @@ MAX_TEMPERATURE = 2.0
 DEFAULT_MAX_TOKENS = 16
 """Default of `max_tokens`. This value, stated or not, is clipped to the context instead of rejected."""
 
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 _DECODER = msgspec.json.Decoder(RankRequest)
 _PLACE = re.compile(r" - at `\$\.?([^`\[]*).*`$")
 """Location in msgspec's error messages: the field, without positions inside a list."""
@@ -39,6 +43,9 @@ class GenerationRequest:
     """ID of the routing decision that sent the request here."""
     salt: str = ""
     """KV is shared only with requests of the same salt."""
+    fields: Mapping[str, Any] = field(default_factory=lambda: NO_FIELDS)
+    """Fields of the request that Roost does not read, for an engine that takes them
+    (`Capabilities.passes_fields`)."""
 
     def check_bounds(self, *, max_context: int, vocabulary: int) -> None:
         """ValueError for a request that no rank of these bounds can serve."""
@@ -70,6 +77,17 @@ def parse(body: bytes) -> RankRequest:
         raise ApiError(400, "the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON in UTF-8: {error}") from error
+
+
+def unread_fields(body: bytes) -> dict[str, Any]:
+    """Return the fields of a body that `RankRequest` lacks. A null requests nothing, and is left out. body:
+    was parsed before."""
+    try:
+        found = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body cannot be read: {error}") from error
+    known = RankRequest.__struct_fields__
+    return {name: value for name, value in found.items() if value is not None and name not in known}
 
 
 def check(request: RankRequest, model: str) -> None:
@@ -139,6 +157,7 @@ def generation_request(
     max_context: int,
     seed: int,
     decision: str = "",
+    fields: Mapping[str, Any] = NO_FIELDS,
 ) -> GenerationRequest:
     """Convert a checked request to the engine's form. ApiError 400 for IDs out of vocabulary and for a
     request that exceeds the context."""
@@ -173,6 +192,7 @@ def generation_request(
         emitted=request.emitted,
         decision=decision,
         salt=request.cache_salt or "",
+        fields=fields,
     )
 
 

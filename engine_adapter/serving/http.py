@@ -9,18 +9,20 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from engine_adapter.batching.request_validation import (
+    NO_FIELDS,
     GenerationRequest,
     check,
     decision_id,
     generation_request,
     parse,
+    unread_fields,
 )
 from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.engine import EngineDescription, EngineFailed
@@ -192,10 +194,12 @@ class RankApp:
         await respond(send, 200, msgspec.json.encode({"object": "list", "data": [model]}))
 
     async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = parse(await read_body(scope, receive))
+        body = await read_body(scope, receive)
+        request = parse(body)
         model = self._engine.description.model
         check(request, model)
-        answer = await self._submit(request, decision_id(_header(scope, DECISION_HEADER.encode())))
+        fields = unread_fields(body) if self._engine.description.capabilities.passes_fields else NO_FIELDS
+        answer = await self._submit(request, decision_id(_header(scope, DECISION_HEADER.encode())), fields)
         reply = _Reply(
             f"cmpl-{uuid.uuid4().hex}", model, int(time.time()), request, self._engine.tokenizer.piece
         )
@@ -217,7 +221,7 @@ class RankApp:
         if failure is not None:
             raise failure
 
-    async def _submit(self, request: RankRequest, decision: str) -> AnswerStream:
+    async def _submit(self, request: RankRequest, decision: str, fields: Mapping[str, Any]) -> AnswerStream:
         engine = self._engine
         prompt = request.prompt
         if isinstance(prompt, str):
@@ -235,9 +239,12 @@ class RankApp:
             max_context=limits.max_context,
             seed=seed,
             decision=decision,
+            fields=fields,
         )
         try:
             return await engine.submit(generation)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
         except (EngineFailed, Overloaded) as error:
             raise _unavailable(error) from error
 

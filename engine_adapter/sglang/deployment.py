@@ -33,7 +33,6 @@ class SglangDeployment:
     ) -> None:
         """read_counts: reads files of the recorder."""
         self.found = found
-        self.instance = found.instance
         self._config = config
         self._server = server
         self._read_counts = read_counts
@@ -87,6 +86,7 @@ class SglangDeployment:
                 load=True,
                 experts=self._counts or self._routed,
                 token_ids=True,
+                passes_fields=True,
                 isolates_tenants=True,
             ),
             tokenizer=found.tokenizer.archive,

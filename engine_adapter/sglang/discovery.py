@@ -1,7 +1,6 @@
 """Find out what an SGLang server is: its model, its data-parallel ranks, and the sources of their KV
 events."""
 
-import hashlib
 import logging
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -33,8 +32,6 @@ class FoundServer(NamedTuple):
     """An SGLang server, as found at one moment."""
 
     info: ServerInfo
-    instance: str
-    """Identity of this start."""
     model: str
     max_context: int
     max_batch_tokens: int
@@ -76,7 +73,6 @@ async def discover(config: SglangConfig, server: SglangServer) -> FoundServer:
     folder = _folder(config, info)
     return FoundServer(
         info=info,
-        instance=instance_of(info, readings),
         model=card.id,
         max_context=card.max_model_len or info.context_length or _UNKNOWN_CONTEXT,
         max_batch_tokens=_batch_tokens(info),
@@ -87,14 +83,6 @@ async def discover(config: SglangConfig, server: SglangServer) -> FoundServer:
         tokenizer=_tokenizer(folder),
         experts=_experts(folder),
     )
-
-
-def instance_of(info: ServerInfo, readings: tuple[RankReading, ...]) -> str:
-    """Return the identity of a start: the durations of its phases, and its number of ranks, which elastic
-    expert parallelism changes. Versions that do not state durations look alike after each start; their KV
-    events tell."""
-    stated = msgspec.json.encode([info.startup_time, len(readings), info.version, info.weight_version])
-    return hashlib.blake2b(stated, digest_size=8).hexdigest()
 
 
 def kv_sources(

@@ -7,7 +7,7 @@ whatever cannot be read is an `UnreadableAnswer`.
 
 import base64
 import binascii
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -78,26 +78,29 @@ def event_of(data: bytes) -> GenerateEvent:
         raise UnreadableAnswer(f"no event of SGLang's: {error}") from error
 
 
-def generate_body(request: GenerationRequest, *, rid: str, rank: int | None, routed: bool) -> bytes:
-    """Return the body of a request. rank: data-parallel rank; None: there is only one. routed: ask for the
-    experts of all tokens.
+def generate_body(
+    request: GenerationRequest, parameters: Mapping[str, Any], *, rid: str, rank: int | None, routed: bool
+) -> bytes:
+    """Return the body of a request. parameters: further ones of sampling (`fields`). rank: data-parallel
+    rank; None: there is only one. routed: ask for the experts of all tokens.
 
     Stop strings are left to the reader of the answer, which finds them also across a break."""
     sampling = request.sampling
-    parameters: dict[str, Any] = {
+    stated: dict[str, Any] = {
+        **parameters,
         "max_new_tokens": request.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "ignore_eos": request.ignore_eos,
     }
     if sampling.top_k:
-        parameters["top_k"] = sampling.top_k
+        stated["top_k"] = sampling.top_k
     if sampling.temperature > 0:
-        parameters["sampling_seed"] = sampling.seed & _MAX_SEED
+        stated["sampling_seed"] = sampling.seed & _MAX_SEED
     body: dict[str, Any] = {
         "rid": rid,
         "input_ids": request.prompt,
-        "sampling_params": parameters,
+        "sampling_params": stated,
         "stream": True,
     }
     if rank is not None:

@@ -6,8 +6,9 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -27,6 +28,7 @@ from engine_adapter.serving.generation import (
     GenerationOutcome,
     RequestTimes,
 )
+from engine_adapter.sglang.fields import sampling_fields, stop_ids
 from engine_adapter.sglang.generate import (
     DONE,
     AnswerReader,
@@ -44,6 +46,8 @@ from fleet.routings import count_pairs
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 """Longest event of a stream that is read: a whole answer, and the experts of its tokens."""
 _BUSY = (429, 503)
+_KEEPALIVE_SECONDS = 2.0
+"""SGLang's server closes idle connections after five seconds."""
 log = logging.getLogger(__name__)
 
 
@@ -79,8 +83,11 @@ class GenerateApi:
 class _OpenRequest:
     """A request that SGLang serves, and the reading end of its answer."""
 
-    def __init__(self, request: GenerationRequest, reader: AnswerReader) -> None:
+    def __init__(
+        self, request: GenerationRequest, parameters: Mapping[str, Any], reader: AnswerReader
+    ) -> None:
         self.request = request
+        self.parameters = parameters
         self.reader = reader
         self.times = RequestTimes(submitted=time.time_ns())
         self.answer: AnswerStream
@@ -142,12 +149,16 @@ class SglangRank(ServerTarget):
         if self.failure is not None:
             raise self.failure
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=self._api.timeout)
+            # no limit: SGLang queues; idle connections end before the server would close them
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=self._api.timeout)
         request.check_bounds(max_context=self.description.max_context, vocabulary=self.vocabulary)
         text = TextStream(self.tokenizer.detokenizer(), request.stop)
         text.resume(request.prompt[len(request.prompt) - request.emitted :])
-        reader = AnswerReader(request, text, self.tokenizer.eos, incremental=self._api.incremental)
-        one = _OpenRequest(request, reader)
+        parameters = sampling_fields(request.fields)
+        ends = self.tokenizer.eos | stop_ids(parameters)
+        reader = AnswerReader(request, text, ends, incremental=self._api.incremental)
+        one = _OpenRequest(request, parameters, reader)
         one.answer = AnswerStream(partial(self._cancelled, one))
         if reader.is_over:
             one.answer.put(AnswerDelta(outcome=one.outcome("stop")))
@@ -186,7 +197,8 @@ class SglangRank(ServerTarget):
     async def _read(self, session: aiohttp.ClientSession, one: _OpenRequest) -> None:
         """Send the request and pass on its answer. Raises the error that ends it early."""
         routed = self._model is not None and self._asks_for_experts()
-        body = generate_body(one.request, rid=uuid.uuid4().hex, rank=self._number, routed=routed)
+        rid = uuid.uuid4().hex
+        body = generate_body(one.request, one.parameters, rid=rid, rank=self._number, routed=routed)
         async with session.post(self._api.url, data=body, headers=self._api.headers) as response:
             if response.status != 200:
                 raise refusal(response.status, await response.content.read(65536))

@@ -1,7 +1,7 @@
 """HTTP client of an SGLang server, for all but generation: its properties, its load, its recorder and its
 elastic state. Paths and fields are those of SGLang 0.5.23."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import aiohttp
 import msgspec
@@ -37,9 +37,6 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """KV tokens of one rank"""
     max_prefill_tokens: int | None = None
     chunked_prefill_size: int | None = None
-    dtype: str = ""
-    quantization: str | None = None
-    weight_version: str | None = None
     speculative_algorithm: str | None = None
     disaggregation_mode: str | None = None
     incremental_streaming_output: bool = False
@@ -48,8 +45,6 @@ class ServerInfo(msgspec.Struct, frozen=True):
     expert_distribution_recorder_mode: str | None = None
     elastic_ep_backend: str | None = None
     kv_events: KvPublisher | None = None
-    startup_time: Any = None
-    """durations of the phases of its start: other ones after each start"""
 
 
 class RankReading(msgspec.Struct, frozen=True):

@@ -86,7 +86,7 @@ ABILITIES: Mapping[str, Ability] = {
         lambda joined: joined.capabilities.token_ids or joined.capabilities.returns_ids,
     ),
     "fields": Ability(
-        "all fields",
+        "more fields",
         "pass request fields that Roost does not read, such as grammars and penalties",
         "such a request goes to another engine, or is refused with the name of the field",
         lambda joined: joined.capabilities.passes_fields or not joined.capabilities.token_ids,
@@ -182,10 +182,7 @@ KINDS: Mapping[EngineKind, KindRecord] = {
             ),
             "rank": _YES,
             "continuation": Entry("yes", "greedy answers are exact; random numbers begin anew"),
-            "fields": Entry(
-                "no",
-                "requests go to its native `/generate` by ids; for tools, `--engine openai`",
-            ),
+            "fields": Entry("yes", "those of sampling, with grammars; for tools, `--engine openai`"),
             "tenants": _YES,
             "migration": Entry(
                 "no", "by a file for its next start; a launcher that stages maps live was never run"

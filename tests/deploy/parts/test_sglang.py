@@ -140,6 +140,19 @@ async def test_a_router_serves_from_it_by_ids_and_finds_what_is_cached(server: F
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 16 * blocks
 
 
+async def test_fields_of_sampling_reach_it_and_others_are_refused_by_name(server: FakeSglang) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    async with represented(broker, server), routed(broker, 2) as (_, url):
+        await completed(url, presence_penalty=0.5, response_format={"type": "json_object"}, user="me")
+        body = {"model": "small", "prompt": PROMPT, "bad_words": ["x"]}
+        async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/completions", json=body) as answer:
+            refused = answer.status, (await answer.json())["error"]["message"]
+    parameters = server.requests[0]["sampling_params"]
+    assert (parameters["presence_penalty"], parameters["json_schema"]) == (0.5, '{"type": "object"}')
+    assert refused[0] == 400
+    assert "bad_words" in refused[1]
+
+
 async def test_a_stream_that_breaks_is_continued_by_another_sglang(server: FakeSglang) -> None:
     broker = MemoryBroker(SUBJECTS)
     async with fake_sglang(ranks=1, incremental=False) as other, represented(broker, server):
@@ -186,9 +199,9 @@ async def test_engines_of_several_kinds_serve_behind_one_router(server: FakeSgla
     assert texts["small"] == bytes(continued(server.requests[0]["input_ids"], 12)).decode()
     assert texts["sim"]
     told = {one.joined.engine: abilities(one.joined) for one in engines}
-    assert told["plain"].startswith("OpenAI-compatible: all fields; without exact KV")
+    assert told["plain"].startswith("OpenAI-compatible: more fields; without exact KV")
     assert told["s"] == (
         "SGLang (never run with the real engine): exact KV, load, experts, choice of rank, continuation,"
-        " tenants apart; without all fields, migration, shares, layouts"
+        " more fields, tenants apart; without migration, shares, layouts"
     )
     assert told["sim"].startswith("simulated: exact KV, load, experts, continuation")

@@ -16,13 +16,13 @@ def test_an_engine_says_what_it_has_and_what_it_lacks() -> None:
     own = joined("embedded", capabilities=Capabilities(isolates_tenants=True), placement=PLACEMENT, urls=urls)
     assert abilities(own) == (
         "embedded: exact KV, load, experts, choice of rank, continuation, tenants apart, migration, shares;"
-        " without all fields, layouts"
+        " without more fields, layouts"
     )
 
 
 def test_of_a_server_little_is_known() -> None:
     assert abilities(joined("openai")) == (
-        "OpenAI-compatible: all fields; without exact KV, load, experts, continuation, tenants apart,"
+        "OpenAI-compatible: more fields; without exact KV, load, experts, continuation, tenants apart,"
         " migration, shares, layouts"
     )
 

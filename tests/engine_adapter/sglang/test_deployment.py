@@ -125,13 +125,6 @@ async def test_what_cannot_be_represented_is_said(
         await found(server)
 
 
-async def test_each_start_is_another_one(server: FakeSglang) -> None:
-    first = await found(server)
-    assert (await found(server)).instance == first.instance
-    server.info["startup_time"]["load_weight"] = 1.5
-    assert (await found(server)).instance != first.instance
-
-
 # KV events and load
 
 

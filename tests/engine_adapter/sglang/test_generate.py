@@ -42,7 +42,7 @@ def event(ids: list[int], finish: dict[str, Any] | None = None, **about: Any) ->
 
 
 def body(request: GenerationRequest, **about: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {"rid": "r", "rank": None, "routed": False, **about}
+    values: dict[str, Any] = {"parameters": {}, "rid": "r", "rank": None, "routed": False, **about}
     found: dict[str, Any] = msgspec.json.decode(generate_body(request, **values))
     return found
 
@@ -64,6 +64,11 @@ def test_a_request_names_rank_salt_seed_and_what_it_wants_to_know() -> None:
     assert (found["return_routed_experts"], found["routed_experts_start_len"]) == (True, 0)
     assert found["sampling_params"]["sampling_seed"] == 5
     assert found["sampling_params"]["top_k"] == 7
+
+
+def test_further_parameters_stand_behind_those_that_roost_reads() -> None:
+    found = body(asked(), parameters={"min_p": 0.1, "max_new_tokens": 99})["sampling_params"]
+    assert (found["min_p"], found["max_new_tokens"]) == (0.1, 8)
 
 
 def test_stop_strings_stay_here() -> None:

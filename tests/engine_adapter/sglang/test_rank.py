@@ -185,6 +185,24 @@ async def test_no_answer_is_asked_for_experts_that_nobody_wants(server: FakeSgla
     assert "return_routed_experts" not in server.requests[0]
 
 
+async def test_an_id_that_the_client_named_ends_an_answer_without_text(rank: SglangRank) -> None:
+    whole = continued(PROMPT, 12)
+    answer = await answered(rank, fields={"stop_token_ids": [whole[4]], "min_p": 0.1}, ignore_eos=False)
+    at = whole.index(whole[4])
+    assert answer.token_ids == whole[: at + 1]
+    assert answer.text == bytes(whole[:at]).decode()
+    assert answer.outcome is not None
+    assert answer.outcome.reason == "stop"
+
+
+async def test_fields_that_are_not_served_are_refused_before_sglang_sees_them(
+    rank: SglangRank, server: FakeSglang
+) -> None:
+    with pytest.raises(ValueError, match="bad_words is not served"):
+        await submitted(rank, fields={"bad_words": ["x"]})
+    assert server.requests == []
+
+
 # Failures
 
 
