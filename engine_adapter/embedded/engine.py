@@ -22,7 +22,8 @@ from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.expert_handover import RankExperts
 from engine_adapter.embedded.setup import RankSetup, SetupBuilder, build_setup
-from engine_adapter.embedded.step_loop import PeerLeft, StepLoop, StepReport
+from engine_adapter.embedded.step_loop import PeerLeft, StepLoop
+from engine_adapter.embedded.step_results import StepReport
 from engine_adapter.embedded.travelling import EmbeddedSequence, SequenceCodec
 from engine_adapter.engine import EngineDescription, EngineFailed, RankFacts
 from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer

@@ -15,31 +15,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine_adapter.batching.kv_cache import Block
-from engine_adapter.batching.sampling import Draw, logprobs, sample
 from engine_adapter.batching.scheduler import Slice
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.dispatch_stats import DispatchLog, FinishedStep
 from engine_adapter.embedded.model_runner import Forward, PreparedEpoch, SequenceWork
 from engine_adapter.embedded.rank_requests import RankRequests
-from engine_adapter.embedded.request_relay import News
 from engine_adapter.embedded.setup import RankSetup
 from engine_adapter.embedded.step_notes import AheadNote, StepNote, decoded, encoded
+from engine_adapter.embedded.step_results import StepReport, StepResults
 from engine_adapter.embedded.step_sync import StepHeader
 from engine_adapter.embedded.travelling import EmbeddedSequence, SequenceCodec
 from engine_adapter.engine import DispatchCounts
-from engine_adapter.serving.fact_log import DecodeSteps, FactLog
-from engine_adapter.serving.generation import ScoredToken
+from engine_adapter.serving.fact_log import FactLog
 from fleet.handover import flips
 from fleet.layout import AttentionKind
 from fleet.placement import Placement
-from fleet.routings import count_pairs
 
 LEAVING = 1
 """Step header flag: this rank stops after the step, and so does the engine."""
@@ -47,19 +41,6 @@ LEAVING = 1
 
 class PeerLeft(Exception):
     """Another rank of this engine stopped intentionally."""
-
-
-@dataclass(slots=True)
-class StepReport:
-    """Results of one step for the event loop."""
-
-    news: list[News] = field(default_factory=list)
-    facts: bool = False
-    """True if there are new facts to take."""
-    flipped: PreparedEpoch | None = None
-    """Epoch that is served from this step on."""
-    caught_up: bool = False
-    """True if the pages for a switch of attention have been copied ahead."""
 
 
 class _Order(NamedTuple):
@@ -93,7 +74,6 @@ class StepLoop:
         rank: int = 0,
     ) -> None:
         self._setup = setup
-        self._facts = facts
         self._report = report
         attention, switch = setup.placement.attention, setup.attention
         pages = config.kv_blocks if switch is None else switch.pages(attention)
@@ -103,8 +83,8 @@ class StepLoop:
         self._ready: PreparedEpoch | None = None
         self.placement: Placement = setup.placement
         """The served placement."""
-        self._decoding = DecodeSteps()
         self._sent = DispatchLog(rank, layers=setup.shape.layers, top_k=setup.shape.top_k)
+        self._results = StepResults(self._requests, facts, self._sent, setup.shape.experts)
         self._communicated = 0.0
         """Seconds in collectives before the current step."""
         self._began = 0
@@ -192,21 +172,11 @@ class StepLoop:
                 self._setup.step_sync.sleep(self._step)
 
     def _note_step(self, slices: list[Slice], tokens_by_rank: list[int], forward: Forward) -> None:
-        """Record a step. The headers contain only token counts, so another rank counts as decoding if it
-        computes at most `max_running` tokens."""
         now = time.monotonic()
         seconds = now - (now if self.stepping_since is None else self.stepping_since)
-        if (
-            all(one.count == 1 for one in slices)
-            and max(tokens_by_rank) <= self._requests.scheduler.max_running
-        ):
-            self._decoding.note(now, seconds)
         communication = self._setup.step_sync.communication_seconds - self._communicated
-        self._sent.add(
-            self.placement.epoch,
-            FinishedStep(seconds, tokens_by_rank, forward.served_by, min(communication, seconds)),
-            self.placement.sharded,
-        )
+        step = FinishedStep(seconds, tokens_by_rank, forward.served_by, min(communication, seconds))
+        self._results.note(slices, self.placement, step, now)
 
     def _order(self, order: _Order) -> None:
         self._orders.append(order)
@@ -305,7 +275,7 @@ class StepLoop:
 
     def _drop_cancelled(self, report: StepReport) -> None:
         for sequence in self._requests.take_cancelled():
-            self._report_end(sequence, report)
+            self._results.end(sequence, report)
 
     def _take_orders(self, report: StepReport) -> None:
         self._drop_cancelled(report)
@@ -313,77 +283,18 @@ class StepLoop:
             sequence, cancel = self._orders.popleft()
             if cancel:
                 if (over := self._requests.cancel(sequence)) is not None:
-                    self._report_end(over, report)
+                    self._results.end(over, report)
             elif (refusal := self._requests.accept(sequence)) is not None:
                 report.news.append(refusal)
 
-    def _report_end(self, sequence: EmbeddedSequence, report: StepReport) -> None:
-        """Report what a request computed that is over."""
-        if (ended := sequence.ended()) is not None:
-            self._facts.add_ended(ended)
-            report.facts = True
-
     def _compute(self, slices: list[Slice], agreed: _Agreed, report: StepReport) -> Forward:
-        self._note_admissions(slices)
+        self._results.admit(slices, self._began)
         forward = self._setup.runner.forward(agreed.work, agreed.tokens_by_rank)
-        now = time.time_ns()
-        self._book(slices, forward.routed)
-        rows = [self._requests.of(one.sequence) for one in slices if one.last]
-        if rows:
-            self._advance(rows, forward.logits.numpy(), now, report)
+        self._results.book(slices, forward, time.time_ns(), report)
         return forward
 
-    def _book(self, slices: list[Slice], routed: NDArray[Any]) -> None:
-        """Update pages and routing after the slices were computed."""
-        at = 0
-        for one in slices:
-            self._requests.scheduler.computed(one)
-            self._requests.of(one.sequence).trace.note(one.start, routed[at : at + one.count])
-            at += one.count
-        if at:
-            self._facts.add_activations(count_pairs(routed, self._setup.shape.experts), at)
-
-    def _note_admissions(self, slices: list[Slice]) -> None:
-        """Record admissions before the forward pass: a request that fails in it did not fail in the queue."""
-        for one in slices:
-            if cached := self._requests.of(one.sequence).admit(self._began):
-                self._facts.add_cached(cached)
-
-    def _advance(
-        self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], now: int, report: StepReport
-    ) -> None:
-        """Sample a token for each row and report the deltas."""
-        tokens = sample(
-            logits, [Draw(sequence.request.sampling, len(sequence.state.tokens)) for sequence in rows]
-        )
-        scored = self._score(rows, logits, tokens)
-        for row, (sequence, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            self._requests.scheduler.append(sequence.state, token)
-            delta = sequence.emit(token, now, scored.get(row, []))
-            report.news += self._requests.tell(sequence, delta)
-            if delta.outcome is not None and self._requests.end(sequence) is not None:
-                self._report_end(sequence, report)
-
-    def _score(
-        self, rows: list[EmbeddedSequence], logits: NDArray[np.float32], tokens: NDArray[np.int64]
-    ) -> dict[int, list[ScoredToken]]:
-        requested = [(row, sequence.request.sampling.logprobs) for row, sequence in enumerate(rows)]
-        counts = {row: count for row, count in requested if count is not None}
-        if not counts:
-            return {}
-        chosen = list(counts)
-        found = logprobs(logits[chosen], tokens[chosen], list(counts.values()))
-        return {
-            row: [ScoredToken(int(tokens[row]), one, rows[row].text.decoded)]
-            for row, one in zip(chosen, found, strict=True)
-        }
-
     def _publish(self, report: StepReport) -> None:
-        cache = self._requests.cache
-        changes = cache.take_changes()
-        self._facts.add_kv(changes, cache.restated)
-        load = self._requests.scheduler.load(self._decoding.median(time.monotonic()))
-        report.facts = self._facts.set_load(load) or bool(changes) or report.facts
+        self._results.publish(report, time.monotonic())
         report.caught_up = self._setup.attention is not None and self._setup.attention.ahead.caught_up
-        if report.facts or report.news or report.flipped or report.caught_up:
+        if not report.is_empty:
             self._report(report)

@@ -1,16 +1,17 @@
 """Requests on their way from one rank of an engine to another: packing and unpacking."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
-from engine_adapter.batching.detokenizer import TextStream
+from engine_adapter.batching.detokenizer import Detokenizer, TextStream
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.batching.scheduler import SequenceState
 from engine_adapter.embedded.step_notes import RequestName, TravellingRequest
 from engine_adapter.kv_switch.kv_state import OpenSequence
-from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
 from engine_adapter.serving.generation import AnswerStream
 from engine_adapter.serving.sequences import ServedSequence
 from fleet.experts import ModelShape
@@ -29,10 +30,21 @@ class EmbeddedSequence(ServedSequence[RoutedTrace]):
     """Its name. The step thread that accepts the request sets it."""
 
 
+class SequenceTokenizer(Protocol):
+    """Properties of a model's tokens that its sequences need."""
+
+    @property
+    def eos(self) -> Collection[int]:
+        """Token IDs that end an answer."""
+        ...
+
+    def detokenizer(self) -> Detokenizer: ...
+
+
 class SequenceCodec:
     """Packs the requests of one model, and unpacks them on another rank."""
 
-    def __init__(self, tokenizer: CheckpointTokenizer, shape: ModelShape) -> None:
+    def __init__(self, tokenizer: SequenceTokenizer, shape: ModelShape) -> None:
         self._tokenizer = tokenizer
         self._shape = shape
 

@@ -18,7 +18,7 @@ from engine_adapter.embedded.calibration.component_speeds import (
 )
 from engine_adapter.embedded.calibration.layout_times import times_of_layout
 from engine_adapter.embedded.calibration.measurement import MeasuredSteps, StepMeasurement
-from engine_adapter.embedded.calibration.rehearsal import StepRehearsal, scratch
+from engine_adapter.embedded.calibration.rehearsal import StepRehearsal, event_loop, scratch
 from engine_adapter.embedded.calibration.speed_fit import fitted
 from engine_adapter.embedded.model_runner import PAGE_TOKENS, ModelRunner
 from engine_adapter.embedded.moe import SparseBlock
@@ -84,8 +84,9 @@ def calibrate(
         if one.attention == "dp" and one.sharded == runner.placement.sharded
     )
     layouts = {key: runner.prepare(one, runner.cells) for key, one in placements.items()}
-    with scratch(runner):
-        measurement = StepMeasurement(runner, StepRehearsal(runner, step_sync), layouts)
+    with scratch(runner), event_loop() as deliver:
+        rehearsal = StepRehearsal(runner, step_sync, config, deliver)
+        measurement = StepMeasurement(runner, rehearsal, layouts)
         room = _room(runner, config)
         slowest = measurement.seconds_of("ep", batches(room).cells[-1])
         room = affordable(room, slowest, len(layouts))

@@ -1,8 +1,8 @@
-"""Steps that are measured: their kinds, and the work of each rank in them. Pure."""
+"""Steps that are measured: their kinds, and the sequences of each rank in them. Pure."""
 
 from typing import NamedTuple
 
-from engine_adapter.embedded.model_runner import PAGE_TOKENS, SequenceWork
+from engine_adapter.embedded.model_runner import PAGE_TOKENS
 from fleet.layout import AttentionKind
 
 BATCHES = 6
@@ -27,7 +27,22 @@ class DecodeCell(NamedTuple):
     sequences: int
     """Of the engine."""
     context: int
-    """Tokens of each, with the one that is computed."""
+    """Tokens of each at the end of its last page, which these steps fill."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence in one step."""
+        return 1
+
+    @property
+    def cached(self) -> int:
+        """Tokens of a sequence whose KV is there before the first step: whole pages."""
+        return (self.context - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+    @property
+    def steps(self) -> int:
+        """Steps until the context is full."""
+        return self.context - self.cached
 
 
 class PromptCell(NamedTuple):
@@ -35,12 +50,17 @@ class PromptCell(NamedTuple):
 
     tokens: int
     cached: int = 0
-    """Tokens before them, whose KV is there."""
+    """Tokens before them, whose KV is there: whole pages."""
     alone: bool = False
 
     @property
     def context(self) -> int:
         return self.cached + self.tokens
+
+    @property
+    def steps(self) -> int:
+        """Steps until the prompt is computed."""
+        return 1
 
 
 Cell = DecodeCell | PromptCell
@@ -73,11 +93,12 @@ class Batches(NamedTuple):
 
 def batches(room: Room) -> Batches:
     """Return numbers of sequences from 1 to as many as the engine can run, in equal ratios, and contexts.
-    Every product has room in the engine's pages: with many sequences, the long context is shorter."""
+    Every product has room in the engine's pages: with many sequences, the long context is shorter. A rank
+    admits a sequence only if each running one can grow by a page."""
     longest = max(1, min(_CONTEXTS[-1], room.positions, room.pages * PAGE_TOKENS))
     # Sequences of a rank have whole pages, and the ranks have unequal numbers of sequences.
-    most = max(1, min(room.sequences, room.tokens, room.pages // room.ranks) * room.ranks)
-    pages = max(1, room.pages // (-(-most // room.ranks) * room.ranks))
+    most = max(1, min(room.sequences, room.tokens, room.pages // room.ranks // 2) * room.ranks)
+    pages = max(1, room.pages // (-(-most // room.ranks) * room.ranks) - 1)
     contexts = sorted({min(context, longest, pages * PAGE_TOKENS) for context in _CONTEXTS})
     counts = sorted({round(most ** (at / (BATCHES - 1))) for at in range(BATCHES)})
     return Batches(tuple(counts), tuple(contexts))
@@ -97,31 +118,36 @@ def affordable(room: Room, slowest: float, layouts: int) -> Room:
 def prompts(room: Room) -> list[PromptCell]:
     """Return steps of prompts: first a full one on every rank, then one behind a context, then on rank 0
     alone."""
-    of_rank = room.pages // room.ranks * PAGE_TOKENS
+    of_rank = (room.pages // room.ranks - 1) * PAGE_TOKENS  # one page is for the first token of the answer
     positions = max(1, min(room.positions, of_rank))
     tokens = max(1, min(_PROMPT_TOKENS, room.tokens, positions // 2))
+    cached = min(_CACHED_TOKENS, positions - tokens) // PAGE_TOKENS * PAGE_TOKENS
     cells = [
         PromptCell(max(1, min(_FULL_TOKENS, room.tokens, positions))),
-        PromptCell(tokens, cached=min(_CACHED_TOKENS, positions - tokens)),
+        PromptCell(tokens, cached),
         PromptCell(max(1, tokens // 4), alone=True),
         PromptCell(tokens, alone=True),
     ]
     return [one for at, one in enumerate(cells) if one not in cells[:at]]
 
 
-def works(cell: Cell, attention: AttentionKind, rank: int, ranks: int, vocabulary: int) -> list[SequenceWork]:
-    """Return the work of a rank: under tensor-parallel attention, all ranks have that of the whole engine.
-    Sequences of a rank have pages of their own, from page 0 on."""
+def owned(cell: Cell, attention: AttentionKind, rank: int, ranks: int) -> range:
+    """Return the numbers of the sequences that a rank owns: under tensor-parallel attention, rank 0 owns all
+    of them."""
     count = cell.sequences if isinstance(cell, DecodeCell) else 1 if cell.alone else ranks
-    mine = range(count) if attention == "tp" else range(rank, count, ranks)
-    tokens = 1 if isinstance(cell, DecodeCell) else cell.tokens
-    pages = -(-cell.context // PAGE_TOKENS)
-    return [
-        SequenceWork(
-            [(number * tokens + at) * _STRIDE % vocabulary for at in range(tokens)],
-            cell.context - tokens,
-            range(place * pages, (place + 1) * pages),
-            needs_logits=True,
-        )
-        for place, number in enumerate(mine)
+    if attention == "tp":
+        return range(count if rank == 0 else 0)
+    return range(rank, count, ranks)
+
+
+def known_tokens(cell: Cell, number: int, vocabulary: int) -> list[int]:
+    """Return the tokens that a sequence has before the first step: those that are cached, and those to
+    compute."""
+    return [at * _STRIDE % vocabulary for at in range(cell.cached)] + [
+        next_token(number * cell.tokens + at, vocabulary) for at in range(cell.tokens)
     ]
+
+
+def next_token(number: int, vocabulary: int) -> int:
+    """Return a token to compute, different for numbers near each other."""
+    return number * _STRIDE % vocabulary

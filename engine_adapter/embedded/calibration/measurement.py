@@ -6,11 +6,11 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from engine_adapter.embedded.calibration.cells import Cell, DecodeCell, works
-from engine_adapter.embedded.calibration.rehearsal import RehearsedStep, StepRehearsal, serve
+from engine_adapter.embedded.calibration.cells import Cell, DecodeCell, owned
+from engine_adapter.embedded.calibration.rehearsal import Rehearsal, RehearsedStep, StepRehearsal, serve
 from engine_adapter.embedded.calibration.speed_fit import StepLoad
 from engine_adapter.embedded.dispatch import sent_away
-from engine_adapter.embedded.model_runner import ModelRunner, PreparedEpoch, SequenceWork
+from engine_adapter.embedded.model_runner import PAGE_TOKENS, ModelRunner, PreparedEpoch
 from fleet.timing import gathered_bytes, surplus_pairs
 
 QUARTILE = 0.25
@@ -30,6 +30,8 @@ class MeasuredSteps:
     """Pairs of the most loaded rank above the mean, summed over layers."""
     seconds: list[float] = field(default_factory=list)
     """Of each step, the mean of the ranks."""
+    rehearsal: Rehearsal | None = None
+    """Requests of the next step. None: there were no steps yet."""
 
     @property
     def usual(self) -> float:
@@ -78,23 +80,24 @@ class StepMeasurement(Generic[LayoutKey]):
                 serve(self._runner, self._layouts[key])
                 for one, times in steps:
                     if turn < times:
-                        one.seconds.append(self._step(one.cell).seconds)
+                        one.seconds.append(self._next(one).seconds)
         self._agree(every)
         return found
 
     def seconds_of(self, key: LayoutKey, cell: Cell) -> float:
         """Return the seconds of a single step."""
         serve(self._runner, self._layouts[key])
-        return self._mean([self._step(cell).seconds])[0]
+        return self._mean([self._rehearsal.step(self._rehearsal.of(cell)).seconds])[0]
 
     def _first(self, key: LayoutKey, cells: Sequence[Cell]) -> list[MeasuredSteps]:
         """Make the first steps of a layout, which touch memory for the first time."""
         serve(self._runner, self._layouts[key])
         found = []
         for cell in cells:
-            step = self._step(cell)
+            rehearsal = self._rehearsal.of(cell)
+            step = self._rehearsal.step(rehearsal)
             load, surplus = self._described(cell, step)
-            found.append(MeasuredSteps(cell, load, surplus, [step.seconds]))
+            found.append(MeasuredSteps(cell, load, surplus, [step.seconds], rehearsal))
         self._agree(found)
         return found
 
@@ -110,19 +113,18 @@ class StepMeasurement(Generic[LayoutKey]):
         means: list[float] = (np.mean(self._rehearsal.gather(mine), axis=0) * _NANOSECOND).tolist()
         return means
 
-    def _step(self, cell: Cell) -> RehearsedStep:
-        return self._rehearsal.step(self._work(cell, self._rehearsal.rank))
-
-    def _work(self, cell: Cell, rank: int) -> list[SequenceWork]:
-        placement = self._runner.placement
-        return works(cell, placement.attention, rank, placement.ranks, self._runner.config.vocabulary)
+    def _next(self, steps: MeasuredSteps) -> RehearsedStep:
+        """Make one more step of a kind, in the served layout."""
+        if steps.rehearsal is None or not steps.rehearsal.left:
+            steps.rehearsal = self._rehearsal.of(steps.cell)
+        return self._rehearsal.step(steps.rehearsal)
 
     def _described(self, cell: Cell, step: RehearsedStep) -> tuple[StepLoad, float]:
         """Return the load of rank 0, which has as much work as any, and the surplus of the engine."""
         placement, shape = self._runner.placement, self._runner.shape
-        work, ranks = self._work(cell, 0), placement.ranks
-        one_plan = placement.attention == "tp"
-        own = sum(len(one.tokens) for one in work)
+        ranks, one_plan = placement.ranks, placement.attention == "tp"
+        sequences = len(owned(cell, placement.attention, 0, ranks))
+        own = sequences * cell.tokens
         tokens = own if one_plan else sum(step.tokens_by_rank)
         remote, surplus = 0, 0.0
         for layer in step.served_by:
@@ -130,12 +132,12 @@ class StepMeasurement(Generic[LayoutKey]):
             surplus += float(surplus_pairs(np.bincount(layer.ravel(), minlength=ranks)[None]))
         uneven = 0.0 if one_plan else shape.layers * shape.top_k * (tokens / ranks - own)
         decodes = isinstance(cell, DecodeCell)
-        pairs = sum(len(one.tokens) * (one.start + (len(one.tokens) + 1) / 2) for one in work)
+        pairs = own * (cell.cached + (cell.tokens + 1) / 2)
         load = StepLoad(
             prefill_token=0 if decodes else own,
             prefill_pair=0 if decodes else pairs,
             decode_sequence=own if decodes else 0,
-            decode_block=sum(len(one.pages) for one in work) if decodes else 0,
+            decode_block=sequences * -(-cell.context // PAGE_TOKENS) if decodes else 0,
             dispatch=remote,
             expert_read=self._distinct(step) / (1 if one_plan else ranks),
             expert_pair=surplus + uneven,

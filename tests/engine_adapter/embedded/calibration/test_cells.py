@@ -12,8 +12,9 @@ from engine_adapter.embedded.calibration.cells import (
     Room,
     affordable,
     batches,
+    known_tokens,
+    owned,
     prompts,
-    works,
 )
 from engine_adapter.embedded.model_runner import PAGE_TOKENS
 from fleet.layout import AttentionKind
@@ -47,28 +48,37 @@ def test_a_large_engine_measures_six_batches_in_equal_ratios_in_short_and_long_c
 @given(rooms, st.sampled_from(["dp", "tp"]))
 def test_every_step_fits_the_pages_the_positions_and_the_tokens(room: Room, attention: AttentionKind) -> None:
     of_rank = room.pages if attention == "tp" else room.pages // room.ranks
-    most = room.tokens * (room.ranks if attention == "tp" else 1)
+    shares = room.ranks if attention == "tp" else 1
     for cell in [*batches(room).cells, *prompts(room)]:
         for rank in range(room.ranks):
-            work = works(cell, attention, rank, room.ranks, 256)
-            pages = [page for one in work for page in one.pages]
-            assert len(set(pages)) == len(pages)
-            assert max(pages, default=0) < of_rank
-            assert sum(len(one.tokens) for one in work) <= most
-            for one in work:
-                assert 0 < one.start + len(one.tokens) <= min(room.positions, PAGE_TOKENS * len(one.pages))
+            sequences = len(owned(cell, attention, rank, room.ranks))
+            assert sequences <= room.sequences * shares or sequences <= shares
+            assert sequences * cell.tokens <= room.tokens * shares
+            # A sequence is admitted only if each running one could grow by a page.
+            assert sequences * (-(-cell.context // PAGE_TOKENS) + 1) - 1 <= of_rank
+        assert cell.cached + cell.tokens + cell.steps - 1 == cell.context <= room.positions
+        assert cell.cached % PAGE_TOKENS == 0
 
 
 @given(rooms)
-def test_ranks_share_the_sequences_or_all_compute_every_one(room: Room) -> None:
+def test_ranks_share_the_sequences_or_rank_0_plans_every_one(room: Room) -> None:
     for cell in [*batches(room).cells, *prompts(room)]:
-        shared = [works(cell, "dp", rank, room.ranks, 256) for rank in range(room.ranks)]
-        every = [works(cell, "tp", rank, room.ranks, 256) for rank in range(room.ranks)]
-        assert all(one == every[0] for one in every)
-        assert sum(map(len, shared)) == len(every[0])
+        shared = [owned(cell, "dp", rank, room.ranks) for rank in range(room.ranks)]
+        first, *others = (owned(cell, "tp", rank, room.ranks) for rank in range(room.ranks))
+        assert not any(others)
+        assert sorted(number for numbers in shared for number in numbers) == list(first)
         assert max(map(len, shared)) == len(shared[0])
         if isinstance(cell, DecodeCell):
-            assert len(every[0]) == cell.sequences
+            assert len(first) == cell.sequences
+
+
+@given(rooms, st.integers(2, 300))
+def test_sequences_know_what_is_cached_and_what_a_step_computes(room: Room, vocabulary: int) -> None:
+    for cell in [*batches(room).cells, *prompts(room)]:
+        for number in range(3):
+            known = known_tokens(cell, number, vocabulary)
+            assert len(known) == cell.cached + cell.tokens
+            assert all(0 <= token < vocabulary for token in known)
 
 
 @given(rooms, st.floats(1e-4, 100), st.integers(1, 4))
