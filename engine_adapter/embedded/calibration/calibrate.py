@@ -88,8 +88,9 @@ def calibrate(
         rehearsal = StepRehearsal(runner, step_sync, config, deliver)
         measurement = StepMeasurement(runner, rehearsal, layouts)
         room = _room(runner, config)
-        slowest = measurement.seconds_of("ep", batches(room).cells[-1])
-        room = affordable(room, slowest, len(layouts))
+        decode, prompt = batches(room).cells[-1], prompts(room)[0]
+        longest = measurement.seconds_of("ep", decode), measurement.seconds_of("ep", prompt)
+        room = affordable(room, *longest, len(layouts))
         every, full = batches(room), prompts(room)
         cells: dict[_LayoutKey, list[Cell]] = {
             key: [*every.cells, *(full if key in (served, "tp") else full[:1])] for key in layouts

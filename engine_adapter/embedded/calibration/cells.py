@@ -15,7 +15,8 @@ _PROMPT_TOKENS, _CACHED_TOKENS = 256, 768
 """Most tokens of other prompts that are measured, and most of those before them, to measure the cost per
 pair."""
 ROUND_SECONDS = 4.0
-"""Longest time for one step of each kind in all layouts: a slow engine measures fewer sequences."""
+"""Longest time for one step of each kind in all layouts: a slow engine measures fewer sequences and
+tokens."""
 _STRIDE = 7919
 """Between the tokens that are measured: a prime, so that all tokens of a vocabulary come before one comes
 again. Equal ones would all go to the same experts."""
@@ -104,15 +105,18 @@ def batches(room: Room) -> Batches:
     return Batches(tuple(counts), tuple(contexts))
 
 
-def affordable(room: Room, slowest: float, layouts: int) -> Room:
-    """Return the room with fewer sequences, if measuring all steps once would take longer than
-    `ROUND_SECONDS`. slowest: seconds of the largest step. layouts: that are measured."""
+def affordable(room: Room, decode: float, prompt: float, layouts: int) -> Room:
+    """Return the room with fewer sequences and tokens, if measuring all steps once would take longer than
+    `ROUND_SECONDS`. decode: seconds of the largest step of decoding sequences. prompt: of a step full of
+    prompt tokens. layouts: that are measured."""
     # In equal ratios, all batches together take about twice as long as the largest, in each of two contexts.
-    expected = 2 * len(_CONTEXTS) * layouts * slowest
+    # Every layout has a step full of prompt tokens; two have others, that take about as long together.
+    expected = 2 * len(_CONTEXTS) * layouts * decode + (layouts + 2) * prompt
     if expected <= ROUND_SECONDS:
         return room
-    most = batches(room).sequences[-1] // room.ranks
-    return room._replace(sequences=max(1, int(most * ROUND_SECONDS / expected)))
+    share = ROUND_SECONDS / expected
+    sequences, tokens = batches(room).sequences[-1] // room.ranks, prompts(room)[0].tokens
+    return room._replace(sequences=max(1, int(sequences * share)), tokens=max(1, int(tokens * share)))
 
 
 def prompts(room: Room) -> list[PromptCell]:

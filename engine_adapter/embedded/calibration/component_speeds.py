@@ -1,5 +1,6 @@
 """Measured costs of parts of a step: of experts, and of what ranks send each other."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,9 @@ from fleet.experts import ModelShape
 from fleet.placement import Placement, linear
 from fleet.timing import gathered_bytes
 
+_READING_SECONDS = 0.4
+"""Time after which reads are no longer repeated, if they were measured `_FEWEST` times."""
+_FEWEST = 3
 _FEW_PAIRS, _MANY_PAIRS = 16, 144
 """Rows of one expert in the two calls that are compared to measure the cost per row."""
 
@@ -46,9 +50,8 @@ def read_seconds(blocks: Sequence[SparseBlock], shape: ModelShape, slots: int) -
         for block in blocks:
             block.compute(rows, ends)
 
-    return _more_seconds(lambda: every_layer(single), lambda: every_layer(spread), 15) / (
-        (slots - 1) * len(blocks)
-    )
+    seconds = _more_seconds(lambda: every_layer(single), lambda: every_layer(spread), 15, _READING_SECONDS)
+    return seconds / ((slots - 1) * len(blocks))
 
 
 def dispatch_seconds(
@@ -119,10 +122,16 @@ def fastest_seconds(call: Callable[[], object], times: int) -> float:
     return min(taken)
 
 
-def _more_seconds(less: Callable[[], object], more: Callable[[], object], times: int) -> float:
+def _more_seconds(
+    less: Callable[[], object], more: Callable[[], object], times: int, longest: float = math.inf
+) -> float:
     """Difference between the minimum durations of two calls, measured in turn, so that load that arises
-    meanwhile slows both."""
-    pairs = [(fastest_seconds(less, 1), fastest_seconds(more, 1)) for _ in range(times)]
+    meanwhile slows both. longest: seconds after which `_FEWEST` times are enough. Only for calls that need no
+    other rank, since the ranks' clocks differ."""
+    pairs: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    while len(pairs) < times and (len(pairs) < _FEWEST or time.perf_counter() - began < longest):
+        pairs.append((fastest_seconds(less, 1), fastest_seconds(more, 1)))
     return max(0.0, min(slow for _, slow in pairs) - min(fast for fast, _ in pairs))
 
 

@@ -9,9 +9,8 @@ from engine_adapter.embedded.calibration.cells import Batches
 from engine_adapter.embedded.calibration.measurement import MeasuredSteps
 from fleet.layout_times import LayoutName, LayoutTimes
 
-_OF_QUARTILE = 1.363
-"""Standard error of a quartile over that of a mean, of many normally distributed values: sqrt(p (1 - p)) over
-the normal density at the quantile p."""
+_OF_MEDIAN = math.sqrt(math.pi / 2)
+"""Standard error of a median over that of a mean, of many normally distributed values."""
 _UNKNOWN_NOISE = 0.1
 """Where every step was measured once."""
 
@@ -35,11 +34,11 @@ def times_of_layout(
 
 
 def noise(repeats: Sequence[Sequence[float]]) -> float:
-    """Return the relative standard error of the lower quartile of such repeats, at most 1: from the median of
+    """Return the relative standard error of the median of such repeats, at most 1: from the median of
     their standard deviations, so that single steps that a busy machine delayed count little."""
     several = [np.asarray(one) for one in repeats if len(one) > 1]
     if not several:
         return _UNKNOWN_NOISE
     deviation = float(np.median([one.std(ddof=1) / np.median(one) for one in several]))
     count = float(np.mean([len(one) for one in several]))
-    return min(1.0, _OF_QUARTILE * deviation / math.sqrt(count))
+    return min(1.0, _OF_MEDIAN * deviation / math.sqrt(count))

@@ -13,7 +13,6 @@ from engine_adapter.embedded.dispatch import sent_away
 from engine_adapter.embedded.model_runner import PAGE_TOKENS, ModelRunner, PreparedEpoch
 from fleet.timing import gathered_bytes, surplus_pairs
 
-QUARTILE = 0.25
 FEWEST, MOST = 2, 15
 """Steps of a kind that are measured, however long or short they are."""
 _NANOSECOND = 1e-9
@@ -35,9 +34,9 @@ class MeasuredSteps:
 
     @property
     def usual(self) -> float:
-        """Seconds of a step: the lower quartile. Engines start together, and load at the start must not be
-        mistaken for a slow machine; the fastest step is one of the warmest caches."""
-        return float(np.quantile(self.seconds, QUARTILE))
+        """Seconds of a step: the median. On a machine that others share, most steps take longer than the
+        fastest ones, also while the engine serves."""
+        return float(np.median(self.seconds))
 
 
 def repeats(seconds: float, share: float) -> int:

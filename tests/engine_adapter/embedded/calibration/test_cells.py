@@ -81,13 +81,18 @@ def test_sequences_know_what_is_cached_and_what_a_step_computes(room: Room, voca
             assert all(0 <= token < vocabulary for token in known)
 
 
-@given(rooms, st.floats(1e-4, 100), st.integers(1, 4))
-def test_a_slow_engine_measures_fewer_sequences(room: Room, slowest: float, layouts: int) -> None:
-    """If a step takes as long for each sequence, whatever their number."""
-    found = affordable(room, slowest, layouts)
+@given(rooms, st.floats(1e-4, 100), st.floats(1e-4, 100), st.integers(1, 4))
+def test_a_slow_engine_measures_fewer_sequences_and_tokens(
+    room: Room, decode: float, prompt: float, layouts: int
+) -> None:
+    """If a step takes as long for each sequence and each token, whatever their number."""
+    found = affordable(room, decode, prompt, layouts)
     assert 1 <= found.sequences <= room.sequences
-    each = slowest / batches(room).sequences[-1]
-    seconds = [each * cell.sequences for cell in batches(found).cells]
-    assert layouts * sum(seconds) <= 1.5 * ROUND_SECONDS or found.sequences == 1
-    if layouts * 4 * slowest <= ROUND_SECONDS:
+    assert 1 <= found.tokens <= room.tokens
+    of_sequence, of_token = decode / batches(room).sequences[-1], prompt / prompts(room)[0].tokens
+    decodes = layouts * sum(of_sequence * cell.sequences for cell in batches(found).cells)
+    full, *others = (of_token * cell.tokens for cell in prompts(found))
+    smallest = found.sequences == 1 or found.tokens == 1
+    assert decodes + layouts * full + 2 * sum(others) <= 1.7 * ROUND_SECONDS or smallest
+    if layouts * 4 * decode + (layouts + 2) * prompt <= ROUND_SECONDS:
         assert found == room
