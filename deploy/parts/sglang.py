@@ -35,6 +35,7 @@ from engine_adapter.sglang.deployment import SglangDeployment
 from engine_adapter.sglang.discovery import discover
 from engine_adapter.sglang.http import SglangHttp
 from engine_adapter.sglang.server import SglangServer
+from engine_adapter.tracing import EngineTracing
 from fleet.text import counted
 from tracker.importers.load_files import read_load
 
@@ -123,7 +124,10 @@ async def _incarnation(about: _RepresentedSglang, worker_id: int, replaces: int 
         agents = [
             Agent(about.bus, about.subjects, rank, who, about.agent_config) for rank in deployment.ranks
         ]
-        ranks = {one.getsockname()[1]: rank for one, rank in zip(listeners, deployment.ranks, strict=True)}
+        ranks = {
+            one.getsockname()[1]: (rank, EngineTracing(engine=about.name, rank=number, model=found.model))
+            for number, (one, rank) in enumerate(zip(listeners, deployment.ranks, strict=True))
+        }
         http = HttpServer(
             SglangHttp(ranks, about.security.admission),
             *listeners,

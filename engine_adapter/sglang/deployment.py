@@ -56,6 +56,7 @@ class SglangDeployment:
                 api,
                 found.experts if self._routed else None,
                 number if len(found.ranks) > 1 else None,
+                counts=not self._counts,
             )
             for number in found.ranks
         )

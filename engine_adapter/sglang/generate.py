@@ -199,6 +199,11 @@ def _number(value: float | None) -> float:
     return float("-inf") if value is None else value
 
 
+def routed_bytes(model: SglangModel, positions: int) -> int:
+    """Return the characters that the experts of this number of positions take in an answer."""
+    return 4 * (4 * model.all_layers * model.shape.top_k * positions // 3 + 1)
+
+
 def routed_table(encoded: str, model: SglangModel, *, positions: int, cached: int) -> NDArray[np.int16]:
     """Return the chosen experts of a request: int16 [positions, layers with experts, k]. UnreadableAnswer for
     another size or for experts that the model lacks.
@@ -208,7 +213,7 @@ def routed_table(encoded: str, model: SglangModel, *, positions: int, cached: in
     """
     shape = model.shape
     row = 4 * model.all_layers * shape.top_k
-    if len(encoded) > 4 * (row * positions // 3 + 1):
+    if len(encoded) > routed_bytes(model, positions):
         raise UnreadableAnswer(f"routed experts of {len(encoded)} characters, of {positions} positions")
     try:
         content = base64.b64decode(encoded, validate=True)

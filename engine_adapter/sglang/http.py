@@ -3,15 +3,17 @@
 from collections.abc import Mapping
 
 from engine_adapter.serving.authentication import RouterAuthentication
-from engine_adapter.serving.http import RankApp, Receive, Scope, Send
+from engine_adapter.serving.http import RankApp, RankTracing, Receive, Scope, Send
 from engine_adapter.sglang.rank import SglangRank
 
 
 class SglangHttp:
-    """ASGI application. ranks: the rank of each port."""
+    """ASGI application. ranks: the rank of each port, with the recorder of its spans."""
 
-    def __init__(self, ranks: Mapping[int, SglangRank], admission: RouterAuthentication) -> None:
-        self._apps = {port: RankApp(rank, admission=admission) for port, rank in ranks.items()}
+    def __init__(
+        self, ranks: Mapping[int, tuple[SglangRank, RankTracing]], admission: RouterAuthentication
+    ) -> None:
+        self._apps = {port: RankApp(rank, tracing, admission) for port, (rank, tracing) in ranks.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         first = next(iter(self._apps.values()))

@@ -38,13 +38,16 @@ from engine_adapter.sglang.generate import (
     UnreadableAnswer,
     event_of,
     generate_body,
+    routed_bytes,
     routed_table,
 )
 from engine_adapter.sglang.model_shape import SglangModel
 from fleet.routings import count_pairs
 
 MAX_EVENT_BYTES = 64 * 1024 * 1024
-"""Longest event of a stream that is read: a whole answer, and the experts of its tokens."""
+"""Longest event of a stream that is read."""
+MAX_ROUTED_BYTES = 8 * 1024 * 1024
+"""Requests whose experts would take more in the answer are not asked for them: decoding delays others."""
 _BUSY = (429, 503)
 _KEEPALIVE_SECONDS = 2.0
 """SGLang's server closes idle connections after five seconds."""
@@ -116,9 +119,12 @@ class SglangRank(ServerTarget):
         api: GenerateApi,
         model: SglangModel | None,
         number: int | None,
+        *,
+        counts: bool = True,
     ) -> None:
-        """model: None if its experts are not reported. number: of the data-parallel rank; None: the only
-        one."""
+        """model: None if its experts are not reported. counts: its requests that are asked for experts are
+        the demand that is reported; otherwise the recorder tells it. number: of the data-parallel rank; None:
+        the only one."""
         super().__init__(description, lambda: None)
         self.tokenizer = tokenizer
         self.vocabulary = tokenizer.vocabulary
@@ -128,6 +134,7 @@ class SglangRank(ServerTarget):
         self._api = api
         self._model = model
         self._number = number
+        self._counts = counts
         self._session: aiohttp.ClientSession | None = None
         self._open: set[_OpenRequest] = set()
 
@@ -196,8 +203,7 @@ class SglangRank(ServerTarget):
 
     async def _read(self, session: aiohttp.ClientSession, one: _OpenRequest) -> None:
         """Send the request and pass on its answer. Raises the error that ends it early."""
-        routed = self._model is not None and self._asks_for_experts()
-        rid = uuid.uuid4().hex
+        rid, routed = uuid.uuid4().hex, self._asks_for_experts(one.request)
         body = generate_body(one.request, one.parameters, rid=rid, rank=self._number, routed=routed)
         async with session.post(self._api.url, data=body, headers=self._api.headers) as response:
             if response.status != 200:
@@ -226,7 +232,10 @@ class SglangRank(ServerTarget):
             self._note_experts(one, event)
         return reason is not None
 
-    def _asks_for_experts(self) -> bool:
+    def _asks_for_experts(self, request: GenerationRequest) -> bool:
+        positions = len(request.prompt) + request.max_tokens
+        if self._model is None or routed_bytes(self._model, positions) > MAX_ROUTED_BYTES:
+            return False
         return secrets.randbelow(1 << 20) < self._api.routed_share * (1 << 20)
 
     def _note_experts(self, one: _OpenRequest, event: GenerateEvent) -> None:
@@ -243,13 +252,10 @@ class SglangRank(ServerTarget):
         except UnreadableAnswer as error:
             self._not_read(error)
             return
-        shape = self._model.shape
-        computed = max(len(chosen) - event.meta_info.cached_tokens, 0)
-        self.activated(
-            Activations(
-                count_pairs(chosen, shape.experts).astype(np.int64), computed, event.meta_info.cached_tokens
-            )
-        )
+        if self._counts:
+            cached = event.meta_info.cached_tokens
+            pairs = count_pairs(chosen, self._model.shape.experts).astype(np.int64)
+            self.activated(Activations(pairs, max(len(chosen) - cached, 0), cached))
         blocks = identify([*request.prompt, *ids], self.description.block_size, request.salt)
         own = len(request.prompt) - request.emitted
         self.ended(
@@ -266,18 +272,20 @@ class SglangRank(ServerTarget):
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[GenerateEvent]:
     """Yield the events of a stream up to its end. UnreadableAnswer for what is none."""
-    rest = b""
+    line = bytearray()
     async for piece in response.content.iter_any():
-        *complete, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(rest) > MAX_EVENT_BYTES:
-            raise UnreadableAnswer(f"an event of more than {MAX_EVENT_BYTES} bytes")
-        for one in complete:
-            if not one.startswith(b"data:"):
-                continue  # comments that keep the connection open
-            data = one[5:].strip()
+        *ended, begun = piece.split(b"\n")
+        for end in ended:
+            line += end
+            data = bytes(line[5:]).strip() if line.startswith(b"data:") else b""
+            line.clear()
             if data == DONE:
                 return
-            yield event_of(data)
+            if data:  # otherwise the empty line after an event, or a comment that keeps the connection open
+                yield event_of(data)
+        line += begun
+        if len(line) > MAX_EVENT_BYTES:
+            raise UnreadableAnswer(f"an event of more than {MAX_EVENT_BYTES} bytes")
 
 
 def refusal(status: int, body: bytes) -> Exception:

@@ -248,9 +248,8 @@ async def test_ranks_that_elastic_parallelism_adds_end_this_incarnation(
 async def recording(server: FakeSglang, folder: Path, **about: Any) -> SglangDeployment:
     server.recorder_folder = folder
     server.info["expert_distribution_recorder_mode"] = "stat"
-    config = SglangConfig(
-        url=server.url, recorder_folder=str(folder), recorder_seconds=0.02, routed_share=0.0, **about
-    )
+    fast: dict[str, Any] = {"recorder_seconds": 0.02, "routed_share": 0.0}
+    config = SglangConfig(url=server.url, recorder_folder=str(folder), **fast | about)
     client = SglangServer(config.base, None, 5)
     return SglangDeployment(await discover(config, client), config, client, None, read_counts)
 
@@ -276,6 +275,16 @@ async def test_what_the_recorder_counts_is_the_demand_of_all_ranks(
     assert activations.tokens == EXPERTS // TOP_K
     assert server.posted[:2] == ["/start_expert_distribution_record", "/dump_expert_distribution_record"]
     assert len(os.listdir(tmp_path)) <= 1, "files that were written for the agent are removed"
+
+
+async def test_demand_is_not_counted_twice(server: FakeSglang, tmp_path: Path) -> None:
+    """The recorder counts all requests, also those that are asked for their experts."""
+    deployment = await recording(server, tmp_path, routed_share=1.0, recorder_seconds=60.0)
+    async with alongside(deployment.run(), "under test"):
+        await answered(deployment.ranks[0])
+        facts = deployment.ranks[0].take_facts()
+    assert len(facts.ended) == 1
+    assert facts.activations is None
 
 
 async def test_where_eplb_uses_the_recorder_the_agent_only_reads(server: FakeSglang, tmp_path: Path) -> None:

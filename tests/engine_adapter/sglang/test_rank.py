@@ -178,7 +178,7 @@ async def test_experts_of_an_answer_are_reported_by_its_decision(rank: SglangRan
     assert facts.activations.counts.sum(axis=1).tolist() == [facts.activations.tokens * TOP_K] * 4
 
 
-async def test_no_answer_is_asked_for_experts_that_nobody_wants(server: FakeSglang) -> None:
+async def test_no_answer_is_asked_for_experts_that_are_not_wanted(server: FakeSglang) -> None:
     async with deployed(server, routed_share=0.0) as deployment:
         assert not deployment.ranks[0].description.capabilities.experts
         await answered(deployment.ranks[0])
@@ -201,6 +201,15 @@ async def test_fields_that_are_not_served_are_refused_before_sglang_sees_them(
     with pytest.raises(ValueError, match="bad_words is not served"):
         await submitted(rank, fields={"bad_words": ["x"]})
     assert server.requests == []
+
+
+async def test_no_answer_is_asked_for_more_experts_than_it_can_hold(
+    rank: SglangRank, server: FakeSglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_adapter.sglang.rank.MAX_ROUTED_BYTES", 4000)
+    await answered(rank, prompt=PROMPT[:20])
+    await answered(rank)
+    assert [one.get("return_routed_experts") for one in server.requests] == [True, None]
 
 
 # Failures
