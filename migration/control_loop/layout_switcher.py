@@ -127,8 +127,10 @@ class LayoutSwitcher:
     def turning(self, entry: EngineEntry, state: EngineLoopState) -> LayerTurning:
         """Return the permission to change the form of single layers. Raises ValueError with the reason if
         there is none."""
+        if self._policy == "static":
+            raise ValueError(f"the planner does not choose the layout: roost layout {self._engine} --auto on")
         if self._policy != "regret":
-            raise ValueError(f"policy {self._policy} changes no single layers")
+            raise ValueError(f"policy {self._policy} chooses layouts as a whole")
         if reason := self._resting(state):
             raise ValueError(reason)
         if self._choice is None:

@@ -276,7 +276,9 @@ def _step(layer: int, row: SlotTable | None, parts: PartCopies, room: StagingRoo
 def _reason(placement: Placement, wanted: Layout) -> str:
     before, after = set(placement.sharded), set(wanted.sharded)
     parts = [
-        f"layers {layer_ranges(sorted(layers))} become {form}"
+        f"layer {min(layers)} becomes {form}"
+        if len(layers) == 1
+        else f"layers {layer_ranges(sorted(layers))} become {form}"
         for layers, form in ((after - before, "sharded"), (before - after, "whole"))
         if layers
     ]

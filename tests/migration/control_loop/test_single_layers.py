@@ -12,7 +12,7 @@ from bus.memory import MemoryBroker
 from fleet.facts.activity import DispatchMeasured
 from fleet.facts.migrations import MigrationCommitted, MigrationPlanned, PlanEvaluated
 from fleet.requests.layouts import SetLayoutChoice
-from fleet.requests.plans import DescribePlan, PlanDescribed
+from fleet.requests.plans import ApplyPlan, DescribePlan, PlanDescribed
 from migration.model.plan_record import PlanRecord
 from tests.migration.control_loop.test_layout_choice import (
     Switchable,
@@ -134,7 +134,7 @@ async def test_layers_keep_their_form_where_the_layout_is_chosen_by_hand() -> No
     async with hot_engine(broker) as world, serving(broker, max_replicas=1, layout_policy="static"):
         await world.last(30)
         assert not world.layers
-        assert "policy static changes no single layers" in (await choice(world)).single_layers
+        assert "roost layout a --auto on" in (await choice(world)).single_layers
         await world.bus.request(SUBJECTS.loop, SetLayoutChoice(engine="a", automatic=True), 20)
         await until_layers(world, (0,))
 
@@ -152,3 +152,6 @@ async def test_the_decision_is_shown_with_its_figures_or_with_what_holds_it() ->
         assert "layer 0: sharding saves" in record.single_layers
         assert [(step.kind, step.layer) for step in record.steps] == [("shard", 0)]
         assert not world.layers
+        # An operator may carry it out beyond the budget.
+        await world.bus.request(SUBJECTS.migrate, ApplyPlan(engine="a", plan=answer.plan), 20)
+        await until_layers(world, (0,))
