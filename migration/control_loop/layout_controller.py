@@ -77,6 +77,10 @@ class LayoutController:
         self._before: LiveCurves | None = None
         """curves as they were when the switch under trial began"""
         self._trial_from = float("inf")
+        self._surplus: dict[int, float] = {}
+        """surplus pairs of each whole layer, per sequence, as last reported (`LiveCurves.imbalance`)"""
+        self._turned: dict[int, float] = {}
+        """the same of the layers that the switch under trial turns over, before it; 0: it was sharded"""
 
     # Events
 
@@ -108,15 +112,29 @@ class LayoutController:
 
     def dispatched(self, report: DispatchMeasured) -> None:
         """Apply the imbalance of whole experts that a rank measured."""
-        layers = [one for one in report.balance if one > 0]
-        if self._name == "ep" and report.steps and report.tokens and layers:
-            excess = sum(max(report.steps / one - 1.0, 0.0) for one in layers)
-            self.curves.imbalance(report.pairs * excess / (report.tokens * self._joined.expert_ranks))
+        if self._name != "ep" or not report.steps or not report.tokens or not any(report.balance):
+            return
+        share = report.pairs / (report.tokens * self._joined.expert_ranks)
+        found = self._surplus = {
+            layer: share * max(report.steps / one - 1.0, 0.0)
+            for layer, one in enumerate(report.balance)
+            if one > 0
+        }
+        self.curves.imbalance(sum(found.values()))
+        if self._before is not None:
+            # Layers that the switch left alone would be as uneven without it; the others as they were.
+            alone = sum(surplus for layer, surplus in found.items() if layer not in self._turned)
+            self._before.imbalance(alone + sum(self._turned.values()))
 
-    def switched(self, trial: SwitchTrial) -> None:
-        """Begin the trial of a switch that was just accepted."""
+    def switched(self, trial: SwitchTrial, layout: Layout) -> None:
+        """Begin the trial of a switch to a layout that was just accepted."""
         self._trial, self._before = trial, self.curves.copied()
         self._trial_from = float("inf")
+        before = () if self._served is None else self._served.sharded
+        self._turned = {
+            layer: 0.0 if layer in before else self._surplus.get(layer, 0.0)
+            for layer in set(before) ^ set(layout.sharded)
+        }
 
     def ended(self, plan: str) -> None:
         """Measure from now on, once older steps have settled, if the plan under trial has ended."""

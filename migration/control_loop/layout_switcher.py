@@ -232,7 +232,8 @@ class LayoutSwitcher:
         accepted = await self._context.executor.accept(
             entry, made.plan, "planner", wish.grounds, acting, switch=made.estimate
         )
-        choice.switched(SwitchTrial(accepted.plan, wish.before, wish.after, wish.gain_of_layers))
+        trial = SwitchTrial(accepted.plan, wish.before, wish.after, wish.gain_of_layers)
+        choice.switched(trial, layout)
         return accepted.plan
 
     def _check_budget(self, plan: Plan, state: EngineLoopState) -> None:

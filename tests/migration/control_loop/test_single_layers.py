@@ -26,6 +26,10 @@ from tests.migration.control_loop_fixture import SPEED, SUBJECTS, loop, own, rec
 pytestmark = pytest.mark.looptime
 HOT = np.array([[130.0, *[1.0] * 15], [145.0 / 16] * 16])
 """Rank 0 has 90 % of the pairs of layer 0, nearly all of them of one expert."""
+WARM = np.array([[130.0, *[1.0] * 15], [49.0, *[6.4] * 15]])
+"""Layer 1 has become warm too."""
+WARM_SECONDS = 5.5e-4
+"""What it costs a step then."""
 PAIRS = 2 * 64 / 4
 """Mean pairs of a rank in a step and layer."""
 EXCESS = 4 * (133.0 / 145.0) - 1.0
@@ -51,20 +55,22 @@ class Hot(Switchable):
         self._sharded_seconds = sharded_seconds
 
     def _step(self, batch: float) -> float:
+        warm = WARM_SECONDS if self.rates is WARM else 0.0
         if self.layers:
-            return ep_step(batch) + self._sharded_seconds
-        return ep_step(batch) + (SURPLUS_SECONDS if self.is_hot else 0.0)
+            return ep_step(batch) + self._sharded_seconds + warm
+        return ep_step(batch) + (SURPLUS_SECONDS if self.is_hot else 0.0) + warm
 
     @property
     def is_hot(self) -> bool:
-        return self.rates is HOT
+        return self.rates is HOT or self.rates is WARM
 
     @property
     def layers(self) -> tuple[int, ...]:
         return self.ranks.placement.sharded
 
     def measured(self, rank: int, **fields: Any) -> DispatchMeasured:
-        balances = (1.0 / (1.0 + EXCESS) if self.is_hot else 1.0, 1.0)
+        warm = WARM_SECONDS / (SPEED.expert_pair * PAIRS) if self.rates is WARM else 0.0
+        balances = (1.0 / (1.0 + EXCESS) if self.is_hot else 1.0, 1.0 / (1.0 + warm))
         balance = tuple(0.0 if layer in self.layers else 100 * one for layer, one in enumerate(balances))
         return super().measured(rank, **{"balance": balance, **fields})
 
@@ -127,6 +133,19 @@ async def test_a_layer_that_is_slower_once_sharded_is_made_whole_and_rests() -> 
         assert not world.layers
         assert len(await own(world.bus)) == 1
         assert "layouts rest" in (await choice(world)).single_layers
+
+
+async def test_a_layer_that_becomes_warm_during_a_trial_is_no_harm_of_the_switch() -> None:
+    broker = MemoryBroker()
+    async with hot_engine(broker) as world, serving(broker, max_replicas=1):
+        await until_layers(world, (0,))
+        world.rates = WARM
+        for _ in range(30):
+            await world.last(1)
+            if found := await recorded(world.bus, PlanEvaluated):
+                break
+        assert found[0].verdict == "kept"
+        assert found[0].realised > 0.5
 
 
 async def test_layers_keep_their_form_where_the_layout_is_chosen_by_hand() -> None:
