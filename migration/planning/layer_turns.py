@@ -95,8 +95,8 @@ def best_counts(shards: FloatArray, gathers: FloatArray, most: TurnLimits) -> tu
     """Return how many layers to shard, and how many to make whole, so that the gains add up to most.
 
     shards, gathers: gains of the layers that could become sharded, and whole: [n], falling, above 0. Layers
-    of one kind copy equally much, so those that gain most come first. Of equal sums the one with the fewest
-    layers is taken.
+    of one kind copy equally much, so those that gain most come first. Of equal sums, the one that shards
+    fewest is taken.
     """
     sums = [np.concatenate([[0.0], gains.cumsum()]) for gains in (shards, gathers)]
     more, fewer = np.ogrid[: len(sums[0]), : len(sums[1])]
@@ -125,8 +125,12 @@ def _paying(
     last = _gains(found, goal, turning.even_gain, found.view.evaluation) if fitted else first
     hot, cold = ([one for one in gains if one.layer in fitted and one.seconds > enough] for gains in last)
     if not hot and not cold:
-        nearest = max((one for gains in last for one in gains), key=lambda one: one.seconds)
-        raise Infeasible(Finding.of(FindingCode.LAYERS_EQUAL, SUBJECT, gain=nearest, least=enough))
+        free = (one for gains in last for one in gains if one.layer in may)
+        nearest = max(free, key=lambda one: one.seconds, default=None)
+        resting = tuple(sorted(turning.resting))
+        raise Infeasible(
+            Finding.of(FindingCode.LAYERS_EQUAL, SUBJECT, gain=nearest, least=enough, resting=resting)
+        )
     return hot, cold
 
 

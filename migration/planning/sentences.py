@@ -91,8 +91,10 @@ def _layers_turn(gains: Sequence[LayerGain], bytes: int, net_seconds: float, lif
     return f"{named}{more}; {byte_size(bytes)}, net gain {net_seconds:.3g} s in {lifetime_seconds:.0f} s"
 
 
-def _layers_equal(gain: LayerGain, least: float) -> str:
-    return f"none gains the {duration(least)} of a step that its change must; nearest: {gain}"
+def _layers_equal(gain: LayerGain | None, least: float, resting: tuple[int, ...]) -> str:
+    nearest = "" if gain is None else f"; nearest: {gain}"
+    rest = f"; {listed(resting)} turned over a short time ago, and rest" if resting else ""
+    return f"none gains the {duration(least)} of a step that its change must{nearest}{rest}"
 
 
 def _layers_do_not_pay(gains: Sequence[LayerGain], net_seconds: float, least_seconds: float) -> str:

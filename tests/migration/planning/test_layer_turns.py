@@ -154,7 +154,10 @@ def test_nothing_turns_without_permission_or_while_it_rests() -> None:
     seen = view(TIGHT, with_hot_expert(2))
     found = decided(seen, None)
     assert (found.turned, found.record.single_layers) == (None, "")
-    assert decided(seen, DEAR._replace(resting=frozenset({2}))).turned is None
+    resting = decided(seen, DEAR._replace(resting=frozenset({2})))
+    assert resting.turned is None
+    assert "2 turned over a short time ago" in resting.record.single_layers
+    assert "layer 2" not in resting.record.single_layers
 
 
 def test_an_error_of_the_measured_steps_counts_against_a_change_of_either_kind() -> None:
