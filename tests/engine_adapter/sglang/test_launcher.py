@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import roost_sglang
 import torch
@@ -22,7 +23,9 @@ from roost_sglang import (
     settings_of,
 )
 
+from deploy.views.map_files import encoded
 from engine_adapter.vllm.wire import map_digest as roosts_digest
+from fleet.placement import Placement
 
 EXPERTS, RANKS = 3, 2
 CURRENT = [[0, 1, 2, 0], [0, 1, 2, 0]]
@@ -168,9 +171,13 @@ def test_slots_must_divide_by_the_ranks() -> None:
 
 
 def test_a_map_has_the_same_name_here_and_in_roost() -> None:
-    import numpy as np
-
     assert map_digest(NEXT, EXPERTS) == roosts_digest(np.array(NEXT, np.int16), EXPERTS)
+
+
+def test_a_map_that_roost_plan_writes_is_one_of_the_launcher() -> None:
+    placement = Placement(np.array(NEXT, np.int16), experts=EXPERTS, ranks=RANKS, duplicates=True)
+    content = encoded(placement, "sglang", dense_layers=1)
+    assert read_map(content, [CURRENT[0]] * 3, EXPERTS, RANKS)[1:] == placement.expert_of_slot.tolist()
 
 
 # Launching
