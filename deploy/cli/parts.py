@@ -464,8 +464,8 @@ def _own_engine(read: Read) -> NoReturn:
     """Supervise the ranks of one of Roost's own engines."""
     simulated = checked(read, WorkerConfig).part(WorkerConfig).engine == "simulated"
     settings = checked(read, *WORKER_PARTS, SimulatedConfig if simulated else EmbeddedConfig)
-    check_rank_security(settings.part(WorkerConfig))
     check_engine_installed(settings)
+    check_rank_security(settings.part(WorkerConfig))
     in_dynamo = settings.part(WorkerConfig).dynamo is not None
     set_up_logging_of(settings)
     raise typer.Exit(supervise(_ranks(settings, read, bus=names_bus(settings) or not in_dynamo)))

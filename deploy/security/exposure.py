@@ -3,6 +3,7 @@ TLS."""
 
 import ipaddress
 import socket
+from collections.abc import Mapping
 
 from deploy.sections import WorkerConfig
 from engine_adapter.vllm.config import VllmConfig
@@ -44,6 +45,29 @@ def missing_at_agent(config: VllmConfig) -> str | None:
     """Return what the address for vLLM's workers lacks, with the remedy; None: nothing."""
     lacks = ["encryption (connect the workers through a service mesh or a tunnel to a loopback address)"]
     return _complaint("the agent of vLLM's workers", config.address[0], lacks)
+
+
+def missing_in_dynamo(config: WorkerConfig, environment: Mapping[str, str]) -> str | None:
+    """Return what the addresses lack at which Dynamo's runtime would listen for a worker, with the remedy.
+    The runtime has neither authentication nor encryption, and without these variables it listens on an
+    address of the network."""
+    if config.dynamo is None or config.tls_terminated:
+        return None
+    open_to_all = [
+        variable
+        for plane, variable in (
+            ("DYN_REQUEST_PLANE", "DYN_TCP_RPC_HOST"),
+            ("DYN_EVENT_PLANE", "DYN_EVENT_PLANE_HOST"),
+        )
+        if environment.get(plane) != "nats" and not is_loopback(environment.get(variable, ""))
+    ]
+    if not open_to_all:
+        return None
+    return (
+        "Dynamo's runtime would listen where other machines reach it, without authentication or encryption:"
+        f" set {' and '.join(open_to_all)} to 127.0.0.1 if the deployment is on this machine, or"
+        " --tls-terminated where a service mesh protects it"
+    )
 
 
 def _complaint(door: str, host: str, lacks: list[str]) -> str | None:

@@ -13,7 +13,7 @@ from deploy.reload import Read
 from deploy.run_directory import Running, home, live_runs
 from deploy.sections import WorkerConfig, read_settings
 from deploy.security.credentials import of_run
-from deploy.security.exposure import missing_at_ranks, missing_at_router
+from deploy.security.exposure import missing_at_ranks, missing_at_router, missing_in_dynamo
 from deploy.security.tls import CertificateError, ServerTls
 from deploy.terminal.output import USAGE, fail
 from engine_adapter.serving.authentication import NoSecret, RouterAuthentication
@@ -79,6 +79,7 @@ def check_rank_security(config: WorkerConfig, *, secret_is_made: bool = False) -
     """Check the listen addresses of an engine's ranks in the same way. secret_is_made: the command generates
     the fleet secret, if no file is set."""
     _secured(missing_at_ranks(config, secret_is_made=secret_is_made), insecure=config.insecure)
+    _secured(missing_in_dynamo(config, os.environ), insecure=config.insecure)
     try:
         RouterAuthentication(config.fleet_secret_file)
         ServerTls.of(config.tls_cert, config.tls_key)

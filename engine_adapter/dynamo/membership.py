@@ -111,5 +111,6 @@ class DynamoMembership:
                 self._worker.open_requests,
                 self._drain_seconds,
             )
+            self._worker.break_off()
         finally:
             await self._connection.close()

@@ -19,6 +19,7 @@ from engine_adapter.dynamo.requests import (
     served_rank,
     token_stops,
 )
+from engine_adapter.engine import EngineFailed
 from engine_adapter.serving.generation import AnswerStream
 from engine_adapter.serving.http import RankTracing, ServedModelInfo
 from fleet.completions import DECISION_HEADER
@@ -64,6 +65,8 @@ class DynamoWorker:
         self._open = Counter(dict.fromkeys(ranks, 0))
         self._idle = asyncio.Event()
         self._idle.set()
+        self._answers: set[AnswerStream] = set()
+        self._broken_off = False
         self.refused = 0
         """Requests that were malformed or asked for what the engine cannot do."""
 
@@ -97,14 +100,27 @@ class DynamoWorker:
         self._begin(rank)
         try:
             answer = await engine.submit(generation)
+            self._answers.add(answer)
             try:
                 async with aclosing(_chunks(parsed, engine, answer, context)) as chunks:
                     async for chunk in chunks:
                         yield chunk
+                self._check_unbroken(answer)
             finally:
+                self._answers.discard(answer)
                 self._record(rank, context, answer)
         finally:
             self._end(rank)
+
+    def break_off(self) -> None:
+        """End all open requests with EngineFailed, so that routers continue them elsewhere."""
+        self._broken_off = True
+        for answer in tuple(self._answers):
+            answer.cancel()
+
+    def _check_unbroken(self, answer: AnswerStream) -> None:
+        if self._broken_off and (answer.outcome is None or answer.outcome.reason == "cancelled"):
+            raise EngineFailed("the worker is stopping, and its time for open requests is over")
 
     def _rank_for(self, request: PreprocessedRequest) -> int:
         """Return the rank that the router chose, else the one with the fewest open requests."""

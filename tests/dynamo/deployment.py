@@ -89,7 +89,8 @@ class DynamoFrontend:
 class DynamoDeployment:
     """Processes of one deployment while the context lasts. Environment as Dynamo documents it."""
 
-    def __init__(self, folder: Path, events: str = "zmq", nats: str = "") -> None:
+    def __init__(self, folder: Path, events: str = "zmq", nats: str = "", etcd: str = "") -> None:
+        """nats: URL of the server of the event plane. etcd: URL of the server for discovery, else files."""
         self.folder = folder
         self.variables = {
             "DYN_DISCOVERY_BACKEND": "file",
@@ -103,7 +104,11 @@ class DynamoDeployment:
             "HF_HUB_OFFLINE": "1",
             "HOME": str(folder),
             "XDG_STATE_HOME": str(folder / "state"),
-        } | ({"NATS_SERVER": nats} if nats else {})
+        }
+        if nats:
+            self.variables |= {"NATS_SERVER": nats}
+        if etcd:
+            self.variables |= {"DYN_DISCOVERY_BACKEND": "etcd", "ETCD_ENDPOINTS": etcd}
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:

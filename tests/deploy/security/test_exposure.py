@@ -4,12 +4,13 @@ less."""
 import hashlib
 import socket
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from deploy.sections import WorkerConfig
-from deploy.security.exposure import is_loopback, missing_at_ranks, missing_at_router
+from deploy.security.exposure import is_loopback, missing_at_ranks, missing_at_router, missing_in_dynamo
 from router.config import RouterConfig
 from tests.deploy.commands import roost
 
@@ -135,3 +136,31 @@ def test_files_that_cannot_be_used_end_the_command_at_once(
     monkeypatch.setenv(variable, "info" if "LOG" in variable else str(tmp_path / "short"))
     result = roost(*arguments)
     assert (result.exit_code, complaint in result.output) == (2, True), result.output
+
+
+def test_dynamos_runtime_listens_for_other_machines_only_if_told_so() -> None:
+    worker, here = WorkerConfig(dynamo="prod"), "127.0.0.1"
+    complaint = missing_in_dynamo(worker, {})
+    assert complaint is not None
+    assert "set DYN_TCP_RPC_HOST and DYN_EVENT_PLANE_HOST to 127.0.0.1" in complaint
+    assert "--tls-terminated" in complaint
+    events = missing_in_dynamo(worker, {"DYN_TCP_RPC_HOST": here, "DYN_EVENT_PLANE_HOST": "0.0.0.0"})
+    assert events is not None
+    assert "set DYN_EVENT_PLANE_HOST to" in events
+    assert missing_in_dynamo(worker, {"DYN_TCP_RPC_HOST": here, "DYN_EVENT_PLANE_HOST": here}) is None
+    assert missing_in_dynamo(worker, {"DYN_TCP_RPC_HOST": here, "DYN_EVENT_PLANE": "nats"}) is None
+    assert missing_in_dynamo(WorkerConfig(dynamo="prod", tls_terminated=True), {}) is None
+    assert missing_in_dynamo(WorkerConfig(), {}) is None
+
+
+@pytest.mark.skipif(find_spec("dynamo") is None, reason="needs the extra dynamo")
+def test_a_worker_in_dynamo_says_what_its_address_lacks(
+    elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE_HOST", "DYN_REQUEST_PLANE", "DYN_EVENT_PLANE"):
+        monkeypatch.delenv(variable, raising=False)
+    result = roost("worker", "--engine", "simulated", "--dynamo", "prod")
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "DYN_TCP_RPC_HOST" in said
+    assert "--insecure does so all the same" in said

@@ -9,7 +9,7 @@ import pytest
 from engine_adapter.dynamo.card import WorkerCard, card_of
 from engine_adapter.dynamo.membership import DynamoFailed, DynamoMembership, RequestHandler
 from engine_adapter.dynamo.worker import DynamoWorker
-from engine_adapter.engine import RankLoad
+from engine_adapter.engine import EngineFailed, RankLoad
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
 from tests.engine_adapter.dynamo.request_builders import FakeContext, request
@@ -108,6 +108,19 @@ async def test_it_waits_for_the_ranks_of_other_processes_and_no_longer_than_it_m
     assert asked.is_set()
     assert asyncio.get_running_loop().time() - began == pytest.approx(3.0, abs=0.01)
     assert joined.link.calls[-2:] == ["withdraw", "close"]
+    await joined.end()
+
+
+async def test_what_is_open_when_the_time_is_over_is_left_to_other_workers(tmp_path: Path) -> None:
+    joined = Joined(tmp_path)
+    await joined.membership.open()
+    async with joined.membership:
+        chunks = await joined.answer(max_tokens=2000)
+    assert not any(rank.take_facts().load.running for rank in joined.engine.ranks)
+    with pytest.raises(EngineFailed, match="time for open requests is over"):
+        async for _ in chunks:
+            pass
+    assert joined.link.calls[-1] == "close"
     await joined.end()
 
 
