@@ -63,6 +63,12 @@ async def test_texts_are_those_of_the_engine_itself(dynamo: DynamoDeployment) ->
             expected = await direct(url, text, **fields)
             found = (await frontend.complete(text, **fields))["choices"][0]
             assert (found["text"], found["finish_reason"]) == (expected["text"], expected["finish_reason"])
+        fields = {"temperature": 0, "max_tokens": 24}  # with ignore_eos the frontend ignores stop strings too
+        whole = (await direct(url, text, **fields))["text"]
+        for stop in (whole[3:4], whole[2:5]):
+            expected = await direct(url, text, **fields, stop=[stop])
+            found = (await frontend.complete(text, **fields, stop=[stop]))["choices"][0]
+            assert (found["text"], found["finish_reason"]) == (expected["text"], "stop")
     expected = await direct(url, TEXTS[0], **GREEDY, logprobs=2)
     found = (await frontend.complete(TEXTS[0], **GREEDY, logprobs=2))["choices"][0]
     assert found["logprobs"]["token_logprobs"] == pytest.approx(
