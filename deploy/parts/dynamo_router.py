@@ -6,20 +6,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bus.nats.foreign import ForeignSubjects
-from bus.protocol.subjects import KV_EVENTS, KV_METRICS
+from bus.protocol.subjects import KV_EVENTS
 from deploy.parts.dynamo import planes
 from deploy.parts.part_tasks import PartTasks
+from engine_adapter.batching.tokenizer_archive import archived
 from router.dynamo.config import DynamoConfig
 from router.dynamo.follower import WorkerFollower
 from router.dynamo.ports import EventFeed, RecordStore
 from router.dynamo.runtime import DynamoRuntime, RuntimePlanes
 from router.dynamo.serving import DynamoFrontDoor
 from router.dynamo.stores import EtcdStore, FileStore
+from router.dynamo.workers import RoutedWorker
 from router.dynamo.zmq_events import ZmqFeed
 from router.service import RouterService
+from router.tokenization.tokenizer import BadTokenizer
 
 log = logging.getLogger(__name__)
 
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _LEAVE_SECONDS = 1.0
 """Time for frontends to notice that the router has left discovery; until then it accepts requests."""
 
@@ -83,6 +87,7 @@ class RouterInDynamo:
         while worker is None:
             await asyncio.sleep(self._config.poll_seconds)
             worker = self._follower.offered(self._config.model)
+        await self._load_tokenizer(worker)
         await self._runtime.prepare(worker)
         serving = asyncio.ensure_future(self._runtime.serve(name, self._door.handle))
         await self._runtime.offer(name, worker.card, worker.joined.model, worker.card.surfaces)
@@ -94,6 +99,17 @@ class RouterInDynamo:
         )
         await serving
         raise OSError("Dynamo's runtime ended, e.g. because it lost its lease in discovery")
+
+    async def _load_tokenizer(self, worker: RoutedWorker) -> None:
+        """Load the tokenizer from the folder that a worker's card names, for callers of /v1/route who send
+        text. Without it the router serves frontends all the same."""
+        folder, digest = Path(worker.card.source_path), worker.joined.tokenizer
+        try:
+            files = {name: (folder / name).read_bytes() for name in _TOKENIZER if (folder / name).is_file()}
+            if digest is not None:
+                await self._service.tokenizers.add(digest, archived(files))
+        except (OSError, BadTokenizer) as error:
+            log.warning("/v1/route takes no text: the tokenizer in %s cannot be used: %s", folder, error)
 
     async def leave(self) -> None:
         """Leave discovery, so that frontends send nothing more, and give them time to notice."""
@@ -107,6 +123,7 @@ class RouterInDynamo:
                 await self._door.drained()
         except TimeoutError:
             log.warning("requests of Dynamo's frontends were still open after the drain, and break off")
+        await self._runtime.withdraw_model()
 
 
 async def _store(discovery: str, environment: Mapping[str, str]) -> RecordStore:
@@ -128,9 +145,7 @@ async def _feed(
     if events == "nats":
         scope = f"namespace.{config.namespace}.component.*.endpoint.*"
         subjects = await ForeignSubjects.open(
-            environment.get("NATS_SERVER", "nats://127.0.0.1:4222"),
-            f"{scope}.{KV_EVENTS}",
-            f"{scope}.{KV_METRICS}",
+            environment.get("NATS_SERVER", "nats://127.0.0.1:4222"), f"{scope}.{KV_EVENTS}"
         )
         tasks.push_async_callback(subjects.close)
         return NatsFeed(subjects)

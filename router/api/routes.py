@@ -402,6 +402,13 @@ class HotRoutes:
         decoded = await self._decoded(kind, request_log, body)
         request = decoded.request
         table = await self.service.wait_queue.live_target_table(request_log, request.model)
+        if not table.targets[0].url.startswith("http"):
+            raise ApiError(
+                404,
+                f"the model {request.model!r} is served by workers of another runtime: send the request to"
+                f" its frontend; {ROUTE_PATH} here says which worker it should get",
+                code="route_not_found",
+            )
         settings, states = await self._completion_states(request_log, decoded, table)
         request_log.prompt_tokens = sum(len(state.prompt) for state in states[:: settings.n])
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"

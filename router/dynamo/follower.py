@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from bus import BusError, Received
-from fleet.facts.dynamo_kv import KvMetrics, RoutedKvEvent
+from fleet.facts.dynamo_kv import RoutedKvEvent
 from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
 from router.dynamo.config import DynamoConfig
 from router.dynamo.envelopes import PublishedEvents, decode_nats, decode_zmq
@@ -174,11 +174,8 @@ class WorkerFollower:
             self.refused["message"] += 1
             log.debug("a message of Dynamo's workers is ignored: %s", error)
             return
-        if found is None:
-            return
-        if isinstance(found.content, KvMetrics):
-            self._take_load(found.content)
-        elif found.content:
+        # A load (kv_metrics) counts blocks, but no requests. It would replace bookings, which count both.
+        if found is not None and isinstance(found.content, tuple) and found.content:
             self._take_blocks(found, found.content)
 
     def _take_blocks(self, found: PublishedEvents, events: tuple[RoutedKvEvent, ...]) -> None:
@@ -193,15 +190,6 @@ class WorkerFollower:
         self._subscriber.kv.receive(
             Received(_SUBJECT, found.publisher_id, found.sequence, found.published_at, events)
         )
-
-    def _take_load(self, load: KvMetrics) -> None:
-        """Apply a load report that counts requests. Dynamo's own workers report blocks only, and then this
-        router's bookings tell more: a report would replace them.
-        """
-        worker = self.workers.get(load.worker_id)
-        if worker is None or load.running is None:
-            return
-        self._subscriber.handle(msgspec.structs.replace(load, dp_rank=load.dp_rank - worker.first_rank))
 
     async def _snapshot(self, request: KvSnapshotRequested) -> KvSnapshot:
         """Return the blocks of a rank from Dynamo's own index, which recovers them from the workers.

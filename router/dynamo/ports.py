@@ -1,6 +1,6 @@
 """The services that the router needs of Dynamo's runtime. `runtime` provides it; tests provide others."""
 
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, MutableMapping
 from typing import Any, Protocol
 
 from router.dynamo.wire.requests import Json
@@ -46,7 +46,7 @@ class WorkerCalls(Protocol):
         ...
 
 
-Handler = Callable[[Any, Any], AsyncIterator[Json]]
+Handler = Callable[[Any, Any], AsyncGenerator[Json, None]]
 """Serves a request: (body, context) to the items of the answer."""
 
 

@@ -4,8 +4,9 @@ Dynamo.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from functools import wraps
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from dynamo._core import (
@@ -124,8 +125,9 @@ class DynamoRuntime:
         @wraps(handler)
         async def translated(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
-                async for item in handler(request, context):
-                    yield item
+                async with aclosing(handler(request, context)) as items:
+                    async for item in items:
+                        yield item
             except ApiError as error:
                 raise _refusal(error) from error
 
@@ -162,14 +164,21 @@ class DynamoRuntime:
             ) from error
 
     async def withdraw(self) -> None:
-        """Take the model and the endpoint out of discovery, so that frontends send nothing more."""
-        if self._own is None:
-            return
-        for step in (unregister_model(self._own), self._own.unregister_endpoint_instance()):
-            try:
-                await step
-            except Exception as error:  # noqa: BLE001 Dynamo's errors have no common type
-                log.warning("the router could not leave Dynamo's discovery: %s", error)
+        """Take the endpoint out of discovery, so that frontends send nothing more. The model stays: frontends
+        break off the open requests of a model that nothing offers any longer.
+        """
+        await self._leave(self._own.unregister_endpoint_instance if self._own is not None else None)
+
+    async def withdraw_model(self) -> None:
+        """Take the model out of discovery, once no request is open."""
+        await self._leave(None if self._own is None else partial(unregister_model, self._own))
+
+    async def _leave(self, step: Callable[[], Awaitable[None]] | None) -> None:
+        try:
+            if step is not None:
+                await step()
+        except Exception as error:  # noqa: BLE001 Dynamo's errors have no common type
+            log.warning("the router could not leave Dynamo's discovery: %s", error)
 
     def shutdown(self) -> None:
         """End the runtime: its tasks, its lease, its endpoint."""

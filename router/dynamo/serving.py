@@ -69,13 +69,13 @@ class DynamoFrontDoor:
         """Return when no request is open."""
         await self._idle.wait()
 
-    async def handle(self, body: Any, context: CallContext) -> AsyncIterator[Json]:
+    async def handle(self, body: Any, context: CallContext) -> AsyncGenerator[Json, None]:
         """Serve one request. ApiError when it cannot be answered, or not to its end."""
         service = self._service
         request_log = RequestLog(context.id(), service.new_decision_id(), PATH, service.clock())
         headers = {**context.metadata, **(context.trace_headers() or {})}
         if self._tracing is not None:
-            request_log.trace = self._tracing.request("dynamo", PATH, headers, time.time_ns())
+            request_log.trace = self._tracing.request("text_completion", PATH, headers, time.time_ns())
         else:
             request_log.pass_on = {name: headers[name] for name in _TRACE_CONTEXT if name in headers}
         outcome, answer = RequestEnd.FAILED, None

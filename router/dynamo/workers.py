@@ -13,7 +13,6 @@ import xxhash
 from fleet.facts.engines import Capabilities, EngineJoined
 from router.dynamo.wire.discovery import (
     KV_EVENTS,
-    KV_METRICS,
     DynamoCard,
     EndpointName,
     EventChannel,
@@ -94,8 +93,7 @@ def workers_of(records: Iterable[Record], namespace: str, own: EndpointName) -> 
 
 def _concerns(channel: EventChannel, namespace: str) -> bool:
     endpoint = channel.scope.endpoint
-    topics = KV_EVENTS, KV_METRICS
-    return endpoint is not None and endpoint.namespace == namespace and channel.topic in topics
+    return endpoint is not None and endpoint.namespace == namespace and channel.topic == KV_EVENTS
 
 
 def unusable_because(card: DynamoCard) -> str | None:

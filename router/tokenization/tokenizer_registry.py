@@ -56,6 +56,13 @@ class TokenizerRegistry:
         self._due.ask(digest)
         return "its tokenizer is being fetched"
 
+    async def add(self, digest: str, archive: bytes) -> None:
+        """Add a tokenizer that no engine publishes on the bus. BadTokenizer when it cannot be used."""
+        self._known[digest] = await asyncio.get_running_loop().run_in_executor(
+            self._threads, ModelTokenizer.from_archive, archive, self.seen
+        )
+        self._archives[digest] = archive
+
     def keep_only(self, digests: set[str]) -> None:
         """Forget tokenizers that no engine names."""
         for digest in self._known.keys() - digests:

@@ -19,7 +19,6 @@ Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 KV_EVENTS = "kv-events"
-KV_METRICS = "kv_metrics"
 
 
 class RuntimeLimits(msgspec.Struct, frozen=True):

@@ -166,7 +166,7 @@ async def test_a_client_that_leaves_ends_the_request_and_blames_no_worker() -> N
 async def test_an_answer_that_is_abandoned_leaves_nothing_booked() -> None:
     async with dynamo_fleet(11) as fleet:
         body = {"model": "tiny", "token_ids": PROMPT, "stop_conditions": {"max_tokens": 8}}
-        async with aclosing(fleet.door.handle(body, FakeContext())) as items:  # type: ignore[type-var]
+        async with aclosing(fleet.door.handle(body, FakeContext())) as items:
             await anext(items)
         table = fleet.service.scheduler.target_table("tiny")
         assert not fleet.service.scheduler.reservations.load(table.rows, fleet.service.clock()).any()

@@ -1,0 +1,208 @@
+"""Roost between an unmodified frontend of Dynamo and Dynamo's workers."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.rig.processes import ROOST
+from deploy.sections import DEMO_CHECKPOINT
+from tests.conftest import free_port
+from tests.dynamo.deployment import NAMESPACE, DynamoDeployment, DynamoFrontend, DynamoProcess, until
+from tests.dynamo.environment import PYTHON, ROOT
+
+pytestmark = pytest.mark.slow
+
+REQUESTS, TOKENS, KILLED_EVERY = 200, 120, 5.0
+
+
+async def mocker(dynamo: DynamoDeployment, number: int) -> DynamoProcess:
+    """Start one of Dynamo's own mockers. An answer of TOKENS takes about a second."""
+    command = [
+        str(PYTHON),
+        "-m",
+        "dynamo.mocker",
+        "--model-path",
+        str(DEMO_CHECKPOINT),
+        "--model-name",
+        "tiny",
+    ]
+    command += ["--endpoint", "dyn://workers.backend.generate", "--num-workers", "1", "--block-size", "16"]
+    command += ["--num-gpu-blocks-override", "4096", "--speedup-ratio", "1", "--max-num-seqs", "64"]
+    return await dynamo.start(f"mocker-{number}", command)
+
+
+async def roost(dynamo: DynamoDeployment, *options: str) -> str:
+    """Start `roost router --dynamo`, whose own endpoint is in the frontends' namespace, and return its URL."""
+    port = free_port()
+    command = [
+        *ROOST,
+        "router",
+        "--dynamo",
+        "workers",
+        "--frontend-migration-limit",
+        "0",
+        "--port",
+        str(port),
+    ]
+    process = await dynamo.start(
+        "roost",
+        [*command, *options],
+        PYTHONPATH=str(ROOT),
+        ROOST_DYNAMO_ENDPOINT=f"{NAMESPACE}.router.generate",
+    )
+
+    async def offers() -> bool:
+        assert process.process.returncode is None, process.log.read_text()
+        return f"at {NAMESPACE}.router.generate" in process.log.read_text()
+
+    await until(offers, f"roost offers the model; see {process.log}")
+    return f"http://127.0.0.1:{port}"
+
+
+async def frontend(dynamo: DynamoDeployment, *options: str) -> DynamoFrontend:
+    return await dynamo.frontend("round-robin", "--migration-limit", "0", *options)
+
+
+async def test_no_request_is_lost_while_workers_are_killed(dynamo: DynamoDeployment) -> None:
+    mockers = [await mocker(dynamo, number) for number in range(4)]
+    url = await roost(dynamo)
+    door = await frontend(dynamo)
+    limit = asyncio.Semaphore(8)
+
+    async def ask(number: int) -> int:
+        prompt = f"group {number % 8} " + "and some more words " * (number % 8 + 2) + str(number)
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True}
+        async with limit:
+            if number % 2:
+                whole = await door.complete(prompt, max_tokens=TOKENS, ignore_eos=True)
+                return int(whole["usage"]["completion_tokens"])
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            answer = await door.client.post("/v1/completions", json=body)
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+            assert lines[-1] == "[DONE]", answer.text[-500:]
+            return int(json.loads(lines[-2])["usage"]["completion_tokens"])
+
+    async def kill() -> None:
+        for at in range(1000):
+            await asyncio.sleep(KILLED_EVERY)
+            mockers[at % 4].process.send_signal(signal.SIGKILL)
+            mockers[at % 4] = await mocker(dynamo, 10 + at)
+
+    killer = asyncio.create_task(kill())
+    try:
+        counts = await asyncio.gather(*(ask(number) for number in range(REQUESTS)))
+    finally:
+        killer.cancel()
+    assert counts == [TOKENS] * REQUESTS
+    async with httpx.AsyncClient() as client:
+        metrics = (await client.get(f"{url}/metrics")).text
+    retried = [
+        float(line.split()[-1])
+        for line in metrics.splitlines()
+        if line.startswith("roost_router_retries_total")
+    ]
+    assert sum(retried) > 0, "no worker died while it served a request"
+
+
+async def test_overlaps_are_those_of_dynamos_own_router(dynamo: DynamoDeployment) -> None:
+    for number in range(4):
+        await mocker(dynamo, number)
+    url = await roost(dynamo)
+    door = await frontend(dynamo)
+    prompts = [[(group * 100 + at) % 250 for at in range(40 + 16 * group)] for group in range(8)]
+    for prompt in prompts:
+        await door.complete(prompt, max_tokens=4)
+    ours: dict[int, dict[int, int]] = {}
+    theirs: dict[int, dict[int, int]] = {}
+
+    async def equal() -> bool:
+        async with httpx.AsyncClient(timeout=60) as client:
+            for at, prompt in enumerate(prompts):
+                answer = await client.post(f"{url}/v1/route", json={"model": "tiny", "prompt": prompt})
+                assert answer.status_code == 200, answer.text
+                ours[at] = {
+                    int(one["worker_id"]): one["overlap_blocks"]
+                    for one in answer.json()["candidates"]
+                    if one["overlap_blocks"]
+                }
+        theirs.update(await _dynamos_overlaps(dynamo, prompts))
+        return ours == theirs
+
+    await until(equal, "the overlaps of both are equal")
+    assert sum(value for one in ours.values() for value in one.values()) >= 8 * 2
+
+
+async def _dynamos_overlaps(dynamo: DynamoDeployment, prompts: list[list[int]]) -> dict[int, dict[int, int]]:
+    """Return the overlap in blocks of each prompt with each worker, as Dynamo's KvRouter sees it."""
+    program = (
+        "import asyncio, json, sys\n"
+        "from dynamo._core import DistributedRuntime, KvRouter, KvRouterConfig\n"
+        "async def main():\n"
+        "    runtime = DistributedRuntime(asyncio.get_running_loop(), 'file', 'tcp', event_plane='zmq')\n"
+        "    router = KvRouter(runtime.endpoint('workers.backend.generate'), 16, KvRouterConfig())\n"
+        "    await asyncio.sleep(2)\n"
+        "    found = [await router.get_overlap_scores(one) for one in json.loads(sys.argv[1])]\n"
+        "    print(json.dumps([{str(w['worker_id']): w['device_blocks'] for w in one['workers']} for one in found]))\n"
+        "asyncio.run(main())\n"
+    )
+    child = await asyncio.create_subprocess_exec(
+        *(str(PYTHON), "-c", program, json.dumps(prompts)),
+        env=os.environ | dynamo.variables | {"PYTHONPATH": ""},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    out, _ = await child.communicate()
+    lines = [line for line in out.decode().splitlines() if line.startswith("[{")]
+    return {
+        at: {int(worker): blocks for worker, blocks in one.items() if blocks}
+        for at, one in enumerate(json.loads(lines[-1]))
+    }
+
+
+async def test_one_trace_leads_from_the_client_to_our_worker(dynamo: DynamoDeployment) -> None:
+    spans = dynamo.folder / "router-spans.jsonl"
+    worker_spans = dynamo.folder / "worker-spans.jsonl"
+    for name in ("one", "two"):
+        await dynamo.worker(
+            name, "--engine", "simulated", "--ranks", "1", "--dynamo", "workers", "--spans", str(worker_spans)
+        )
+    dynamo.variables |= {"DYN_LOGGING_JSONL": "true", "DYN_LOG": "info"}  # else the frontend makes no spans
+    await roost(dynamo, "--spans", str(spans))
+    door = await frontend(dynamo)
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    model = (await door.models())[0]
+    for _ in range(3):
+        answer = await door.client.post(
+            "/v1/completions",
+            json={"model": model, "prompt": "The owl sat in the old tower", "max_tokens": 8},
+            headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"},
+        )
+        assert answer.status_code == 200, answer.text
+
+    refused = await door.client.post(
+        "/v1/completions",
+        json={"model": model, "prompt": "The owl", "presence_penalty": 0.5, "max_tokens": 4},
+    )
+    assert refused.status_code == 400, refused.text
+
+    async def traced() -> bool:
+        return len(_spans(spans, trace, "roost.decide")) == 3 and bool(_spans(worker_spans, trace, ""))
+
+    await until(traced, "router and worker have recorded the trace")
+    assert {span["service"] for span in _spans(worker_spans, trace, "")} == {"roost-engine"}
+    candidates = [event for span in _spans(spans, trace, "roost.decide") for event in span["events"]]
+    assert len(candidates) == 6
+    assert {event["name"] for event in candidates} == {"roost.candidate"}
+
+
+def _spans(file: Path, trace: str, name: str) -> list[Any]:
+    """Return the spans of a trace in a file, by their name."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = [json.loads(line) for line in lines if trace in line]
+    return [span for span in found if name in span["name"]]
