@@ -5,7 +5,8 @@ Two ranks serve the demo model under expert parallelism (EP), with the experts o
 by what they compute: a number of decoding sequences with short or long contexts, or prompt tokens of one rank
 or of all ranks. The prediction of a step is `fleet.timing.step_seconds`, with the speeds that the engine
 states at its join, and the tokens, KV blocks and experts of the step. A group's error is the median over its
-steps. All groups alternate in every round.
+steps. All groups alternate in every round. How much the median of the same group differs between the rounds
+shows what this machine can tell.
 
     python -m benchmarks.step_model --quick
 """
@@ -42,6 +43,8 @@ NEW_TOKENS = 24
 KV_BLOCKS = 2048
 RANDOM = ModelShape(layers=4, experts=32, top_k=4, hidden=512, expert_intermediate=256)
 """with --random: longer steps, of larger matrices"""
+PROMPT_TIMES = 6
+"""how often a round serves prompts, which have a step or two each time"""
 FEWEST = 3
 """steps of a group that count"""
 ERROR = 0.15
@@ -67,6 +70,11 @@ class Case(NamedTuple):
         if tensor_parallel or self.alone:
             return [made, *[[] for _ in range(RANKS - 1)]]
         return [made[rank::RANKS] for rank in range(RANKS)]
+
+    @property
+    def times(self) -> int:
+        """How often a round serves it."""
+        return 1 if self.new_tokens > 1 else PROMPT_TIMES
 
     def has(self, step: EngineStep) -> bool:
         """Return True for a step of this kind: all sequences decode, or every rank that got a prompt computes
@@ -116,29 +124,40 @@ class Measured(NamedTuple):
     case: str
     seconds: NDArray[np.float64]
     predicted: NDArray[np.float64]
+    spread: float
+    """`spread` of its rounds."""
 
     def error(self, fastest: float) -> float:
         """Return the relative error of the prediction, at this quantile of the steps from the fastest."""
         return float(np.quantile(self.predicted / self.seconds, 1.0 - fastest)) - 1.0
 
 
+def spread(rounds: Sequence[Sequence[float]]) -> float:
+    """Return the difference between the highest and the lowest median of the rounds' steps, over the median
+    of all. 0 if no two rounds have steps."""
+    medians = [float(np.median(one)) for one in rounds if one]
+    return (max(medians) - min(medians)) / float(np.median(np.concatenate(rounds))) if medians else 0.0
+
+
 def steps_by_case(
     engine: TimedEngine, layout: LayoutCase, every: Sequence[Case], rounds: int
-) -> dict[str, list[EngineStep]]:
-    """Serve all cases in every round, in another order each time. The first round warms the engine and does
-    not count."""
+) -> dict[str, list[list[EngineStep]]]:
+    """Serve all cases in every round, in another order each time. Return the steps of each round. The first
+    round warms the engine and does not count."""
     dice = np.random.default_rng(1)
-    begins: list[tuple[int, Case, bool]] = []
+    begins: list[tuple[int, Case, int]] = []
     for number in range(rounds + 1):
-        for at in dice.permutation(len(every)).tolist():
+        order = dice.permutation(np.repeat(np.arange(len(every)), [case.times for case in every]))
+        for at in order.tolist():
             case = every[at]
             first = engine.serve(case.prompts(dice, layout.tensor_parallel), case.new_tokens)
-            begins.append((first, case, number > 0))
-    steps, found = engine.steps(), defaultdict(list)
+            begins.append((first, case, number))
+    steps = engine.steps()
+    found: dict[str, list[list[EngineStep]]] = {case.name: [[] for _ in range(rounds)] for case in every}
     ends = [first for first, _, _ in begins[1:]] + [len(steps)]
-    for (first, case, counts), end in zip(begins, ends, strict=True):
-        if counts:
-            found[case.name] += [step for step in steps[first:end] if case.has(step)]
+    for (first, case, number), end in zip(begins, ends, strict=True):
+        if number:
+            found[case.name][number - 1] += [step for step in steps[first:end] if case.has(step)]
     return found
 
 
@@ -151,12 +170,13 @@ def measure(
         assert speed is not None
         groups = steps_by_case(engine, layout, every, rounds)
     found = []
-    for case in every:
-        steps = groups.get(case.name, [])
+    for name, by_round in groups.items():
+        steps = [one for each in by_round for one in each]
         if len(steps) >= FEWEST:
             seconds = np.array([one.seconds for one in steps])
             predicted = np.array([one.predicted(speed, shape, layout.placement) for one in steps])
-            found.append(Measured(layout, case.name, seconds, predicted))
+            differ = spread([[one.seconds for one in each] for each in by_round])
+            found.append(Measured(layout, name, seconds, predicted, differ))
     return found, speed
 
 
@@ -183,7 +203,7 @@ def main(
     """Compare measured and predicted step times."""
     every = list(cases(PROMPTS[1::2] if quick else PROMPTS, BATCHES[::2] if quick else BATCHES))
     columns = ["layout, steps of", "steps", "median ms", "fastest tenth ms", "predicted ms", "error %"]
-    report = Report("step times", columns)
+    report = Report("step times", [*columns, "rounds differ by %"])
     fastest = FASTEST if busy else 0.5
     worst: dict[str, float] = defaultdict(float)
     with model(random) as (checkpoint, shape):
@@ -197,6 +217,7 @@ def main(
                     len(one.seconds),
                     *(1e3 * float(time) for time in times),
                     100 * error,
+                    100 * one.spread,
                 )
                 worst[attention] = max(worst[attention], abs(error))
             stated = {name: float(f"{value:.3g}") for name, value in msgspec.to_builtins(speed).items()}

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.rig.step_times.timed_engine import EngineStep
 from benchmarks.rig.step_times.timed_rank import RawStep, TimedStep, evaluated
-from benchmarks.step_model import RANKS, Case, cases, layouts
+from benchmarks.step_model import RANKS, Case, cases, layouts, spread
 from fleet.experts import ModelShape
 from fleet.timing import EngineSpeed, gathered_bytes
 
@@ -82,3 +82,9 @@ def test_every_case_has_its_prompts_on_the_ranks_that_take_them() -> None:
             assert {len(prompt) for own in made for prompt in own} == {case.prompt}
             if tensor_parallel or case.alone:
                 assert not any(made[1:])
+
+
+def test_rounds_differ_by_the_range_of_their_medians_relative_to_all_steps() -> None:
+    assert spread([[1.0, 2.0, 9.0], [], [3.0]]) == pytest.approx((3.0 - 2.0) / 2.5)
+    assert spread([[], [4.0, 4.0]]) == 0
+    assert spread([[], []]) == 0
