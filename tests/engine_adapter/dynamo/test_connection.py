@@ -34,7 +34,7 @@ async def member(
     monkeypatch.setenv("DYN_EVENT_PLANE_HOST", "127.0.0.1")
     monkeypatch.setenv("DYN_SELF_HOST_METADATA", "0")
     monkeypatch.setenv("DYN_LOG", "error")
-    config = SimulatedConfig(**{"ranks": 2, "time_scale": 0.05} | settings)
+    config = SimulatedConfig(**{"ranks": 2, "time_scale": 1.0} | settings)
     engine = SimulatedEngine(config)
     runs = [asyncio.create_task(rank.run(), name="a rank under test") for rank in engine.ranks]
     write_model_folder(
@@ -85,7 +85,7 @@ async def test_a_full_or_failed_engine_is_an_error_that_routers_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the second kind a frontend continues the request elsewhere."""
-    full = {"max_running": 1, "max_waiting": 1, "ranks": 1, "time_scale": 1.0}
+    full = {"max_running": 1, "max_waiting": 1, "ranks": 1}
     async with member(tmp_path / "model", monkeypatch, **full) as (client, engine, instance):
         first = await client.direct(request(max_tokens=2000), instance, annotated=False)
         await anext(first)
@@ -106,7 +106,7 @@ async def test_a_full_or_failed_engine_is_an_error_that_routers_know(
 async def test_requests_that_are_not_over_in_time_are_left_to_other_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with member(tmp_path / "model", monkeypatch, time_scale=1.0) as (client, _, instance):
+    async with member(tmp_path / "model", monkeypatch) as (client, _, instance):
         stream = await client.direct(request(max_tokens=5000), instance, annotated=False)
         await anext(stream)
     with pytest.raises(ValueError, match=r"^Unavailable: .*time for open requests is over"):
