@@ -49,7 +49,7 @@ CHAIN = {
     "roost.handover.prepare": {"roost.handover"},
 }
 """spans, and those right above them"""
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
