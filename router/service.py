@@ -21,7 +21,7 @@ from fleet.facts.engines import ConfigChanged
 from router.admission.retry_budget import RetryBudget
 from router.bodies.reader import BodyReader
 from router.config import RouterConfig
-from router.context import RouterContext
+from router.context import OtherRuntime, RouterContext
 from router.credentials import RouterCredentials
 from router.feedback.decision_feedback import DecisionFeedback
 from router.feedback.outcome_reporter import OutcomeReporter
@@ -88,6 +88,8 @@ class RouterService:
     fleet_subscriber: FleetSubscriber | None = None
     """this, the next and the reporters: None without a bus"""
     peers: PeerRouters | None = None
+    other_runtime: OtherRuntime | None = None
+    """None: all targets are reached over HTTP"""
     _reporters: _Reporters | None = None
 
     def __init__(

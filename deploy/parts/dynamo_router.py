@@ -102,7 +102,10 @@ class RouterInDynamo:
 
     async def _load_tokenizer(self, worker: RoutedWorker) -> None:
         """Load the tokenizer from the folder that a worker's card names, for callers of /v1/route who send
-        text. Without it the router serves frontends all the same."""
+        text. Without it the router serves frontends all the same. An engine of Roost's fleet publishes its
+        tokenizer on the bus."""
+        if worker.in_fleet:
+            return
         folder, digest = Path(worker.card.source_path), worker.joined.tokenizer
         try:
             files = {name: (folder / name).read_bytes() for name in _TOKENIZER if (folder / name).is_file()}

@@ -45,7 +45,7 @@ from router.passthrough.relay import Relay
 from router.passthrough.unstreamed import UnstreamedAnswers
 from router.prefix_index.prompt import TextPrompt, TokenPrompt
 from router.scheduling.decision import NOTHING, Decision
-from router.scheduling.decision_record import Supposed
+from router.scheduling.decision_record import DecisionRecord, Supposed
 from router.scheduling.external_reservations import ReleaseRequest, reserved, waits
 from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
 from router.scheduling.what_if import parsed_query
@@ -402,7 +402,8 @@ class HotRoutes:
         decoded = await self._decoded(kind, request_log, body)
         request = decoded.request
         table = await self.service.wait_queue.live_target_table(request_log, request.model)
-        if not table.targets[0].url.startswith("http"):
+        other = self.service.other_runtime
+        if other is not None and len(other.without_http(table)) == len(table.targets):
             raise ApiError(
                 404,
                 f"the model {request.model!r} is served by workers of another runtime: send the request to"
@@ -423,7 +424,7 @@ class HotRoutes:
         self, query: bytes, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
     ) -> None:
         decision = await self.choose(request_log, body, supposed=parsed_query(query))
-        answer = msgspec.json.encode(decision.record())
+        answer = msgspec.json.encode(self._record(decision))
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
     async def _reserve(
@@ -436,13 +437,19 @@ class HotRoutes:
         decision = await self.choose(request_log, body, reserve=True, wait=wait)
         answer = msgspec.json.encode(
             reserved(
-                decision.record(),
+                self._record(decision),
                 decision.target.url,
                 self.service.external_reservations.seconds,
                 decision.cache_salt,
             )
         )
         await reply.whole(200, [*headers, *_about(decision)], answer)
+
+    def _record(self, decision: Decision) -> DecisionRecord:
+        """Return the record for a caller that sends the request itself."""
+        record, other = decision.record(), self.service.other_runtime
+        named = {} if other is None else other.headers(decision.target.key)
+        return msgspec.structs.replace(record, headers={**record.headers, **named}) if named else record
 
     async def _release(
         self, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes

@@ -111,6 +111,7 @@ class TokenStream:
         """Make one attempt at one rank, for the tokens that are missing."""
         prompt = TokenPrompt(state.prompt + state.emitted if state.emitted else state.prompt, self._seed)
         missing = state.max_tokens - len(state.emitted)
+        other = self._service.other_runtime
         need = RoutingRequest(
             model=self._request_log.model,
             prompt=prompt,
@@ -122,6 +123,7 @@ class TokenStream:
             owner=self._request_log.owner,
             passes_fields=bool(state.fields.binding),
             begun=state.begun,
+            barred=None if other is None else other.without_http,
         )
         decision, failed = await make_attempt(
             self._service,

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -16,8 +17,9 @@ from router.dynamo.ports import EventFeed, RecordStore, WorkerCalls
 from router.dynamo.wire.discovery import Record, decode_record
 from router.dynamo.wire.malformed import Malformed
 from router.dynamo.wire.recovery import Blocks, decode_dump
-from router.dynamo.workers import RoutedWorker, workers_of
+from router.dynamo.workers import RoutedWorker, engine_name, tokenizer_digest, workers_of
 from router.fleet_state.engine_state import EngineStatus
+from router.fleet_state.target_table import RankKey, TargetTable
 from router.service import RouterService
 
 log = logging.getLogger(__name__)
@@ -27,13 +29,31 @@ _DUMP_DELAY_SECONDS = 0.1
 _SUBJECT = "dynamo"
 
 
+_NOT_HERE = "it does not serve in Dynamo's namespace {}"
+_NOT_HTTP = "it is reached over Dynamo alone"
+
+
+class _Reach(NamedTuple):
+    """Ways to the targets of a table."""
+
+    table: TargetTable
+    elsewhere: Mapping[RankKey, str]
+    without_http: Mapping[RankKey, str]
+
+
 class _Dump(NamedTuple):
     at: float
     blocks: Blocks
 
 
 class WorkerFollower:
-    """State: workers by instance id. `refused` counts records and messages that could not be read."""
+    """State: workers by instance id, and by target. `refused` counts records and messages that could not be
+    read.
+
+    A worker that serves ranks of an engine of Roost's fleet adds nothing to the view: engine, blocks, loads
+    and signs of life arrive on Roost's own bus. Until that engine has joined there, and once it is forgotten,
+    the worker is an engine of its own.
+    """
 
     def __init__(
         self,
@@ -47,6 +67,8 @@ class WorkerFollower:
         if service.fleet_subscriber is None or config.namespace is None:
             raise ValueError("a router inside Dynamo needs a bus, if only one in memory, and a namespace")
         self.workers: dict[int, RoutedWorker] = {}
+        self.serving: dict[RankKey, RoutedWorker] = {}
+        """by target, the worker that serves it"""
         self.refused: Counter[str] = Counter()
         self.found = asyncio.Event()
         """set once there is a worker"""
@@ -65,6 +87,8 @@ class WorkerFollower:
         self._dump: dict[str, _Dump] = {}
         self._dumping = asyncio.Lock()
         self._warned: set[int] = set()
+        self._reach: _Reach | None = None
+        service.other_runtime = self
 
     def offered(self, model: str | None) -> RoutedWorker | None:
         """Return a worker of a model (None: of any), the longest present one; None: there is none."""
@@ -106,9 +130,67 @@ class WorkerFollower:
                 log.warning("a worker of Dynamo is not used: %s", reason)
         for instance in self.workers.keys() - workers.serving.keys():
             self._gone(instance)
-        for instance, worker in workers.serving.items():
-            self._present(worker, renewed.get(instance, 0.0))
+        for worker in self._resolved(workers.serving.values()):
+            self._present(worker, renewed.get(worker.instance_id, 0.0))
+        self._serve(renewed)
         self._feed.follow({address for one in workers.channels.values() if (address := one.address)})
+
+    def _resolved(self, found: Iterable[RoutedWorker]) -> list[RoutedWorker]:
+        """Return the workers with the engines whose ranks they serve. Those with the same tokenizer as an
+        engine of Roost's fleet get its digest, so that they serve the same requests.
+        """
+        workers = [self._of_fleet(worker) for worker in found]
+        digests = {tokenizer_digest(one.card): one.joined.tokenizer for one in workers if one.in_fleet}
+        return [one if one.in_fleet else self._own(one, digests) for one in workers]
+
+    def _of_fleet(self, worker: RoutedWorker) -> RoutedWorker:
+        named = worker.card.runtime_config.fleet_engine
+        state = None if named is None else self._service.view.engine(named.worker_id)
+        return worker if state is None else worker.of_fleet(state.joined)
+
+    def _own(self, worker: RoutedWorker, digests: Mapping[str, str | None]) -> RoutedWorker:
+        tokenizer = digests.get(tokenizer_digest(worker.card)) or worker.joined.tokenizer
+        return worker._replace(
+            joined=msgspec.structs.replace(worker.joined, shape=self._config.shape, tokenizer=tokenizer)
+        )
+
+    def _serve(self, renewed: Mapping[int, float]) -> None:
+        """Update `serving`. Of two workers with the same rank, the one that renewed its record last serves
+        it: the other is a connection that was lost.
+        """
+        by_age = sorted(self.workers.values(), key=lambda one: renewed.get(one.instance_id, 0.0))
+        serving = {key: worker for worker in by_age for key in worker.keys}
+        if serving != self.serving:
+            self.serving, self._reach = serving, None
+
+    def elsewhere(self, table: TargetTable) -> Mapping[RankKey, str]:
+        """Return the targets of a table that no worker here serves, with the reason: engines of Roost's fleet
+        that are not in Dynamo.
+        """
+        return self._reached(table).elsewhere
+
+    def without_http(self, table: TargetTable) -> Mapping[RankKey, str]:
+        """See `router.context.OtherRuntime`: workers that are no members of Roost's fleet."""
+        return self._reached(table).without_http
+
+    def _reached(self, table: TargetTable) -> _Reach:
+        if self._reach is None or self._reach.table is not table:
+            here = _NOT_HERE.format(self._namespace)
+            self._reach = _Reach(
+                table,
+                {one.key: here for one in table.targets if one.key not in self.serving},
+                {one.key: _NOT_HTTP for one in table.targets if not one.url.startswith("http")},
+            )
+        return self._reach
+
+    def headers(self, target: RankKey) -> Mapping[str, str]:
+        """See `router.context.OtherRuntime`."""
+        worker = self.serving.get(target)
+        if worker is None:
+            return {}
+        dp_rank = worker.dp_rank(target[1])
+        named = {"x-dynamo-worker-instance-id": str(worker.instance_id)}
+        return named if dp_rank is None else {**named, "x-dynamo-dp-rank": str(dp_rank)}
 
     def _decode(self, stored: dict[str, tuple[float, bytes]]) -> None:
         """Decode what has changed."""
@@ -131,17 +213,24 @@ class WorkerFollower:
         """Add a worker, or record that it is alive."""
         instance, view, now = worker.instance_id, self._service.view, self._service.clock()
         known = self.workers.get(instance)
-        if known is None or known.joined != worker.joined:
-            joined = msgspec.structs.replace(worker.joined, shape=self._config.shape)
+        if known is not None and known.keys != worker.keys:
+            self._gone(instance)
+            known = None
+        if worker.in_fleet:
+            how = f"serves engine {worker.joined.engine} of this fleet"
+        elif known is None or known.joined != worker.joined:
             try:
-                self._subscriber.joined(joined, self._snapshot)
+                self._subscriber.joined(worker.joined, self._snapshot)
             except ValueError as error:
                 log.warning("a worker of Dynamo is not used: %s", error)
                 return
-            self.workers[instance] = worker
-            log.info("worker %s of Dynamo joined, with %d ranks", worker.joined.engine, worker.ranks)
+            how = "joined"
+        self.workers[instance] = worker
+        if known is None:
+            name = engine_name(worker.endpoint, instance)
+            log.info("worker %s of Dynamo %s, with %d ranks", name, how, worker.ranks)
             self.found.set()
-        if self._may_live(instance, renewed):
+        if not worker.in_fleet and self._may_live(instance, renewed):
             view.sign_of_life(instance, now)
             self._service.wait_queue.wake()
 
@@ -162,9 +251,10 @@ class WorkerFollower:
         self._unreachable_since.pop(instance, None)
         for rank in range(worker.ranks):
             self._publishers.pop((instance, rank), None)
-        log.info("worker %s of Dynamo has left", worker.joined.engine)
-        self._service.view.leave(instance)
-        self._service.forget_worker(instance)
+        log.info("worker %s of Dynamo has left", engine_name(worker.endpoint, instance))
+        if not worker.in_fleet:
+            self._service.view.leave(instance)
+            self._service.forget_worker(instance)
 
     def take(self, frames: list[bytes]) -> None:
         """Apply one message of a worker. What cannot be read is counted."""
@@ -181,8 +271,9 @@ class WorkerFollower:
     def _take_blocks(self, found: PublishedEvents, events: tuple[RoutedKvEvent, ...]) -> None:
         """Hand a message to the KV feeds, with ranks counted from the worker's first."""
         worker = self.workers.get(events[0].worker_id)
-        if worker is None:
-            return  # of another namespace, or not discovered yet: its blocks are recovered when it joins
+        if worker is None or worker.in_fleet:
+            # of another namespace, or not discovered yet: its blocks are recovered when it joins
+            return
         if worker.first_rank:
             events = tuple(_from_rank(one, worker.first_rank) for one in events)
         rank = worker.instance_id, events[0].event.dp_rank

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -118,6 +118,7 @@ class DynamoFrontDoor:
         return share > 0 and self._chance.random() < share
 
 
+_NOT_NAMED = "the client named another worker"
 _TRACE_CONTEXT = ("traceparent", "tracestate")
 
 
@@ -239,23 +240,31 @@ class _Answer:
             keys=self._log.keys(),
             owner=self._log.owner,
             begun=self._begun,
-            only=self._pinned(),
+            barred=self._barred,
         )
 
-    def _pinned(self) -> RankKey | None:
-        """Return the rank that the client itself named; None: none, or one that is not known."""
+    def _barred(self, table: TargetTable) -> Mapping[RankKey, str]:
+        """Return the targets that must not serve this request, with reasons."""
+        elsewhere, pinned = self._follower.elsewhere(table), self._pinned()
+        if pinned is None:
+            return elsewhere
+        others = {one.key: _NOT_NAMED for one in table.targets if one.key not in pinned}
+        return {**others, **elsewhere}
+
+    def _pinned(self) -> frozenset[RankKey] | None:
+        """Return the targets of the worker that the client itself named; None: none, or one that is not
+        known.
+        """
         hints = self._request.hints
         named = hints.backend_instance_id if hints.backend_instance_id is not None else hints.decode_worker_id
         worker = None if named is None else self._follower.workers.get(named)
-        if worker is None:
-            return None
-        return worker.instance_id, max(0, (hints.dp_rank or worker.first_rank) - worker.first_rank)
+        return None if worker is None else worker.pinned(hints.dp_rank)
 
     async def _attempt(self, here: RankAttempt, need: RoutingRequest) -> AsyncGenerator[Json, None]:
         """Let one worker produce the missing items. UpstreamFailed when it does not."""
         decision, service, request = here.decision, self._service, self._request
         self._log.decision = decision
-        worker = self._follower.workers.get(decision.target.key[0])
+        worker = self._follower.serving.get(decision.target.key)
         if worker is None:
             raise UpstreamFailed(AttemptFailure.CONNECT, "the worker has left")
         for name, value in (self._log.pass_on if here.span is None else here.span.headers).items():

@@ -1,7 +1,11 @@
 """Dynamo's workers as engines of the fleet, from discovery records. Pure.
 
 A worker is an instance that serves an endpoint and has a model card for it. Each of its data-parallel ranks
-is a target. `rank` counts from 0; Dynamo's `dp_rank` counts from the worker's first rank.
+is a target. `rank` counts the ranks of an engine from 0; Dynamo's `dp_rank` counts from the worker's first
+rank.
+
+A worker is an engine of its own, unless its card says that it serves ranks of an engine of Roost's fleet.
+Then its targets are the ranks of that engine, with its placement, its load and its cached blocks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,6 +25,7 @@ from router.dynamo.wire.discovery import (
     Record,
     ServedEndpoint,
 )
+from router.fleet_state.target_table import RankKey
 
 _MAX_BATCH_TOKENS = 8192
 """Tokens of a step where the card states none: vLLM's default on large GPUs."""
@@ -36,16 +41,48 @@ class RoutedWorker(NamedTuple):
     instance_id: int
     card: DynamoCard
     joined: EngineJoined
+    """the engine whose ranks it serves"""
     first_rank: int
-    """dp_rank of its rank 0"""
+    """dp_rank of the first rank that it serves"""
+    offset: int = 0
+    """number of that rank in the engine"""
 
     @property
     def ranks(self) -> int:
-        return len(self.joined.urls)
+        """Number of ranks that it serves."""
+        return self.card.runtime_config.data_parallel_size
+
+    @property
+    def in_fleet(self) -> bool:
+        """True if its ranks are those of an engine of Roost's fleet."""
+        return self.joined.worker_id != self.instance_id
+
+    @property
+    def keys(self) -> tuple[RankKey, ...]:
+        """Targets that it serves."""
+        return tuple((self.joined.worker_id, self.offset + rank) for rank in range(self.ranks))
 
     def dp_rank(self, rank: int) -> int | None:
-        """Return the dp_rank to send; None where there is no choice."""
-        return self.first_rank + rank if self.ranks > 1 or self.first_rank else None
+        """Return the dp_rank to send for a rank of the engine; None where there is no choice."""
+        return self.first_rank + rank - self.offset if self.ranks > 1 or self.first_rank else None
+
+    def pinned(self, dp_rank: int | None) -> frozenset[RankKey]:
+        """Return the targets that a request with this dp_rank may get; None: it names none."""
+        at = None if dp_rank is None else dp_rank - self.first_rank
+        return frozenset(self.keys if at is None or not 0 <= at < self.ranks else (self.keys[at],))
+
+    def of_fleet(self, joined: EngineJoined) -> "RoutedWorker":
+        """Return the worker as a way to ranks of an engine of Roost's fleet, which number its ranks as Dynamo
+        does. The worker itself if its card names another engine, or does not fit it.
+        """
+        named = self.card.runtime_config.fleet_engine
+        fits = (
+            named == (joined.engine, joined.worker_id)
+            and joined.model == self.joined.model
+            and joined.block_size == self.joined.block_size
+            and self.first_rank + self.ranks <= len(joined.urls)
+        )
+        return self._replace(joined=joined, offset=self.first_rank) if fits else self
 
 
 class Workers(NamedTuple):

@@ -145,7 +145,9 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     are an estimate, which finds only prompts that this fleet's routers sent before
     """
     headers: dict[str, str] = {}
-    """headers that tell the chosen rank from others behind the same URL"""
+    """headers that tell the chosen rank from others behind the same URL or, of the routes for other data
+    planes, behind the same frontend of Dynamo
+    """
     candidates: list[Candidate]
     """lowest score first"""
     excluded: list[Excluded]

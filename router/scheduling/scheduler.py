@@ -78,6 +78,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     """its prompt is sent as ids to servers that otherwise get text (`Capabilities.returns_ids`)"""
     passes_fields: bool = False
     """it has fields that are served only by engines that declare so (`Capabilities.passes_fields`)"""
+    barred: Callable[[TargetTable], Mapping[RankKey, str]] | None = None
+    """further targets of a table that must not serve it, with reasons; None: there are none"""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -486,6 +488,11 @@ class Scheduler(BookingObserver):
                 target.key for target in target_table.targets if not target.engine.capabilities.passes_fields
             ]
             exclusions = exclusions.beside(dict.fromkeys(plain, READS_ONLY))
+        barred = None if need.barred is None else need.barred(target_table)
+        if barred:
+            if len(barred) == len(target_table.targets):
+                raise _all_barred(need.model, barred)
+            exclusions = exclusions.beside(barred)
         return exclusions
 
     def _predict(
@@ -519,6 +526,17 @@ class Scheduler(BookingObserver):
         return TargetPredictions(
             request_prediction, remote, nodes, local, prior, added, prices.priced, home, prices.versions, used
         )
+
+
+def _all_barred(model: str, barred: Mapping[RankKey, str]) -> ApiError:
+    """Return the error of a request that no rank may serve, with the reasons."""
+    reasons = "; ".join(sorted(set(barred.values())))
+    return ApiError(
+        503,
+        f"no rank of model {model!r} may serve this request: {reasons}",
+        code="no_engine",
+        retry_after=2.0,
+    )
 
 
 def _no_candidate(

@@ -4,7 +4,8 @@ The file store and etcd hold the same JSON. The type is in the record, so keys n
 fields are ignored; so are records of other types.
 """
 
-from typing import Annotated, Any
+import re
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -19,6 +20,16 @@ Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 KV_EVENTS = "kv-events"
+_FLEET = "roost"
+"""key of Roost's own data in the card of a worker (`engine_adapter.dynamo.card`)"""
+_WORKER = re.compile(r"[0-9a-f]{16}")
+
+
+class FleetEngine(NamedTuple):
+    """An engine of Roost's fleet: its name, and the worker_id of its incarnation."""
+
+    engine: str
+    worker_id: int
 
 
 class RuntimeLimits(msgspec.Struct, frozen=True):
@@ -31,6 +42,17 @@ class RuntimeLimits(msgspec.Struct, frozen=True):
     kv_event_publishing_enabled: bool | None = None
     runtime_data: dict[str, Any] = {}
     """data of the engine's own, as JSON values"""
+
+    @property
+    def fleet_engine(self) -> FleetEngine | None:
+        """Engine of Roost's fleet whose ranks a worker of ours serves; None: it names none."""
+        told = self.runtime_data.get(_FLEET)
+        engine, worker = (
+            (told.get("engine"), told.get("worker_id")) if isinstance(told, dict) else (None, None)
+        )
+        if not isinstance(engine, str) or not isinstance(worker, str) or not _WORKER.fullmatch(worker):
+            return None
+        return FleetEngine(engine, int(worker, 16))
 
 
 class DynamoCard(msgspec.Struct, frozen=True):

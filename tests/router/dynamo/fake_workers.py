@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from bus.memory import MemoryBroker, MemoryBus
+from bus.protocol.subjects import Subjects
 from router.config import RouterConfig
 from router.dynamo.config import DynamoConfig
 from router.dynamo.follower import WorkerFollower
@@ -32,15 +33,17 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def records_of(instance: int, *, ranks: int = 1, **card: Any) -> dict[str, bytes]:
-    """Discovery's records of one worker: an endpoint and a card."""
+def records_of(
+    instance: int, *, ranks: int = 1, limits: dict[str, Any] | None = None, **card: Any
+) -> dict[str, bytes]:
+    """Discovery's records of one worker: an endpoint and a card. limits: of its `runtime_config`."""
     own = {"instance_id": instance}
     endpoint = next(
         one for one in RECORDED["records"] if one.get("endpoint") == "generate" and one["type"] == "Endpoint"
     )
     model = next(one for one in RECORDED["records"] if one["type"] == "Model")
-    limits = model["card_json"]["runtime_config"] | {"data_parallel_size": ranks}
-    stated = model["card_json"] | {"runtime_config": limits} | card
+    config = model["card_json"]["runtime_config"] | {"data_parallel_size": ranks} | (limits or {})
+    stated = model["card_json"] | {"runtime_config": config} | card
     return {
         f"instances/{instance}": json.dumps(endpoint | own).encode(),
         f"mdc/{instance}": json.dumps(model | own | {"card_json": stated}).encode(),
@@ -71,10 +74,15 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.records: dict[str, bytes] = {}
-        self.now = 1.0
+        self.now = 2.0
+        self.stale: set[int] = set()
+        """instances that no longer renew their records"""
 
     async def read(self) -> dict[str, tuple[float, bytes]]:
-        return {key: (self.now, record) for key, record in self.records.items()}
+        stale = tuple(f"/{one}" for one in self.stale)
+        return {
+            key: (0.0 if key.endswith(stale) else self.now, record) for key, record in self.records.items()
+        }
 
 
 class FakeFeed:
@@ -143,6 +151,8 @@ class DynamoFleet:
     calls: FakeCalls
     follower: WorkerFollower
     door: DynamoFrontDoor
+    bus: MemoryBus
+    subjects: Subjects
 
     async def join(self, *instances: int, **more: Any) -> None:
         for instance in instances:
@@ -186,7 +196,14 @@ async def dynamo_fleet(
     store, feed, calls = FakeStore(), FakeFeed(), FakeCalls()
     follower = WorkerFollower(service, settings, store, feed, calls)
     fleet = DynamoFleet(
-        service, store, feed, calls, follower, DynamoFrontDoor(service, settings, follower, calls)
+        service,
+        store,
+        feed,
+        calls,
+        follower,
+        DynamoFrontDoor(service, settings, follower, calls),
+        bus,
+        broker.subjects,
     )
     async with running(service), asyncio.TaskGroup() as tasks:
         task = tasks.create_task(follower.run())

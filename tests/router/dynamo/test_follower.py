@@ -105,7 +105,7 @@ async def test_a_worker_whose_connection_failed_waits_for_its_next_sign_of_life(
         state = fleet.service.view.engine(11)
         assert state is not None
         assert state.status is EngineStatus.UNREACHABLE
-        fleet.store.now = 2.0
+        fleet.store.now = 3.0
         await until(lambda: state.status is EngineStatus.LIVE)
 
 

@@ -77,7 +77,7 @@ async def test_a_worker_that_refuses_connections_is_not_tried_again_while_its_re
             assert ids_of(await fleet.ask(PROMPT)) == expected(PROMPT, 8)
             await asyncio.sleep(0.02)
         assert metric(fleet.service.metrics, "retries_total", cause="connect") <= 1
-        fleet.calls.down, fleet.store.now = set(), 2.0
+        fleet.calls.down, fleet.store.now = set(), 3.0
         await until(lambda: all(state.obstacle is None for state in fleet.service.view.engines()))
 
 
