@@ -23,16 +23,17 @@ class AnswerChunks:
         self._stops = stops
         self._piece = piece
         self._scores = scores
-        self._generated = 0
+        self.generated = 0
+        """Tokens of the answer so far, with the one that ended it."""
 
     def chunk(self, delta: AnswerDelta, end: int | None, outcome: GenerationOutcome | None) -> dict[str, Any]:
         """Return the map of a delta. end: position of the stop token that ends the answer, if it is in this
         delta. outcome: of the whole request, once it is over."""
         if end is None:
-            self._generated += len(delta.token_ids)
+            self.generated += len(delta.token_ids)
             reason = None if delta.outcome is None else delta.outcome.reason
             return self._map(delta.token_ids, delta.scored, reason, outcome)
-        self._generated += end + 1
+        self.generated += end + 1
         last = delta.token_ids[end]
         shown = end + (last in self._stops.shown)
         found = self._map(delta.token_ids[:shown], delta.scored[:shown], "stop", outcome)
@@ -57,8 +58,8 @@ class AnswerChunks:
         """Return the usage. The engine may have generated tokens after the one that ended the answer."""
         return {
             "prompt_tokens": outcome.prompt_tokens,
-            "completion_tokens": self._generated,
-            "total_tokens": outcome.prompt_tokens + self._generated,
+            "completion_tokens": self.generated,
+            "total_tokens": outcome.prompt_tokens + self.generated,
             "prompt_tokens_details": {"cached_tokens": outcome.cached_tokens},
         }
 

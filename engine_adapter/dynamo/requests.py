@@ -18,6 +18,7 @@ from engine_adapter.batching.request_validation import (
     GenerationRequest,
 )
 from engine_adapter.batching.sampling import Sampling
+from engine_adapter.dynamo.experts import FIELD
 from fleet.completions import MAX_DETAIL, shortened
 
 _Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
@@ -92,6 +93,8 @@ class PreprocessedRequest(msgspec.Struct, frozen=True):
     routing: RoutingHints | None = None
     multi_modal_data: Any = None
     prompt_embeds: Any = None
+    extra_args: Any = None
+    """The client's `nvext`, among others."""
     prefill_result: Any = None
     encoder_result: Any = None
     bootstrap_info: Any = None
@@ -99,6 +102,17 @@ class PreprocessedRequest(msgspec.Struct, frozen=True):
     @property
     def hints(self) -> RoutingHints:
         return self.routing or RoutingHints()
+
+    @property
+    def wants_experts(self) -> bool:
+        """True if the answer should name the experts of each token."""
+        nvext = _object(_object(self.extra_args).get("nvext"))
+        fields = nvext.get("extra_fields")
+        return isinstance(fields, list) and FIELD in fields
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 class TokenStops(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from engine_adapter.batching.kv_cache import Block
 from engine_adapter.batching.request_validation import decision_id
 from engine_adapter.dynamo.answers import AnswerChunks
+from engine_adapter.dynamo.experts import FIELD, encoded
 from engine_adapter.dynamo.requests import (
     PreprocessedRequest,
     UnservableRequest,
@@ -157,12 +158,26 @@ async def _chunks(
             end = stops.end_in(delta.token_ids)
             if end is not None:
                 answer.cancel()
-            yield chunks.chunk(delta, end, answer.outcome)
+            chunk = chunks.chunk(delta, end, answer.outcome)
+            if chunk["finish_reason"] is not None and request.wants_experts:
+                chunk |= _experts(engine, answer, len(request.token_ids) + chunks.generated - 1)
+            yield chunk
             if end is not None:
                 return
     finally:
         answer.cancel()
         stopped.cancel()
+
+
+def _experts(engine: WorkerRank, answer: AnswerStream, positions: int) -> dict[str, Any]:
+    """Return the field with the experts of a complete answer, in which no token follows the last position;
+    empty when they are not known.
+    """
+    shape = engine.description.shape
+    if shape is None or answer.trace is None:
+        return {}
+    found = encoded(answer.trace.chosen(), positions, shape.experts)
+    return {} if found is None else {"engine_data": {FIELD: found}}
 
 
 def _traceparent(context: RequestContext) -> str | None:

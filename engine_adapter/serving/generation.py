@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from engine_adapter.batching.sampling import TokenLogprobs
+from engine_adapter.engine import RoutedExperts
 
 FinishReason = Literal["stop", "length"]
 Ending = FinishReason | Literal["cancelled", "failed"]
@@ -79,6 +80,9 @@ class AnswerStream:
         self.outcome: GenerationOutcome | None = None
         """Outcome of the request, read or not. None while it is running, or when it never reached the
         engine."""
+        self.trace: RoutedExperts | None = None
+        """Experts of the tokens that this rank computed, once there is an outcome. None: it computed none, or
+        keeps no experts."""
         self._cancel = cancel
         self._unread: AnswerDelta | None = None
         self._error: Exception | None = None

@@ -79,6 +79,7 @@ class ServedSequence(Generic[Trace]):
         it. The numbers may then lack the step in progress, but nothing else, because the step thread only
         adds to them.
         """
+        self.answer.trace = self.trace
         moments = replace(self.moments)
         moments.finished = max(now, moments.admitted, moments.first_token)
         return GenerationOutcome(

@@ -1,6 +1,7 @@
 """Dynamo's workers that are ranks of engines in Roost's fleet are priced as these ranks, experts included."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -32,6 +33,12 @@ def ranks_of(engine: str, worker_id: int, first: int, ranks: int = 1) -> dict[st
     }
 
 
+@cache
+def packed() -> bytes:
+    """The tokenizer of all engines. Two archives of one tokenizer may differ in their times."""
+    return archive(bpe(300), {"eos_token": "<eos>", "chat_template": TEMPLATE})
+
+
 async def joins(
     fleet: DynamoFleet,
     engine: str = "moe",
@@ -39,7 +46,7 @@ async def joins(
     urls: Sequence[str] = ("http://127.0.0.1:9", "http://127.0.0.1:10"),
 ) -> None:
     """An engine of ours joins Roost's fleet. Experts 0 and 1 of every layer are on its first half."""
-    digest = await fleet.bus.put_blob(archive(bpe(300), {"eos_token": "<eos>", "chat_template": TEMPLATE}))
+    digest = await fleet.bus.put_blob(packed())
     joined = engine_joined(
         engine,
         urls,
