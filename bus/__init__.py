@@ -61,6 +61,8 @@ class Received:
     published_at: float
     """sender's wall clock, seconds; for display only"""
     message: Message
+    position: int = 0
+    """number of a stored message in the log, from 1; 0: it was not read from the log"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +153,25 @@ class Bus(Protocol):
         """
         ...
 
+    async def last_position(self) -> int:
+        """Return the position of the newest message of the log; 0 before the first."""
+        ...
+
     def replay(
-        self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True
+        self,
+        subject: str,
+        *,
+        since: float | None = None,
+        after: int = 0,
+        latest: bool = False,
+        follow: bool = True,
     ) -> AsyncIterator[Received]:
         """Yield stored messages in order, then (with `follow`) new ones indefinitely, across reconnects, each
         exactly once.
 
-        since: only messages stored in the last `since` seconds. latest: of the stored messages, only the last
-        of each subject. With `follow`, a broken connection raises nothing, however long it lasts. Without it,
+        since: only messages stored in the last `since` seconds. after: only messages behind this position; a
+        position that the log has not reached belongs to a log that was lost, and the whole log is read. latest:
+        of the stored messages, only the last of each subject; takes no `after`. With `follow`, a broken connection raises nothing, however long it lasts. Without it,
         BusError after a bounded wait. Leave the iteration through `contextlib.aclosing` to release its
         resources at once.
         """

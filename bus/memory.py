@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bus import (
     BlobLost,
@@ -269,13 +269,23 @@ class MemoryBus(BusClient):
         await self._wait_connected(self._config.record_seconds)
         self.broker.deliver(subject, raw)
 
+    async def last_position(self) -> int:
+        await self._wait_connected(self._config.record_seconds)
+        return self.broker.last
+
     async def replay(
-        self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True
+        self,
+        subject: str,
+        *,
+        since: float | None = None,
+        after: int = 0,
+        latest: bool = False,
+        follow: bool = True,
     ) -> AsyncIterator[Received]:
         listenable(subject)
         await self._wait_connected(None if follow else self._config.record_seconds)
-        past = self.broker.after(0, subject)
         cursor = self.broker.last
+        past = self.broker.after(after if after <= cursor else 0, subject)
         if latest:
             newest = {entry.subject: entry for entry in past}
             past = sorted(newest.values(), key=lambda entry: entry.number)
@@ -303,10 +313,11 @@ class MemoryBus(BusClient):
 
     async def _opened(self, entry: Stored) -> Received | None:
         try:
-            return await opened(entry.subject, entry.raw, self._content)
+            received = await opened(entry.subject, entry.raw, self._content)
         except Undeliverable as refusal:
             self.rejected.count(refusal.reason)
             return None
+        return replace(received, position=entry.number)
 
     async def read_claim(self, key: str) -> Claim | None:
         await self._claiming(key)

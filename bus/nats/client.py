@@ -118,8 +118,17 @@ class NatsBus(BusClient):
     async def _append(self, subject: str, raw: bytes, identity: str) -> None:
         await self._storage.append(subject, raw, identity)
 
+    async def last_position(self) -> int:
+        return await self._storage.last()
+
     async def replay(
-        self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True
+        self,
+        subject: str,
+        *,
+        since: float | None = None,
+        after: int = 0,
+        latest: bool = False,
+        follow: bool = True,
     ) -> AsyncIterator[Received]:
         listenable(subject)
         start = None if since is None else datetime.now(UTC) - timedelta(seconds=since)
@@ -133,10 +142,11 @@ class NatsBus(BusClient):
             )
             start = None
         if follow or not latest:
-            after, until = horizon if latest else 0, None if follow else horizon
+            behind = horizon if latest else after if after <= horizon else 0
+            until = None if follow else horizon
             sections.append(
                 storage.section(
-                    storage.stream, subject, start=start, after=after, until=until, patient=follow
+                    storage.stream, subject, start=start, after=behind, until=until, patient=follow
                 )
             )
         for section in sections:
@@ -160,12 +170,14 @@ class NatsBus(BusClient):
         """
         while True:
             try:
-                return await opened(message.subject, message.data, self._content)
+                received = await opened(message.subject, message.data, self._content)
             except Undeliverable as refusal:
                 self.rejected.count(refusal.reason)
                 return None
             except BusError as error:
                 self._storage.tolerate(error, message.subject, patient=patient and not self.link.closing)
+            else:
+                return replace(received, position=message.metadata.sequence.stream)
 
     async def read_claim(self, key: str) -> Claim | None:
         return await self._storage.read_claim(key)

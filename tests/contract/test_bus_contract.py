@@ -629,6 +629,35 @@ async def test_a_replay_of_the_latest_gives_the_last_of_each_subject_and_then_ev
     assert await collected(bus.replay(house.subjects.membership("a"), latest=True, follow=False)) == [6]
 
 
+async def test_positions_count_the_log_from_one_over_all_its_subjects(house: Any) -> None:
+    bus = await house.client()
+    assert await bus.last_position() == 0
+    for number, engine in enumerate("abc"):
+        await bus.record(house.subjects.membership(engine), left(number, engine))
+    assert await bus.last_position() == 3
+    found = [received async for received in bus.replay(house.subjects.everything, follow=False)]
+    assert [(received.position, received.message.worker_id) for received in found] == [(1, 0), (2, 1), (3, 2)]
+
+
+async def test_a_replay_after_a_position_continues_behind_it_and_then_with_what_is_new(house: Any) -> None:
+    bus = await house.client()
+    for number in range(4):
+        await bus.record(house.subjects.membership("e"), left(number))
+    assert await collected(bus.replay(house.subjects.everything, after=2, follow=False)) == [2, 3]
+    assert await collected(bus.replay(house.subjects.everything, after=4, follow=False)) == []
+    replay = bus.replay(house.subjects.everything, after=3)
+    assert [received.position for received in await take(replay, 1)] == [4]
+    await bus.record(house.subjects.membership("e"), left(4))
+    assert [received.position for received in await take(replay, 1)] == [5]
+    await replay.aclose()
+
+
+async def test_a_position_that_the_log_never_reached_reads_the_whole_log(house: Any) -> None:
+    bus = await house.client()
+    await bus.record(house.subjects.membership("e"), left(7))
+    assert await collected(bus.replay(house.subjects.everything, after=99, follow=False)) == [7]
+
+
 async def test_a_replay_since_leaves_out_what_is_older(house: Any) -> None:
     bus = await house.client()
     await bus.record(house.subjects.membership("old"), left(1, "old"))
