@@ -170,10 +170,10 @@ class Bus(Protocol):
         exactly once.
 
         since: only messages stored in the last `since` seconds. after: only messages behind this position; a
-        position that the log has not reached belongs to a log that was lost, and the whole log is read. latest:
-        of the stored messages, only the last of each subject; takes no `after`. With `follow`, a broken connection raises nothing, however long it lasts. Without it,
-        BusError after a bounded wait. Leave the iteration through `contextlib.aclosing` to release its
-        resources at once.
+        position that the log has not reached belongs to a log that was lost, and the whole log is read.
+        latest: of the stored messages, only the last of each subject; takes no `after`. With `follow`, a
+        broken connection raises nothing, however long it lasts. Without it, BusError after a bounded wait.
+        Leave the iteration through `contextlib.aclosing` to release its resources at once.
         """
         ...
 

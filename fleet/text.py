@@ -1,6 +1,12 @@
-"""Quantities and lists in sentences for people. Pure."""
+"""Quantities and lists in sentences for people, and values as JSON for programs. Pure."""
 
 from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+LARGEST_EXACT = 2**53
+"""Largest magnitude below which every integer is exact as a double."""
 
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -26,3 +32,16 @@ def listed(items: Iterable[object], limit: int = 8) -> str:
     """Name the first items of a list, and the number of the others."""
     names = [str(item) for item in items]
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def exact_json(value: Any) -> bytes:
+    """Encode as JSON; integers that a double cannot represent (64-bit ids) become text."""
+    return msgspec.json.encode(_exact(msgspec.to_builtins(value)))
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _exact(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_exact(inner) for inner in value]
+    return str(value) if isinstance(value, int) and abs(value) > LARGEST_EXACT else value

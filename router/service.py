@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bus import Bus, BusError
+from bus import Bus, BusError, Message
 from bus.protocol.subjects import Subjects
 from fleet.completions import DECISION_HEADER, ApiError
 from fleet.facts.engines import ConfigChanged
@@ -41,6 +41,7 @@ from router.scheduling.decision import Decision
 from router.scheduling.external_reservations import ExternalReservations, ReleaseRecord
 from router.scheduling.scheduler import FIRST_TRY, Attempt, Lap, RoutingRequest, Scheduler
 from router.secure_random import SecureRandom
+from router.sync.fleet_events import FleetEvents
 from router.sync.fleet_subscriber import FleetSubscriber
 from router.sync.peer_routers import PeerRouters
 from router.sync.readiness import Readiness
@@ -90,6 +91,8 @@ class RouterService:
     peers: PeerRouters | None = None
     other_runtime: OtherRuntime | None = None
     """None: all targets are reached over HTTP"""
+    events: FleetEvents | None = None
+    """events for programs"""
     _reporters: _Reporters | None = None
 
     def __init__(
@@ -150,6 +153,7 @@ class RouterService:
     def _connect(self, bus: Bus, context: RouterContext) -> None:
         """Create what follows the fleet over the bus, and what reports to the tracker."""
         config, subjects, metrics = self.config, self._subjects, self.metrics
+        self.events = FleetEvents(bus, subjects, self._engine_name)
         self.fleet_subscriber = FleetSubscriber(
             bus,
             context,
@@ -158,6 +162,7 @@ class RouterService:
             self.feedback.reported,
             self.wait_queue.wake,
             self._prompts_computed,
+            self.events.heard,
         )
         self.peers = PeerRouters(
             bus,
@@ -557,6 +562,12 @@ class RouterService:
         kept = self.scheduler.kept(decision_id)
         return kept if kept is None or tenant is None or kept.ask.owner.tenant == tenant else None
 
+    async def ask_planner(self, question: Message, seconds: float) -> Message:
+        """Return the planner's answer. BusError without one, or without a bus."""
+        if self._bus is None:
+            raise BusError("this router has no bus")
+        return await self._bus.request(self._subjects.describe_plan, question, seconds)
+
     def forget_worker(self, worker_id: int) -> None:
         """Drop all state of an incarnation that will not return."""
         self.view.forget(worker_id)
@@ -570,6 +581,16 @@ class RouterService:
         self.tokenizers.keep_only(
             {state.joined.tokenizer for state in self.view.engines() if state.joined.tokenizer is not None}
         )
+
+    def _engine_name(self, worker_id: int) -> str | None:
+        state = self.view.engine(worker_id)
+        return None if state is None else state.joined.engine
+
+    def refuse_new(self) -> None:
+        """Refuse new requests, and end the streams of events, which would never end otherwise."""
+        self.refusing = True
+        if self.events is not None:
+            self.events.close("the router stops")
 
     def _tokenizer_changed(self, digest: str, reason: str | None) -> None:
         for state in self.view.engines():

@@ -91,6 +91,7 @@ def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
         subjects.describe_engine("*", "*"),
         subjects.kv_snapshot("*", "*", "*"),
         subjects.describe_profile,
+        subjects.describe_plan,
         subjects.describe_reservations(),
         subjects.decision("*"),
     )

@@ -138,7 +138,7 @@ async def _begin_to_stop(service: RouterService) -> None:
             "the router will stop: it is no longer ready, and accepts requests for another %g s", seconds
         )
         await asyncio.sleep(seconds)
-    service.refusing = True
+    service.refuse_new()
     log.info("the router stops: running requests have %g s", service.config.drain_seconds)
 
 

@@ -4,17 +4,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-import msgspec
 import typer
 from rich.console import Console
 
 from deploy.process import FAILURE, print_error
+from fleet.text import exact_json
 
 USAGE = 2
 """Exit status of a command with invalid arguments or configuration."""
-
-LARGEST_EXACT = 2**53
-"""Largest magnitude below which every integer is exact as a double."""
 
 
 def show(text: str) -> None:
@@ -30,15 +27,7 @@ def note(text: str) -> None:
 
 def in_json(value: Any) -> str:
     """Return JSON for programs; integers that a double cannot represent (64-bit ids) become text."""
-    return msgspec.json.encode(_safe(msgspec.to_builtins(value))).decode()
-
-
-def _safe(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _safe(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_safe(inner) for inner in value]
-    return str(value) if isinstance(value, int) and abs(value) > LARGEST_EXACT else value
+    return exact_json(value).decode()
 
 
 def console() -> Console:

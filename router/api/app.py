@@ -8,13 +8,16 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
 from starlette.routing import Match, Route
 
 from fleet.completions import UNREADABLE, ApiError
 from router.access.api_keys import ADMIN, DOCS, INFER, METRICS, ROUTE, Caller
 from router.api.backend_record import DrainRequest
 from router.api.backend_routes import backend_statuses, drain_backend
-from router.api.openapi import with_hot_routes
+from router.api.event_routes import event_stream, selection, start
+from router.api.fleet_routes import fleet_record, planned
+from router.api.openapi import completed
 from router.api.routes import RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, HotRoutes
 from router.http.asgi_response import AsgiResponse, Receive, Scope, Send, error_headers
 from router.openai_api.request_schema import CHAT_PATH, TEXT_PATH
@@ -27,6 +30,8 @@ _JSON = "application/json"
 _DRAIN_BYTES = 4096
 _TITLE = "Roost router"
 _DOCUMENT = "/openapi.json"
+_UNCACHED = {"cache-control": "no-store", "x-accel-buffering": "no"}
+"""Headers that keep proxies from holding a stream back."""
 
 
 Serve = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -53,7 +58,7 @@ class RouterApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the document served at /openapi.json."""
         if self.openapi_schema is None:
-            self.openapi_schema = with_hot_routes(super().openapi())
+            self.openapi_schema = completed(super().openapi())
         return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,6 +219,34 @@ def _add_status_routes(app: FastAPI, service: RouterService) -> None:
         if METRICS in service.credentials.rights(request.headers.get("authorization")):
             status |= {"models": service.view.models(live=True), "missing": service.missing}
         return _json(status, 200 if service.ready else 503)
+
+    @app.get("/v1/status")
+    async def status(request: Request) -> Response:
+        """Return the fleet as this router process sees it."""
+        _admit(request, service, METRICS)
+        return _json(fleet_record(service))
+
+    @app.get("/v1/engines/{engine}/plan")
+    async def plan(request: Request, engine: str) -> Response:
+        """Return the plan that the planner would make for an engine now. Nothing is moved."""
+        _admit(request, service, ADMIN)
+        query = request.query_params
+        record = await planned(service, engine, query.get("policy", ""), query.get("budget_bytes"))
+        return Response(record, media_type=_JSON)
+
+    @app.get("/v1/events", response_class=StreamingResponse)
+    async def events(request: Request) -> Response:
+        """Stream the events of the fleet."""
+        authorization = request.headers.get("authorization")
+        _admit(request, service, ADMIN)
+        query = request.query_params
+        body = await event_stream(
+            service,
+            selection(query.getlist("kind"), query.get("engine")),
+            start(request.headers.get("last-event-id"), query.get("since")),
+            lambda: ADMIN in service.credentials.rights(authorization),
+        )
+        return StreamingResponse(body, media_type="text/event-stream", headers=_UNCACHED)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -80,3 +80,22 @@ def route_of(method: str, path: str, administration: Iterable[str]) -> ForeignRo
     if path in administration:
         return ForeignRoute(RouteKind.NAMED, repeatable=False, administers=True)
     return None
+
+
+def documented_routes() -> list[tuple[str, str, ForeignRoute]]:
+    """Return the method, path and route of everything that is forwarded without being configured; an object's
+    id is `{object_id}`.
+    """
+    by_id = ForeignRoute(RouteKind.OBJECT, object_id="{object_id}")
+    found = [("POST", path, route) for path, route in _INFERENCE.items()]
+    found += [
+        (method, f"/v1/{name}/{{object_id}}{part or ''}", by_id)
+        for name in _OBJECTS
+        for method, parts in _OBJECT_METHODS.items()
+        for part in parts
+    ]
+    for path in (*_LISTS, "/version"):
+        route = route_of("GET", path, ())
+        assert route is not None
+        found.append(("GET", path, route))
+    return found

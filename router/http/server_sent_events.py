@@ -1,4 +1,4 @@
-"""Server-sent events, as ranks and other servers send them. Pure."""
+"""Server-sent events, as ranks and other servers send them, and as programs read them. Pure."""
 
 _DATA = b"data:"
 _LEAN = b"data: "
@@ -7,6 +7,12 @@ _LEAN = b"data: "
 def event_data(block: bytes) -> bytes:
     """Return the data of an event, which may have several lines; b"" without any."""
     return b"\n".join(line[5:].lstrip() for line in block.splitlines() if line.startswith(_DATA))
+
+
+def written(name: str, data: bytes, position: int | None = None) -> bytes:
+    """Return a named event. data: a single line. position: its id, which a client repeats when it resumes."""
+    known = b"" if position is None else b"id: %d\n" % position
+    return b"%bevent: %b\ndata: %b\n\n" % (known, name.encode(), data)
 
 
 class EventSplitter:

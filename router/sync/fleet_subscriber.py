@@ -45,6 +45,7 @@ class FleetSubscriber:
         reported: Callable[[KvMetrics], None],
         changed: Callable[[], None],
         kv_applied: Callable[[RankKey], None],
+        heard: Callable[[Received], None],
     ) -> None:
         self._bus = bus
         self._subjects = subjects = context.subjects
@@ -57,6 +58,7 @@ class FleetSubscriber:
         self._forget = forget
         self._reported = reported
         self._changed = changed
+        self._heard = heard
         self.unread = {
             subjects.membership(): "joins",
             subjects.placements(): "placements",
@@ -137,6 +139,7 @@ class FleetSubscriber:
     async def _listen(self, subscription: Subscription) -> None:
         async for received in subscription:
             self.handle(received.message)
+            self._heard(received)
 
     async def _listen_kv(self, kv: Subscription) -> None:
         async for received in kv:
