@@ -4,9 +4,12 @@ Two ranks serve the demo model under expert parallelism (EP), with the experts o
 (EXPERTS_TP), and with attention sharded too (TP). Requests reach the engine without HTTP. Steps are grouped
 by what they compute: a number of decoding sequences with short or long contexts, or prompt tokens of one rank
 or of all ranks. The prediction of a step is `fleet.timing.step_seconds`, with the speeds that the engine
-states at its join, and the tokens, KV blocks and experts of the step. A group's error is the median over its
-steps. All groups alternate in every round. How much the median of the same group differs between the rounds
-shows what this machine can tell.
+states at its join, and the tokens, KV blocks and experts of the step. All groups alternate in every round.
+
+Every start of an engine calibrates anew. A group's error in one start is the median over its steps, and the
+error that is judged is the median over the starts: an error of the model is in all of them, that of one
+calibration or of a slower minute of the machine is not. How much the errors of a group differ between the
+starts, and the medians of its steps between the rounds, shows what this machine can tell.
 
     python -m benchmarks.step_model --quick
 """
@@ -118,7 +121,7 @@ def layouts(shape: ModelShape) -> list[LayoutCase]:
 
 
 class Measured(NamedTuple):
-    """Steps of a group: seconds and predicted seconds, float64 [steps] each."""
+    """Steps of a group in one start of the engine: seconds and predicted seconds, float64 [steps] each."""
 
     layout: LayoutCase
     case: str
@@ -130,6 +133,30 @@ class Measured(NamedTuple):
     def error(self, fastest: float) -> float:
         """Return the relative error of the prediction, at this quantile of the steps from the fastest."""
         return float(np.quantile(self.predicted / self.seconds, 1.0 - fastest)) - 1.0
+
+
+class Group(NamedTuple):
+    """A group of steps over all starts of the engine."""
+
+    starts: Sequence[Measured]
+
+    def errors(self, fastest: float) -> NDArray[np.float64]:
+        """Return `Measured.error` of every start, float64 [starts]."""
+        return np.array([one.error(fastest) for one in self.starts])
+
+    def row(self, fastest: float) -> tuple[str | float, ...]:
+        """Return the row of the report: times in ms, the rest in percent, as medians over the starts."""
+        times = [(*np.quantile(one.seconds, [0.5, FASTEST]), np.median(one.predicted)) for one in self.starts]
+        errors, first = self.errors(fastest), self.starts[0]
+        return (
+            f"{first.layout.name}, {first.case}",
+            sum(len(one.seconds) for one in self.starts),
+            *(1e3 * np.median(times, axis=0)).tolist(),
+            100 * float(np.median(errors)),
+            100 * float(errors.min()),
+            100 * float(errors.max()),
+            100 * float(np.median([one.spread for one in self.starts])),
+        )
 
 
 def spread(rounds: Sequence[Sequence[float]]) -> float:
@@ -196,32 +223,31 @@ def main(
     quick: bool = Quick,
     as_json: bool = AsJson,
     check: bool = Check,
-    rounds: int = typer.Option(None, help="rounds of all cases"),
+    starts: int = typer.Option(None, min=1, help="starts of the engine, each with its own calibration"),
+    rounds: int = typer.Option(None, min=1, help="rounds of all cases in each start"),
     random: bool = typer.Option(False, "--random", help="a larger model of random weights"),
     busy: bool = typer.Option(False, "--busy", help="judge the fastest tenth of each group's steps"),
 ) -> None:
     """Compare measured and predicted step times."""
     every = list(cases(PROMPTS[1::2] if quick else PROMPTS, BATCHES[::2] if quick else BATCHES))
+    starts, rounds = starts or (1 if quick else 5), rounds or (1 if quick else 2)
     columns = ["layout, steps of", "steps", "median ms", "fastest tenth ms", "predicted ms", "error %"]
-    report = Report("step times", [*columns, "rounds differ by %"])
+    report = Report("step times", [*columns, "lowest %", "highest %", "rounds differ by %"])
+    groups: dict[tuple[str, str], list[Measured]] = defaultdict(list)
+    with model(random) as (checkpoint, shape):
+        for start in range(starts):
+            for layout in layouts(shape):
+                found, speed = measure(checkpoint, shape, layout, every, rounds)
+                for one in found:
+                    groups[layout.name, one.case].append(one)
+                stated = {name: float(f"{value:.3g}") for name, value in msgspec.to_builtins(speed).items()}
+                report.notes.append(f"{layout.name}, start {start + 1}, speed in seconds: {stated}")
     fastest = FASTEST if busy else 0.5
     worst: dict[str, float] = defaultdict(float)
-    with model(random) as (checkpoint, shape):
-        for layout in layouts(shape):
-            found, speed = measure(checkpoint, shape, layout, every, rounds or (3 if quick else 6))
-            for one in found:
-                error, attention = one.error(fastest), layout.placement.attention
-                times = (*np.quantile(one.seconds, [0.5, FASTEST]), np.median(one.predicted))
-                report.add(
-                    f"{layout.name}, {one.case}",
-                    len(one.seconds),
-                    *(1e3 * float(time) for time in times),
-                    100 * error,
-                    100 * one.spread,
-                )
-                worst[attention] = max(worst[attention], abs(error))
-            stated = {name: float(f"{value:.3g}") for name, value in msgspec.to_builtins(speed).items()}
-            report.notes.append(f"{layout.name}, speed in seconds: {stated}")
+    for measured in groups.values():
+        group, served = Group(measured), measured[0].layout.placement.attention
+        report.add(*group.row(fastest))
+        worst[served] = max(worst[served], abs(float(np.median(group.errors(fastest)))))
     for attention, error in worst.items():
         name = f"worst error under {ATTENTION_NAMES['tp' if attention == 'tp' else 'dp']} attention"
         report.targets.append(Target(name, error, ERROR, at_least=False, unit=""))

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.rig.step_times.timed_engine import EngineStep
 from benchmarks.rig.step_times.timed_rank import RawStep, TimedStep, evaluated
-from benchmarks.step_model import RANKS, Case, cases, layouts, spread
+from benchmarks.step_model import RANKS, Case, Group, Measured, cases, layouts, spread
 from fleet.experts import ModelShape
 from fleet.timing import EngineSpeed, gathered_bytes
 
@@ -88,3 +88,15 @@ def test_rounds_differ_by_the_range_of_their_medians_relative_to_all_steps() -> 
     assert spread([[1.0, 2.0, 9.0], [], [3.0]]) == pytest.approx((3.0 - 2.0) / 2.5)
     assert spread([[], [4.0, 4.0]]) == 0
     assert spread([[], []]) == 0
+
+
+def test_the_error_of_a_group_is_the_median_of_its_starts() -> None:
+    def start(predicted: float) -> Measured:
+        return Measured(EP, "decode", np.array([1.0, 2.0, 3.0]), np.full(3, predicted), 0.0)
+
+    group = Group([start(2.0), start(2.2), start(6.0)])
+    assert group.errors(0.5) == pytest.approx([0.0, 0.1, 2.0])
+    name, steps, median, _, predicted, error, lowest, highest, _ = group.row(0.5)
+    assert (name, steps) == ("EP, decode", 9)
+    assert (median, predicted) == pytest.approx((2000.0, 2200.0))
+    assert (error, lowest, highest) == pytest.approx((10.0, 0.0, 200.0))
