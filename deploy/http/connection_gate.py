@@ -30,6 +30,9 @@ class ConnectionGate:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.closed = False
+        """True once the server stops: a connection that the system accepted just before is cut when it is
+        made"""
         self._silent: deque[Sheddable] = deque()
         """candidates for shedding, as of the last scan"""
         self._look_at = 0.0

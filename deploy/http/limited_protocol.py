@@ -106,7 +106,9 @@ class LimitedProtocol(HttpToolsProtocol):
             real, self.loop, linger_seconds=self._limits.write_seconds, has_input=self._has_input
         )
         super().connection_made(self._wire)
-        if len(self.connections) > self._gate.limit:
+        if self._gate.closed:
+            self._wire.abort()
+        elif len(self.connections) > self._gate.limit:
             self._make_room_or_refuse(len(self.connections) - self._gate.limit)
 
     def _make_room_or_refuse(self, excess: int) -> None:

@@ -23,6 +23,8 @@ LAST_WORDS_SECONDS = 2.0
 """Time for aborted requests to report their end during a stop, and again for connections to send their
 remaining output."""
 _LOOK_SECONDS = 0.01
+_ACCEPTING_SECONDS = 0.005
+"""Time for connections that are accepted and not yet made: some turns of the event loop."""
 log = logging.getLogger(__name__)
 
 
@@ -33,12 +35,14 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
+        gate: ConnectionGate,
         drain_seconds: float,
         count: Count,
         tls: ServerTls | None,
         handshake_seconds: float,
     ) -> None:
         super().__init__(config)
+        self._gate = gate
         self._count = count
         self._tls = tls
         self._handshake_seconds = handshake_seconds
@@ -85,11 +89,23 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def stop_accepting(self) -> None:
+        """Accept no connection from now on, and cut those that are accepted and not yet made.
+
+        The listening sockets are closed a moment later: asyncio loses a connection that is between accepted
+        and made when its server closes (`Server._attach` fails), and its client would wait for ever."""
+        loop = asyncio.get_running_loop()
+        self._gate.closed = True
+        for server in self.servers:
+            for listener in server.sockets:
+                loop.remove_reader(listener)
+            loop.call_later(_ACCEPTING_SECONDS, server.close)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop in stages: accept no connection; let answers end in time; abort the rest so that it can send
         an error; then cut."""
-        for server in self.servers:
-            server.close()
+        self.stop_accepting()
+        await asyncio.sleep(2 * _ACCEPTING_SECONDS)
         for listener in sockets or []:
             listener.close()
         state = self.server_state
@@ -161,7 +177,7 @@ class HttpServer:
             proxy_headers=False,
             backlog=BACKLOG,
         )
-        self._server = _Server(config, drain_seconds, self._cut.count, tls, limits.head_seconds)
+        self._server = _Server(config, gate, drain_seconds, self._cut.count, tls, limits.head_seconds)
         # addFilter adds the same function only once
         logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
         self._task: asyncio.Task[None] | None = None
@@ -189,8 +205,7 @@ class HttpServer:
 
     def abort(self) -> None:
         """Stop as if killed: accept nothing and break every connection."""
-        for listener in self._server.servers:
-            listener.close()
+        self._server.stop_accepting()
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 

@@ -12,7 +12,7 @@ import httpx
 from tests.compat.exchange import neutral
 from tests.compat.replay import Replay
 from tests.conftest import free_port
-from tests.router.router_fixture import served_web
+from tests.web_server import served_web
 
 ROOT = Path(__file__).parents[2]
 

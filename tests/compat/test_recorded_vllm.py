@@ -17,7 +17,8 @@ from router.tokenization.tokenizer import ModelTokenizer
 from tests.compat.exchange import ask
 from tests.compat.replay import RECORDED, Replay
 from tests.compat.requests import ACCEPTED, OTHER_ROUTES, REFUSED, ClientRequest
-from tests.router.router_fixture import OpenHouse, metric, served_web, until
+from tests.router.router_fixture import OpenHouse, metric, until
+from tests.web_server import served_web
 
 
 @pytest.mark.parametrize(

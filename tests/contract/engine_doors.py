@@ -42,6 +42,7 @@ from tests.engine_adapter.sglang.test_rank import deployed
 from tests.engine_adapter.vllm.recorded_server import RECORDING, RecordedVllm, recorded_vllm
 from tests.engine_adapter.vllm.test_deployment import followed
 from tests.unmeasured_engines import skip_calibration
+from tests.web_server import served_web
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"kv_blocks": 24, "max_batch_tokens": 48, "max_running": 4, "max_waiting": 4}
@@ -292,13 +293,8 @@ async def serving_at(answers: dict[str, Any]) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_get("/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with served_web(app) as url:
+        yield url
 
 
 DOORS: dict[str, EngineKind] = {

@@ -10,6 +10,7 @@ from aiohttp import web
 from engine_adapter.engine import EngineFailed
 from engine_adapter.openai_backend import BackendAgent, BackendAgentConfig
 from fleet.facts.engines import Capabilities
+from tests.web_server import served_web
 
 
 class Server:
@@ -37,13 +38,8 @@ class Server:
 async def server() -> AsyncIterator[Server]:
     server, app = Server(), web.Application()
     app.router.add_get("/v1/models", server.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    server.url = site.name if not site.name.endswith(":0") else f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+    async with served_web(app) as server.url:
+        yield server
 
 
 def engine(

@@ -11,7 +11,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.router.router_fixture import MockRank, OpenHouse, Serve, chat, served_web, until
+from tests.router.router_fixture import MockRank, OpenHouse, Serve, chat, until
+from tests.web_server import served_web
 
 CHAT = "/v1/chat/completions"
 LONG = "x" * 900_000

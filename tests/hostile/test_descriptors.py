@@ -15,7 +15,8 @@ from deploy.descriptors import max_connections
 from deploy.http.sockets import listen, url_of
 from tests.hostile.clients import RawAnswer, raw_client, until
 from tests.hostile.conftest import StartTarget
-from tests.router.router_fixture import OpenHouse, chat, served_web
+from tests.router.router_fixture import OpenHouse, chat
+from tests.web_server import served_web
 
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 SLOW = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"

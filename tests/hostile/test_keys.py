@@ -14,7 +14,8 @@ from bus.memory import MemoryBroker, MemoryBus
 from router.access.api_keys import ALL_RIGHTS, key_line
 from router.config import RouterConfig
 from router.service import RouterService
-from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat, served_web, until
+from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat, until
+from tests.web_server import served_web
 
 CHAT, TEXT, ROUTE, RESERVE, RELEASE = (
     "/v1/chat/completions",

@@ -9,7 +9,8 @@ from aiohttp import web
 
 from tests.hostile.clients import RawAnswer, RawClient, raw_client, until
 from tests.hostile.conftest import StartTarget
-from tests.router.router_fixture import House, OpenHouse, chat, served_web
+from tests.router.router_fixture import House, OpenHouse, chat
+from tests.web_server import served_web
 
 HEAD = b"POST /slow HTTP/1.1\r\nhost: x\r\n"
 

@@ -22,8 +22,8 @@ from tests.router.router_fixture import (
     bpe,
     running,
     served_app,
-    served_web,
 )
+from tests.web_server import served_web
 
 
 @pytest.fixture(scope="session")

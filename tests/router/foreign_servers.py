@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from tests.router.router_fixture import House, OpenHouse, until
+from tests.web_server import listening
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -68,26 +69,14 @@ async def serving(server: ForeignServer, port: int = 0) -> AsyncIterator[Foreign
     app.router.add_get("/v1/models", server.list)
     app.router.add_route("*", "/{path:.*}", server.handle)
     server.listing.set()
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    listener = await asyncio.get_running_loop().create_server(_served(runner), "127.0.0.1", port)
-    server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with listening(app, port) as listener:
+        server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
 
-    async def refuse() -> None:
-        listener.close()
+        async def refuse() -> None:
+            listener.close()
 
-    server.refusing = refuse
-    try:
+        server.refusing = refuse
         yield server
-    finally:
-        listener.close()
-        await runner.cleanup()
-
-
-def _served(runner: web.AppRunner) -> web.Server:
-    """One protocol per connection."""
-    assert runner.server is not None
-    return runner.server
 
 
 def saying(body: Any, status: int = 200, **headers: str) -> Handler:

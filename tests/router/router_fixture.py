@@ -235,19 +235,6 @@ Serve = Callable[[MockRank], Awaitable[MockRank]]
 
 
 @contextlib.asynccontextmanager
-async def served_web(app: web.Application, port: int = 0) -> AsyncIterator[str]:
-    """An aiohttp application on 127.0.0.1; handlers are cancelled when their client leaves."""
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    try:
-        yield site.name if port else f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-@contextlib.asynccontextmanager
 async def served_app(
     app: FastAPI, config: RouterConfig | None = None, count: Count | None = None
 ) -> AsyncIterator[str]:

@@ -1,6 +1,7 @@
 """Listening, serving, and stopping within a bound."""
 
 import asyncio
+import contextlib
 import socket
 from typing import Any
 
@@ -65,6 +66,22 @@ async def test_an_open_request_is_finished_before_the_stop() -> None:
         await app.asked.wait()
         asyncio.get_running_loop().call_later(0.3, app.go.set)
     await asking
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_connection_accepted_just_before_the_stop_is_closed(turns: int) -> None:
+    """After any number of turns of the event loop, of which accepting takes several."""
+    listener = listen("127.0.0.1", 0)
+    with socket.socket() as client:
+        async with HttpServer(App(), listener, drain_seconds=1):
+            await probe(url_of(listener))
+            client.connect(listener.getsockname())
+            client.setblocking(False)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
 
 
 async def test_a_request_that_never_ends_delays_the_stop_by_a_bound_only() -> None:

@@ -19,8 +19,8 @@ from deploy.http.sockets import listen, url_of
 from deploy.parts.router import serve
 from router.config import RouterConfig
 from tests.hostile.clients import raw_client, until
-from tests.router.router_fixture import served_web
 from tests.simulated_engines import simulated_engine
+from tests.web_server import served_web
 
 PIECE = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
 LAST = b"data: [DONE]\n\n"

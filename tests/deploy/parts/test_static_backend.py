@@ -15,6 +15,7 @@ from deploy.process import alongside, first_of
 from engine_adapter.config import AgentConfig
 from engine_adapter.openai_backend import BackendAgentConfig
 from fleet.facts.engines import EngineJoined, EngineLeft
+from tests.web_server import served_web
 
 SUBJECTS = Subjects()
 CONFIG = AgentConfig(heartbeat_seconds=0.05, lease_seconds=0.3)
@@ -33,12 +34,8 @@ async def server() -> AsyncIterator[Server]:
         return web.Response(body=json.dumps({"data": [{"id": "m"}]}), status=server.status)
 
     app.router.add_get("/v1/models", models)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+    async with served_web(app) as server.url:
+        yield server
 
 
 async def test_it_joins_leaves_with_the_reason_and_joins_again_as_another(server: Server) -> None:

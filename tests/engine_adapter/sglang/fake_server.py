@@ -21,6 +21,7 @@ from aiohttp import web
 
 from tests.conftest import free_port
 from tests.engine_adapter.vllm.recorded_server import Publisher
+from tests.web_server import served_web
 
 FOLDER = Path(__file__).resolve().parents[3] / "deploy/demo_model/checkpoint"
 CONFIG = json.loads((FOLDER / "config.json").read_text())
@@ -359,19 +360,15 @@ async def fake_sglang(
     server = FakeSglang(ranks, publishers, incremental=incremental)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     serving = [asyncio.create_task(one.serve(), name="replays of the fake SGLang") for one in publishers]
     try:
-        yield server
+        async with served_web(app) as server.url:
+            yield server
+            server.hold.set()
     finally:
-        server.hold.set()
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)
-        await runner.cleanup()
         context.destroy(linger=0)
 
 

@@ -14,6 +14,8 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from tests.web_server import served_web
+
 RECORDING: dict[str, Any] = json.loads(Path(__file__).with_name("vllm-0.32.0.json").read_text())
 FRAMES = {int(rank): [base64.b64decode(one) for one in found] for rank, found in RECORDING["frames"].items()}
 """Payloads of the KV events of each rank, in order."""
@@ -143,10 +145,6 @@ async def recorded_vllm(*, replay: bool = True, buffer_steps: int = 10_000) -> A
     """Serve the recording while the context lasts."""
     server, app = RecordedVllm(), web.Application()
     app.router.add_route("*", "/{path:.*}", server._answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     context = zmq.asyncio.Context()
     server.publishers = {
         rank: Publisher(context, replay=replay, buffer_steps=buffer_steps) for rank in sorted(FRAMES)
@@ -161,10 +159,10 @@ async def recorded_vllm(*, replay: bool = True, buffer_steps: int = 10_000) -> A
     }
     serving = [asyncio.create_task(one.serve()) for one in server.publishers.values()]
     try:
-        yield server
+        async with served_web(app) as server.url:
+            yield server
     finally:
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)
         context.destroy(linger=0)
-        await runner.cleanup()

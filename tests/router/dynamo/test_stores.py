@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from router.dynamo.stores import EXPIRED_SECONDS, EtcdStore, FileStore
-from tests.router.router_fixture import served_web
+from tests.web_server import served_web
 
 
 def write(folder: Path, bucket: str, name: str, content: bytes, age: float = 0.0) -> Path:

@@ -31,7 +31,8 @@ from router.foreign_api.routed_experts_parser import (
     TokenUsage,
     counted,
 )
-from tests.router.router_fixture import House, chat, engine_joined, served_web, until
+from tests.router.router_fixture import House, chat, engine_joined, until
+from tests.web_server import served_web
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService
 

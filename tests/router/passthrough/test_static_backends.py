@@ -24,9 +24,9 @@ from tests.router.router_fixture import (
     Serve,
     chat,
     engine_joined,
-    served_web,
     until,
 )
+from tests.web_server import served_web
 
 CHAT = "/v1/chat/completions"
 _NOTHING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)

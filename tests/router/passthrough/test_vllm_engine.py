@@ -12,9 +12,10 @@ import pytest
 from fleet.blocks import local_hashes, salted_seed, sequence_hashes
 from fleet.facts.engines import ServedModel
 from fleet.timing import EngineSpeed
-from tests.router.router_fixture import TEMPLATE, House, OpenHouse, archive, bpe, metric, served_web, until
+from tests.router.router_fixture import TEMPLATE, House, OpenHouse, archive, bpe, metric, until
 from tests.router.vllm_engine import BLOCK, CAPABILITIES, RANK_HEADER, VllmEngine
 from tests.router.vllm_like import TOKENIZER, summary, unbroken
+from tests.web_server import served_web
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG = "The quick brown fox jumps over the lazy dog, and then it tells everybody about it. " * 4
