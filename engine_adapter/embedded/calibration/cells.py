@@ -109,14 +109,22 @@ def affordable(room: Room, decode: float, prompt: float, layouts: int) -> Room:
     """Return the room with fewer sequences and tokens, if measuring all steps once would take longer than
     `ROUND_SECONDS`. decode: seconds of the largest step of decoding sequences. prompt: of a step full of
     prompt tokens. layouts: that are measured."""
-    # In equal ratios, all batches together take about twice as long as the largest, in each of two contexts.
-    # Every layout has a step full of prompt tokens; two have others, that take about as long together.
-    expected = 2 * len(_CONTEXTS) * layouts * decode + (layouts + 2) * prompt
-    if expected <= ROUND_SECONDS:
-        return room
-    share = ROUND_SECONDS / expected
-    sequences, tokens = batches(room).sequences[-1] // room.ranks, prompts(room)[0].tokens
-    return room._replace(sequences=max(1, int(sequences * share)), tokens=max(1, int(tokens * share)))
+    of_sequence, of_token = decode / batches(room).sequences[-1], prompt / prompts(room)[0].tokens
+    while (seconds := _round_seconds(room, of_sequence, of_token, layouts)) > ROUND_SECONDS:
+        share = ROUND_SECONDS / seconds
+        sequences, tokens = batches(room).sequences[-1] // room.ranks, prompts(room)[0].tokens
+        room = room._replace(sequences=max(1, int(sequences * share)), tokens=max(1, int(tokens * share)))
+        if room.sequences == 1 or room.tokens == 1:
+            break
+    return room
+
+
+def _round_seconds(room: Room, of_sequence: float, of_token: float, layouts: int) -> float:
+    """Return the seconds of one step of each kind, if they grow with sequences and tokens. Every layout has a
+    step full of prompt tokens; two have others."""
+    decodes = of_sequence * sum(cell.sequences for cell in batches(room).cells)
+    full, *others = (of_token * cell.tokens for cell in prompts(room))
+    return layouts * (decodes + full) + 2 * sum(others)
 
 
 def prompts(room: Room) -> list[PromptCell]:
