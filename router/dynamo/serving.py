@@ -17,6 +17,7 @@ from fleet.blocks import salted_seed
 from fleet.completions import DECISION_HEADER, ApiError
 from router.attempt import RankAttempt
 from router.dynamo.config import DynamoConfig
+from router.dynamo.eligibility import barred
 from router.dynamo.follower import WorkerFollower
 from router.dynamo.ports import CallContext, WorkerCalls
 from router.dynamo.wire.experts import as_answer
@@ -118,7 +119,6 @@ class DynamoFrontDoor:
         return share > 0 and self._chance.random() < share
 
 
-_NOT_NAMED = "the client named another worker"
 _TRACE_CONTEXT = ("traceparent", "tracestate")
 
 
@@ -245,20 +245,10 @@ class _Answer:
 
     def _barred(self, table: TargetTable) -> Mapping[RankKey, str]:
         """Return the targets that must not serve this request, with reasons."""
-        elsewhere, pinned = self._follower.elsewhere(table), self._pinned()
-        if pinned is None:
-            return elsewhere
-        others = {one.key: _NOT_NAMED for one in table.targets if one.key not in pinned}
-        return {**others, **elsewhere}
-
-    def _pinned(self) -> frozenset[RankKey] | None:
-        """Return the targets of the worker that the client itself named; None: none, or one that is not
-        known.
-        """
-        hints = self._request.hints
+        follower, hints = self._follower, self._request.hints
         named = hints.backend_instance_id if hints.backend_instance_id is not None else hints.decode_worker_id
-        worker = None if named is None else self._follower.workers.get(named)
-        return None if worker is None else worker.pinned(hints.dp_rank)
+        pinned = None if named is None else follower.workers.get(named)
+        return barred(table, follower.serving, hints, pinned, follower.elsewhere(table))
 
     async def _attempt(self, here: RankAttempt, need: RoutingRequest) -> AsyncGenerator[Json, None]:
         """Let one worker produce the missing items. UpstreamFailed when it does not."""

@@ -40,6 +40,8 @@ class RuntimeLimits(msgspec.Struct, frozen=True):
     data_parallel_start_rank: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
     data_parallel_size: Ranks = 1
     kv_event_publishing_enabled: bool | None = None
+    taints: frozenset[str] = frozenset()
+    """labels that requests may require, those of its place in the topology included"""
     runtime_data: dict[str, Any] = {}
     """data of the engine's own, as JSON values"""
 

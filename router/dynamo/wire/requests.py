@@ -35,6 +35,12 @@ class AnswerLimits(msgspec.Struct, frozen=True):
     min_tokens: _Tokens | None = None
 
 
+class RoutingConstraints(msgspec.Struct, frozen=True):
+    """Labels that a worker must have."""
+
+    required_taints: frozenset[str] | None = None
+
+
 class RoutingWishes(msgspec.Struct, frozen=True):
     """Wishes of the client, or the frontend, about routing. None: nothing."""
 
@@ -46,6 +52,13 @@ class RoutingWishes(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     """cache namespace: blocks are shared only among requests with the same one"""
     allowed_worker_ids: frozenset[U64] | None = None
+    routing_constraints: RoutingConstraints | None = None
+
+    @property
+    def required_taints(self) -> frozenset[str]:
+        """Labels that the worker must have."""
+        constraints = self.routing_constraints
+        return (constraints.required_taints if constraints is not None else None) or frozenset()
 
 
 class _Prompt(msgspec.Struct, frozen=True):

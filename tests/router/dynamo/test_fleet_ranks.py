@@ -227,7 +227,7 @@ async def test_a_worker_named_by_the_client_serves_with_any_of_its_ranks() -> No
         for named in (102, 101, 102):
             await fleet.ask(PROMPT, routing={"backend_instance_id": named})
         assert [one.instance for one in fleet.calls.served] == [102, 101, 102]
-        assert {one.reason for one in decided(fleet).excluded} == {"the client named another worker"}
+        assert {one.reason for one in decided(fleet).excluded} == {"the request names another worker"}
 
 
 async def test_the_choice_names_the_instance_by_headers() -> None:
