@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, MutableMapping
 from typing import Any, Protocol
 
+from fleet.completions import ApiError
 from router.dynamo.wire.requests import Json
 from router.dynamo.workers import RoutedWorker
 
@@ -29,7 +30,7 @@ class CallContext(Protocol):
 
 
 class WorkerCalls(Protocol):
-    """Requests to workers."""
+    """Requests to workers, and refusals of requests."""
 
     async def call(self, worker: RoutedWorker, body: Json, context: Any) -> AsyncIterator[Any]:
         """Send a request to one worker, and return the items of its answer.
@@ -37,6 +38,10 @@ class WorkerCalls(Protocol):
         UpstreamFailed, from here or from the iterator, when the worker gives no answer or an incomplete one.
         ApiError 400 when it calls the request invalid.
         """
+        ...
+
+    def refusal(self, error: ApiError) -> Exception:
+        """Return the exception that gives the frontend's client the right status when a handler raises it."""
         ...
 
     async def dump(self, worker: RoutedWorker) -> str:

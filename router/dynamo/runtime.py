@@ -5,8 +5,7 @@ Dynamo.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
-from functools import partial, wraps
+from functools import partial
 from typing import Any, NamedTuple
 
 from dynamo._core import (
@@ -80,7 +79,15 @@ class DynamoRuntime:
             items = await client.direct(body, worker.instance_id, annotated=False, context=context)
         except Exception as error:
             raise _failure(error, begun=False) from error
-        return _translated(items)
+        return _WorkerItems(items)
+
+    def refusal(self, error: ApiError) -> Exception:
+        """See `router.dynamo.ports.WorkerCalls`."""
+        if error.status == 429:
+            return RouterQueueLimitExceeded(error.message)
+        if error.status < 500:
+            return InvalidArgument(error.message)
+        return WorkerUnavailable(error.message)
 
     async def _client(self, worker: RoutedWorker) -> Any:
         path = worker.endpoint.path
@@ -121,17 +128,7 @@ class DynamoRuntime:
     async def serve(self, name: EndpointName, handler: Handler) -> None:
         """Serve the router's own endpoint until `shutdown`."""
         self._own = self._runtime.endpoint(name.path)
-
-        @wraps(handler)
-        async def translated(request: Any, context: Any) -> AsyncIterator[Any]:
-            try:
-                async with aclosing(handler(request, context)) as items:
-                    async for item in items:
-                        yield item
-            except ApiError as error:
-                raise _refusal(error) from error
-
-        await self._own.serve_endpoint(translated, graceful_shutdown=True)
+        await self._own.serve_endpoint(handler, graceful_shutdown=True)
 
     async def offer(self, name: EndpointName, card: DynamoCard, model: str, surfaces: Sequence[str]) -> None:
         """Register a model at the router's endpoint, so that frontends of that namespace offer it.
@@ -189,17 +186,29 @@ def _surface(name: str) -> Any:
     return {"chat": ModelType.Chat, "completions": ModelType.Completions}.get(name.strip().lower())
 
 
-async def _translated(items: Any) -> AsyncIterator[Any]:
-    """Yield the items of a stream, with errors as UpstreamFailed."""
-    begun = False
-    try:
-        async for item in items:
-            begun = True
-            yield item
-    except (asyncio.CancelledError, GeneratorExit):
-        raise
-    except Exception as error:
-        raise _failure(error, begun=begun) from error
+class _WorkerItems:
+    """Items of a stream, with errors as UpstreamFailed. State: whether there was one. It is no generator,
+    since every item passes through it.
+    """
+
+    __slots__ = ("_begun", "_items")
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+        self._begun = False
+
+    def __aiter__(self) -> "_WorkerItems":
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            item = await self._items.__anext__()
+        except StopAsyncIteration:
+            raise
+        except Exception as error:
+            raise _failure(error, begun=self._begun) from error
+        self._begun = True
+        return item
 
 
 def _failure(error: Exception, *, begun: bool) -> Exception:
@@ -215,12 +224,3 @@ def _failure(error: Exception, *, begun: bool) -> Exception:
     if "stream ended" in lower or "disconnected" in lower:
         return UpstreamFailed(AttemptFailure.DISCONNECTED, text)
     return UpstreamFailed(AttemptFailure.SERVER_ERROR, text)
-
-
-def _refusal(error: ApiError) -> Exception:
-    """Return the exception that gives the frontend's client the right status."""
-    if error.status == 429:
-        return RouterQueueLimitExceeded(error.message)
-    if error.status < 500:
-        return InvalidArgument(error.message)
-    return WorkerUnavailable(error.message)

@@ -9,8 +9,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, closing
 from typing import Any
 
 from fleet.blocks import salted_seed
@@ -23,14 +23,13 @@ from router.dynamo.ports import CallContext, WorkerCalls
 from router.dynamo.wire.experts import as_answer
 from router.dynamo.wire.malformed import Malformed
 from router.dynamo.wire.requests import (
-    AnswerPiece,
     DynamoRequest,
     Json,
     length_item,
-    read_piece,
     read_request,
     worker_request,
 )
+from router.dynamo.worker_stream import WorkerStream
 from router.fleet_state.target_table import RankKey, TargetTable
 from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenUsage
 from router.health.attempt_failures import AttemptFailure, BegunAnswer
@@ -71,7 +70,9 @@ class DynamoFrontDoor:
         await self._idle.wait()
 
     async def handle(self, body: Any, context: CallContext) -> AsyncGenerator[Json, None]:
-        """Serve one request. ApiError when it cannot be answered, or not to its end."""
+        """Serve one request. Raises the refusal of an ApiError (`WorkerCalls.refusal`) when it cannot be
+        answered, or not to its end.
+        """
         service = self._service
         request_log = RequestLog(context.id(), service.new_decision_id(), PATH, service.clock())
         headers = {**context.metadata, **(context.trace_headers() or {})}
@@ -93,7 +94,7 @@ class DynamoFrontDoor:
         except ApiError as error:
             request_log.status, request_log.detail = error.status, error.message
             outcome = _outcome_of(error.status, begun=answer is not None and bool(answer.emitted))
-            raise
+            raise self._calls.refusal(error) from error
         except (GeneratorExit, asyncio.CancelledError):
             outcome = RequestEnd.CLIENT_GONE if context.is_stopped() else RequestEnd.CANCELLED
             raise
@@ -269,23 +270,24 @@ class _Answer:
             experts=tap is not None,
         )
         items = await self._calls.call(worker, body, self._context)
-        waiting, counted = True, len(self.emitted)
-        before = len(self.emitted)
-        async for piece in self._pieces(items, before):
-            if piece.token_ids:
-                if waiting:
-                    waiting = False
-                    self._first_token(here)
-                self.emitted += piece.token_ids
-                self._log.output_tokens += len(piece.token_ids)
-                if len(self.emitted) - counted >= _EMITTED_EVERY:
-                    service.emitted(here.booking, len(self.emitted) - counted)
-                    counted = len(self.emitted)
-            if tap is not None and piece.experts is not None:
-                _feed(tap, piece.experts)
-            if piece.cached_tokens is not None and not before:
-                self._log.cached_tokens = piece.cached_tokens
-            yield piece.item
+        before = counted = len(self.emitted)
+        stream = WorkerStream(items, self._context, request, before, service.config, self._log.finish_reasons)
+        with closing(stream):
+            while (piece := await stream.next()) is not None:
+                if piece.token_ids:
+                    if len(self.emitted) == before:
+                        self._first_token(here)
+                    self.emitted += piece.token_ids
+                    self._log.output_tokens += len(piece.token_ids)
+                    if len(self.emitted) - counted >= _EMITTED_EVERY:
+                        service.emitted(here.booking, len(self.emitted) - counted)
+                        counted = len(self.emitted)
+                if tap is not None and piece.experts is not None:
+                    _feed(tap, piece.experts)
+                if piece.cached_tokens is not None and not before:
+                    self._log.cached_tokens = piece.cached_tokens
+                yield piece.item
+        self.left = stream.left
         if self.left:
             return
         reported = tap is not None and service.routed(decision, tap, self._usage())
@@ -299,48 +301,6 @@ class _Answer:
 
     def _usage(self) -> TokenUsage:
         return TokenUsage(len(self._request.token_ids), len(self.emitted), self._log.cached_tokens)
-
-    async def _pieces(self, items: AsyncIterator[Any], emitted: int) -> AsyncIterator[AnswerPiece]:
-        """Yield the pieces of a worker's stream to its end. UpstreamFailed when it fails, is silent for too
-        long, or ends without a finish reason.
-        """
-        config, first = self._service.config, True
-        finished = False
-        while True:
-            try:
-                async with asyncio.timeout(
-                    config.first_token_seconds if first else config.between_tokens_seconds
-                ):
-                    item = await anext(items, None)
-            except UpstreamFailed:
-                if self._context.is_stopped():  # the worker stopped because the client left
-                    self.left = True
-                    return
-                raise
-            except TimeoutError:
-                how = AttemptFailure.FIRST_TOKEN_TIMEOUT if first else AttemptFailure.STALLED
-                raise UpstreamFailed(how, "the worker is silent") from None
-            if item is None:
-                break
-            try:
-                piece = read_piece(
-                    item,
-                    emitted,
-                    len(self._request.token_ids),
-                    wants_experts=self._request.wants_experts,
-                )
-            except Malformed as error:
-                raise UpstreamFailed(AttemptFailure.BROKEN, str(error)) from error
-            if piece.failure is not None:
-                raise UpstreamFailed(AttemptFailure.SERVER_ERROR, piece.failure)
-            first = False
-            if piece.finished and not finished:
-                finished = True
-                self._log.finish_reasons.append(str(piece.item.get("finish_reason")))
-            yield piece
-        self.left = not finished and self._context.is_stopped()
-        if not finished and not self.left:
-            raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
 
 
 def _feed(tap: RoutedExpertsParser, experts: Any) -> None:

@@ -164,8 +164,11 @@ def read_piece(item: Any, emitted: int, prompt_tokens: int, *, wants_experts: bo
         raise Malformed(f"a worker sent {item!r:.100} instead of an object")
     token_ids = item.get("token_ids")
     token_ids = [] if token_ids is None else token_ids
-    if not isinstance(token_ids, list) or not all(type(one) is int and one >= 0 for one in token_ids):
+    if not isinstance(token_ids, list):
         raise Malformed(f"a worker sent the token ids {token_ids!r:.100}")
+    for one in token_ids:
+        if type(one) is not int or one < 0:
+            raise Malformed(f"a worker sent the token ids {token_ids!r:.100}")
     reason, usage = item.get("finish_reason"), item.get("completion_usage")
     experts, data = None, item.get("engine_data")
     if isinstance(data, dict) and EXPERTS in data:

@@ -11,6 +11,7 @@ import msgspec
 
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
+from fleet.completions import ApiError
 from router.config import RouterConfig
 from router.dynamo.config import DynamoConfig
 from router.dynamo.follower import WorkerFollower
@@ -135,6 +136,9 @@ class FakeCalls:
             last = item == count - 1
             yield {"token_ids": [token], "finish_reason": "length" if last else None} | self.extra
         self.fault(call, count)
+
+    def refusal(self, error: ApiError) -> Exception:
+        return error
 
     async def dump(self, worker: RoutedWorker) -> str:
         self.dumps += 1
