@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "deploy")
+PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "client", "deploy")
 PAGES = ("*.md", "docs/*.md", "docs/decisions/*.md")
 QUOTES_OLD_WORDS = {ROOT / "docs/renamed.md"}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "deploy")
+PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "client", "deploy")
 ELSEWHERE = (ROOT / "engine_adapter/vllm/plugin", ROOT / "engine_adapter/sglang/launcher")
 DRAWERS = {"utils", "util", "common", "helpers", "core", "shared", "manager", "misc"}
 MOST_FILES = 25

@@ -10,7 +10,7 @@ wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling (extra
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = ("engine_adapter/vllm/plugin/", "engine_adapter/sglang/launcher/")
-PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "deploy")
+PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "client", "deploy")
 BOARDS = {"deploy/dashboards/loop.json", "deploy/dashboards/router.json"}
 PRICES = {"migration/hardware/published_prices.json"}
 DEMO_MODEL = {
