@@ -78,7 +78,9 @@ class EngineController:
         )
         self._wakeup = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._layouts = LayoutSwitcher(context, config, state_store, entry)
+        self._layouts = LayoutSwitcher(
+            context, config, state_store, entry, lambda: evaluator.plan_discount(self.engine)
+        )
         evaluator.rest(entry)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:

@@ -3,6 +3,7 @@
 Prices and policies are in `migration.layouts`. A switch itself is a plan of the engine's control loop.
 """
 
+from collections.abc import Callable
 from itertools import permutations
 
 from fleet.facts.activity import DispatchMeasured
@@ -49,8 +50,11 @@ class LayoutController:
         policy: LayoutPolicyName,
         joined: EngineJoined,
         record: CurvesRecord | None,
+        discount: Callable[[], float],
     ) -> None:
+        """discount: returns the factor applied to the predicted gains of the engine."""
         self._context = context
+        self._discount = discount
         self._config = config
         self._policy_name = policy
         self._joined = joined
@@ -310,6 +314,7 @@ class LayoutController:
                 steps=round(since / step) if loads.running else 0,
                 prefilled=loads.prefilled - self._prefilled,
                 settled_at=self._settled_at,
+                discount=self._discount(),
             )
         )
         self._decided_at, self._prefilled = now, loads.prefilled

@@ -58,8 +58,14 @@ class LayoutSwitcher:
     """Used on one event loop, on the leader, for one incarnation of an engine."""
 
     def __init__(
-        self, context: LoopContext, config: MigrationConfig, state_store: StateStore, entry: EngineEntry
+        self,
+        context: LoopContext,
+        config: MigrationConfig,
+        state_store: StateStore,
+        entry: EngineEntry,
+        discount: Callable[[], float],
     ) -> None:
+        """discount: returns the factor applied to the predicted gains of the engine."""
         self._context = context
         self._config = config
         self._state_store = state_store
@@ -69,7 +75,7 @@ class LayoutSwitcher:
         """why there is no choice, if there is none"""
         joined, curves = entry.joined, state_store.memory.engine(entry.engine).curves
         self._choice = (
-            LayoutController(context, config, self._policy, joined, curves)
+            LayoutController(context, config, self._policy, joined, curves, discount)
             if joined is not None and joined.layout_times
             else None
         )

@@ -27,6 +27,8 @@ class LayoutLoad(NamedTuple):
     """tokens that a request is still expected to generate, on average; 0: not known"""
     settled_at: float = -inf
     """seconds: end of the last switch"""
+    discount: float = 1.0
+    """factor applied to predicted gains, in (0, 1], from the results of earlier plans"""
 
     @property
     def context(self) -> float:

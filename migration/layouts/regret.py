@@ -82,6 +82,10 @@ PREFILL_ERROR = 0.05
 no standard error is known."""
 
 
+_WHOLE = 0.995
+"""A discount factor from this one on is not worth telling."""
+
+
 class _Candidate(NamedTuple):
     """Another layout at a report, seconds of serving."""
 
@@ -90,17 +94,21 @@ class _Candidate(NamedTuple):
     left: float
     """saved on the work left, less the cost of coming back; at least 0"""
     cost: float
+    discount: float
+    """as in `LayoutLoad`"""
     refusal: str
     """why it cannot be the target now; empty: it can"""
 
     @property
     def surplus(self) -> float:
         """Gain beyond the cost."""
-        return self.regret + self.left - self.cost
+        return self.discount * (self.regret + self.left) - self.cost
 
     def reason(self, goes: bool) -> str:
         """Return the sentence with the numbers that decided."""
         figures = f"regret {self.regret:.3g} s and {self.left:.3g} s on the work left"
+        if self.discount < _WHOLE:
+            figures += f", of which {self.discount:.0%} count after the results of earlier plans,"
         if goes:
             return f"turns to {self.layout}: {figures} reach the cost of {self.cost:.3g} s"
         if self.refusal:
@@ -186,7 +194,7 @@ class RegretPolicy:
                 f"it runs {limits.max_running} sequences at most, and {load.waiting:.0f} requests wait to"
                 f" join {load.running:.0f}"
             )
-        return _Candidate(other, regret, max(0.0, left), cost, refusal)
+        return _Candidate(other, regret, max(0.0, left), cost, load.discount, refusal)
 
     def _saved(self, load: LayoutLoad, other: LayoutName) -> tuple[float, float]:
         """Return the seconds that another layout would have saved on the work since the last report, and

@@ -17,6 +17,12 @@ LEAST_STEPS = 20
 _HARM = 0.02
 """Part of a step by which it must be longer than before, at least: curves are no better."""
 
+_EXCUSED = 0.5
+"""Part of a promise that noise excuses, at most. Where noise hides all gains, switches that were expected to
+gain are believed less with each of them, and the engine stays."""
+_MOST_CORRELATED = 0.98
+"""Correlation of steps that follow each other, at most: a few steps tell no more of it."""
+
 
 @dataclass(slots=True)
 class SwitchTrial:
@@ -37,6 +43,9 @@ class SwitchTrial:
     _squares: float = 0.0
     """of the gain of each step, relative to the old layout"""
     _gains: float = 0.0
+    _products: float = 0.0
+    """of the gains of each two steps that follow each other"""
+    _last: float = 0.0
 
     def observe(self, seconds: float, stayed: float, promised: float) -> None:
         """Add a measured step, with what both layouts were expected to take at its load. The promise of
@@ -48,6 +57,8 @@ class SwitchTrial:
         self.promised += promised * (1.0 - self.gain_of_layers)
         self._gains += gain
         self._squares += gain * gain
+        self._products += gain * self._last
+        self._last = gain
 
     @property
     def gain(self) -> float:
@@ -56,11 +67,18 @@ class SwitchTrial:
 
     @property
     def error(self) -> float:
-        """Standard error of `gain`."""
+        """Standard error of `gain`.
+
+        On a shared machine a slow step follows a slow one. n steps that follow each other with correlation r
+        say as much as n (1 - r) / (1 + r) independent ones (a first-order autoregressive process).
+        """
         if self.steps < 2:
             return 1.0
         variance = max(self._squares / self.steps - self.gain**2, 0.0)
-        return sqrt(variance / (self.steps - 1))
+        together = self._products / (self.steps - 1) - self.gain**2
+        correlation = min(max(together / variance, 0.0), _MOST_CORRELATED) if variance else 0.0
+        independent = (self.steps - 1) * (1.0 - correlation) / (1.0 + correlation)
+        return sqrt(variance / independent)
 
     def evaluated(self, plan_discount: float) -> Evaluation:
         """Return the verdict. plan_discount: factor applied to predictions so far."""
@@ -71,7 +89,7 @@ class SwitchTrial:
         realised = None
         if predicted > 0:
             realised = self.gain / predicted
-            plan_discount = moved(plan_discount, realised, self.error / predicted)
+            plan_discount = moved(plan_discount, realised, min(self.error / predicted, _EXCUSED))
         measured, stayed = (duration(one / self.steps) for one in (self.measured, self.stayed))
         would = (
             f"a step takes {measured}, and would take {stayed} with the layers in their former forms"

@@ -82,6 +82,7 @@ def load(
         prefilled=int(more.get("prefilled", 0)),
         output_left=more.get("output_left", 0.0),
         settled_at=more.get("settled_at", float("-inf")),
+        discount=more.get("discount", 1.0),
     )
 
 
@@ -107,6 +108,14 @@ def test_it_switches_once_the_regret_reaches_the_loss() -> None:
     assert decision.regret == pytest.approx(0.6, rel=1e-4)
     assert decision.cost == pytest.approx(LOSS)
     assert decision.reason == "turns to tp: regret 0.6 s and 0 s on the work left reach the cost of 0.58 s"
+
+
+def test_after_plans_that_kept_half_of_their_promise_it_waits_for_twice_the_regret() -> None:
+    found = first_switch(regret_policy(), steady(30, discount=0.5))
+    assert found is not None
+    at, decision = found
+    assert (at, decision.target) == (24, "tp")
+    assert "of which 50% count after the results of earlier plans, reach the cost" in decision.reason
 
 
 def test_it_says_why_it_stays() -> None:
