@@ -21,7 +21,7 @@ _EXCUSED = 0.5
 """Part of a promise that noise excuses, at most. Where noise hides all gains, switches that were expected to
 gain are believed less with each of them, and the engine stays."""
 _MOST_CORRELATED = 0.98
-"""Correlation of steps that follow each other, at most: a few steps tell no more of it."""
+"""Correlation of steps that follow each other, at most: a few steps tell little of it."""
 
 
 @dataclass(slots=True)
