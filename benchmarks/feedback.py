@@ -138,6 +138,7 @@ def request(repeats: int, rounds: int) -> dict[str, float]:
         feedback.booked(BookedRequest(decision, booking, need.prompt))
         if first:
             feedback.first_token(booking, booking.booked_at + 0.3)
+            feedback.learn()
         feedback.released(booking)
 
     works: dict[str, Callable[[], object]] = {

@@ -37,7 +37,7 @@ from router.http.asgi_response import not_ready
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.scheduler import Attempt, RoutingRequest
 from router.service import RouterService
-from router.telemetry.request_log import RequestEnd, RequestLog
+from router.telemetry.request_log import EndedRequests, RequestEnd, RequestLog
 from router.telemetry.tracing import RouterTracing
 from router.upstream.rank_client import UpstreamFailed
 
@@ -61,13 +61,15 @@ class DynamoFrontDoor:
         self._calls = calls
         self._tracing = RouterTracing.create()
         self._chance = random.Random()
+        self._ended = EndedRequests(service.metrics)
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = 0
 
     async def drained(self) -> None:
-        """Return when no request is open."""
+        """Return when no request is open, and all are logged."""
         await self._idle.wait()
+        self._ended.finish()
 
     async def handle(self, body: Any, context: CallContext) -> AsyncGenerator[Json, None]:
         """Serve one request. Raises the refusal of an ApiError (`WorkerCalls.refusal`) when it cannot be
@@ -102,7 +104,7 @@ class DynamoFrontDoor:
             self._leave()
             if outcome is RequestEnd.ANSWERED:
                 request_log.status = 200
-            request_log.finish(outcome, service.clock(), service.metrics)
+            self._ended.add(request_log, outcome, service.clock())
 
     def _enter(self) -> None:
         self._open += 1

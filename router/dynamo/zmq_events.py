@@ -15,11 +15,15 @@ log = logging.getLogger(__name__)
 _WAITING = 100_000
 """Messages that may wait here; further ones are dropped by ZeroMQ, and the gap shows in their numbers."""
 
+_TOGETHER_SECONDS = 0.002
+"""Time for which a message waits for others."""
+
 
 class ZmqFeed:
     """See `router.dynamo.ports.EventFeed`. An async context manager.
 
-    It reads all messages that have arrived in one turn, which costs far less than a future for each.
+    It reads all messages of a moment in one turn, which costs far less than a turn for each: a request makes
+    several. State: messages read, and a timer while others may follow.
     """
 
     def __init__(self) -> None:
@@ -31,18 +35,31 @@ class ZmqFeed:
         self._addresses: set[str] = set()
         self._waiting: deque[list[bytes]] = deque()
         self._arrived = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> "ZmqFeed":
-        asyncio.get_running_loop().add_reader(self._socket.FD, self._read)
+        asyncio.get_running_loop().add_reader(self._socket.FD, self._read_soon)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._socket.FD)
+        self._stop_timer()
         self._socket.close(0)
         self._context.term()
 
+    def _read_soon(self) -> None:
+        _ = self._socket.EVENTS  # otherwise the descriptor stays readable
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_TOGETHER_SECONDS, self._read)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _read(self) -> None:
         """Read until there is nothing more: the descriptor tells of new messages only after that."""
+        self._stop_timer()
         while len(self._waiting) < _WAITING:
             try:
                 self._waiting.append(self._socket.recv_multipart(zmq.NOBLOCK))

@@ -8,6 +8,7 @@ rate.
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from bus import Bus
@@ -34,6 +35,8 @@ PROBE_SECONDS = 120.0
 _PROFILES_WAITING = 64
 _PROFILE_PAUSE_SECONDS = 0.02
 """Pause between two messages of request profiles: more than 50 a second are dropped unread."""
+_LEARNT_AT_ONCE = 32
+"""First tokens learnt from in one turn of the event loop: about a millisecond."""
 _A_FEW_TOKENS = 16.0
 """Tokens whose times count as one full observation of a step."""
 
@@ -75,6 +78,8 @@ class DecisionFeedback(BookingObserver):
         self._open: dict[Booking, _Watched] = {}
         self._step_times: dict[int, ExpectedStepTime] = {}
         """for engines that report their step times"""
+        self._first_tokens: deque[tuple[Decision, float]] = deque()
+        """decisions whose first token came, and the seconds that it took"""
         self._waiting = WaitingProbes(PROBE_BYTES)
         self._probe: Probe | None = None
         """the decision whose load reports are being collected; None: the next decision is taken"""
@@ -113,7 +118,7 @@ class DecisionFeedback(BookingObserver):
             self._probe = self._look_at(decision, booking.booked_at)
 
     def first_token(self, booking: Booking, now: float) -> None:
-        """Record the first token, and update the speed of prefill."""
+        """Record the first token, and note its time for the speed of prefill."""
         watched = self._open.get(booking)
         if watched is None:
             return
@@ -121,18 +126,8 @@ class DecisionFeedback(BookingObserver):
         if watched.last_at is not None:
             return
         watched.last_at = now
-        decision = watched.decision
-        if watched.undisturbed and self._known(decision):
-            surcharge = self._mixing.surcharge(decision.target.key[0])
-            expected, observed = first_token(decision, surcharge), now - booking.booked_at
-            prefill, decode = self._factors(decision)
-            if decision.is_measured(decision.chosen):
-                self._metrics.first_token(
-                    decision.ask.model, prefill * expected.prefill + decode * expected.beside, observed
-                )
-            self._scheduler.speeds.prefilled(
-                decision.target, self._row(decision), expected.prefill, decode * expected.beside, observed
-            )
+        if watched.undisturbed:
+            self._first_tokens.append((watched.decision, now - booking.booked_at))
 
     def emitted(self, booking: Booking, tokens: int, now: float) -> None:
         """Record tokens that arrived since the last call. This measures the speed of engines that do not
@@ -159,6 +154,14 @@ class DecisionFeedback(BookingObserver):
         watched = self._open.pop(booking, None)
         if watched is not None and watched.share is not None:
             watched.share.end()
+
+    def learn(self) -> bool:
+        """Update the speed of prefill by the first tokens noted, a few at a time; True when there are more.
+        No request waits for it, since new speeds hold from the next tick on.
+        """
+        for _ in range(min(len(self._first_tokens), _LEARNT_AT_ONCE)):
+            self._learn_from(*self._first_tokens.popleft())
+        return bool(self._first_tokens)
 
     def reported(self, load: KvMetrics) -> None:
         """Record the load report of a rank. ValueError when its step time is not positive and finite."""
@@ -196,11 +199,26 @@ class DecisionFeedback(BookingObserver):
 
     async def _tick(self) -> None:
         while True:
+            while self.learn():  # noqa: ASYNC110 other tasks run in between
+                await asyncio.sleep(0)
             now = self._clock()
             self._scheduler.speeds.refresh(now)
             self._look_back(now)
             await self._mixing.refresh(now)
             await asyncio.sleep(TICK_SECONDS)
+
+    def _learn_from(self, decision: Decision, observed: float) -> None:
+        if not self._known(decision):
+            return
+        expected = first_token(decision, self._mixing.surcharge(decision.target.key[0]))
+        prefill, decode = self._factors(decision)
+        if decision.is_measured(decision.chosen):
+            self._metrics.first_token(
+                decision.ask.model, prefill * expected.prefill + decode * expected.beside, observed
+            )
+        self._scheduler.speeds.prefilled(
+            decision.target, self._row(decision), expected.prefill, decode * expected.beside, observed
+        )
 
     def _look_at(self, decision: Decision, now: float) -> Probe | None:
         """Make a probe of a decision; None: its ranks have changed since. The load of ranks that were no

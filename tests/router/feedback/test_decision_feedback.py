@@ -221,6 +221,7 @@ async def test_first_tokens_are_measured_as_predicted_and_as_observed(network: R
     await asyncio.sleep(2.0)
     service.first_token(booking)
     service.first_token(booking)
+    service.feedback.learn()
     assert series(service, "observed_first_token_seconds_count", model="demo") == 1
     assert series(service, "observed_first_token_seconds_sum", model="demo") == pytest.approx(2.0)
     assert series(service, "predicted_first_token_seconds_sum", model="demo") == pytest.approx(

@@ -3,7 +3,8 @@
 import pytest
 
 from router.telemetry.metrics import RouterMetrics
-from router.telemetry.request_log import RequestEnd, RequestLog
+from router.telemetry.request_log import EndedRequests, RequestEnd, RequestLog
+from tests.router.router_fixture import until
 
 
 def request_log(tokens: int, choices: int = 1) -> RequestLog:
@@ -35,3 +36,25 @@ def test_metrics_have_it_by_model() -> None:
     request_log(5).finish(RequestEnd.ANSWERED, 13.0, metrics)
     assert b"roost_router_time_per_output_token_seconds_sum{model=" in metrics.exposition()
     assert b'roost_router_time_per_output_token_seconds_sum{model="other"} 0.5' in metrics.exposition()
+
+
+def counted(metrics: RouterMetrics) -> bool:
+    return b'roost_router_time_per_output_token_seconds_count{model="other"} 2' in metrics.exposition()
+
+
+async def test_ended_requests_are_finished_together_soon_after() -> None:
+    metrics = RouterMetrics()
+    ended = EndedRequests(metrics)
+    for _ in range(2):
+        ended.add(request_log(5), RequestEnd.ANSWERED, 13.0)
+    assert not counted(metrics)
+    await until(lambda: counted(metrics))
+
+
+async def test_a_router_that_stops_finishes_them_at_once() -> None:
+    metrics = RouterMetrics()
+    ended = EndedRequests(metrics)
+    for _ in range(2):
+        ended.add(request_log(5), RequestEnd.ANSWERED, 13.0)
+    ended.finish()
+    assert counted(metrics)
