@@ -12,7 +12,7 @@ import msgspec
 from deploy.terminal.output import USAGE, console, fail, table
 from router.prediction.predictor import PredictionRecord
 from router.scheduling.cost import TERMS
-from router.scheduling.decision_record import Candidate, DecisionRecord
+from router.scheduling.decision_record import Candidate, DecisionRecord, PrefillRecord
 
 ASK_SECONDS = 30.0
 TRY_SECONDS = 2.0
@@ -124,6 +124,8 @@ def show_decision(answer: bytes) -> None:
         f"decision {record.id}: [bold]{record.chosen}[/bold] for {record.model}, {record.prompt_tokens}"
         f" prompt tokens, {record.expected_output_tokens} expected"
     )
+    if record.prefill is not None:
+        out.print(_prefill_line(record.prefill))
     if record.supposed is not None:
         without = [f"{term} does not count" for term in record.supposed.without]
         gone = [f"{name} is gone" for name in record.supposed.gone]
@@ -179,6 +181,16 @@ def show_decision(answer: bytes) -> None:
             f"attempt {record.attempt}, in the place of decision {record.replaces}, which failed:"
             f" {record.cause}"
         )
+
+
+def _prefill_line(prefill: PrefillRecord) -> str:
+    """Return the sentence on the worker that computed the prompt before."""
+    by = "" if prefill.decision is None else f"{prefill.decision.chosen} (decision {prefill.decision.id})"
+    if prefill.failure is not None:
+        tried = f", tried last at {by}" if by else ""
+        return f"prefill: none{tried}: {prefill.failure}; the rank computes the prompt itself"
+    known = f", which reported the experts of {prefill.activated_tokens} tokens"
+    return f"prefill: by {by}{known if prefill.activated_tokens else ''}; the rank fetches its KV"
 
 
 def _show_what_if(record: DecisionRecord) -> None:

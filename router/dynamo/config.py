@@ -7,7 +7,7 @@ deployment.
 from dataclasses import dataclass
 
 from fleet.experts import ModelShape
-from fleet.settings import NonNegativeInt, Positive, Share, check_bounds
+from fleet.settings import NonNegative, NonNegativeInt, Positive, Share, check_bounds
 from router.dynamo.wire.discovery import EndpointName
 
 
@@ -32,6 +32,10 @@ class DynamoConfig:
     routed_experts_share: Share = 0.0
     """share of the requests whose worker is asked for the experts of each token, for the tracker; needs
     layers, experts and top_k. vLLM and SGLang answer if they run with --enable-return-routed-experts
+    """
+    kv_transfer_token_seconds: NonNegative = 1e-5
+    """expected time to copy the KV of one prompt token from a prefill worker to a decode worker. It prices
+    decode workers by what they lack of a prompt; 1e-5 is 200 kB a token at 20 GB/s
     """
     layers: NonNegativeInt = 0
     """MoE layers of the model; 0: unknown, like the next two"""

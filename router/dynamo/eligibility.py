@@ -9,6 +9,8 @@ from router.dynamo.workers import RoutedWorker
 from router.fleet_state.target_table import RankKey, TargetTable
 
 _NOT_NAMED = "the request names another worker"
+EXPECTS_KV = "it expects the KV of a prefill worker"
+_TAKES_NO_KV = "it takes no KV of a prefill worker"
 _NOT_ALLOWED = "it is not among the workers that the request allows (allowed_worker_ids)"
 
 
@@ -51,3 +53,22 @@ def _reason(
         return _NOT_ALLOWED
     lacking = needed - worker.card.runtime_config.taints
     return f"it has not the required taints {', '.join(sorted(lacking))}" if lacking else None
+
+
+def unpaired(
+    table: TargetTable, serving: Mapping[RankKey, RoutedWorker], *, handed_over: bool
+) -> dict[RankKey, str]:
+    """Return the targets that do not fit what was done about the prompt, with reasons.
+
+    handed_over: a prefill worker has computed it. Without its KV, decode workers are the last resort: not
+    each can compute prompts.
+    """
+    decode = {target.key: _decodes(serving.get(target.key)) for target in table.targets}
+    if all(decode.values()) or not any(decode.values()):
+        return {}
+    reason = _TAKES_NO_KV if handed_over else EXPECTS_KV
+    return {key: reason for key, decodes in decode.items() if decodes is not handed_over}
+
+
+def _decodes(worker: RoutedWorker | None) -> bool:
+    return worker is not None and worker.decodes

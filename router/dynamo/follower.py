@@ -17,7 +17,14 @@ from router.dynamo.ports import EventFeed, RecordStore, WorkerCalls
 from router.dynamo.wire.discovery import Record, decode_record
 from router.dynamo.wire.malformed import Malformed
 from router.dynamo.wire.recovery import Blocks, decode_dump
-from router.dynamo.workers import RoutedWorker, engine_name, tokenizer_digest, workers_of
+from router.dynamo.workers import (
+    Roles,
+    RoutedWorker,
+    engine_name,
+    roles_of,
+    tokenizer_digest,
+    workers_of,
+)
 from router.fleet_state.engine_state import EngineStatus
 from router.fleet_state.target_table import RankKey, TargetTable
 from router.service import RouterService
@@ -27,6 +34,7 @@ log = logging.getLogger(__name__)
 _DUMP_DELAY_SECONDS = 0.1
 """Dynamo's own index receives the same events; by then it has applied those that have arrived here."""
 _SUBJECT = "dynamo"
+_NO_ROLES = Roles()
 
 
 _NOT_HERE = "it does not serve in Dynamo's namespace {}"
@@ -89,10 +97,18 @@ class WorkerFollower:
         self._warned: set[int] = set()
         self._reach: _Reach | None = None
         service.other_runtime = self
+        self._roles: dict[str, Roles] = {}
+
+    def roles(self, model: str) -> Roles:
+        """Return the workers of a model by their roles."""
+        return self._roles.get(model, _NO_ROLES)
 
     def offered(self, model: str | None) -> RoutedWorker | None:
-        """Return a worker of a model (None: of any), the longest present one; None: there is none."""
-        return next((one for one in self.workers.values() if model in (None, one.joined.model)), None)
+        """Return a worker that answers requests for a model (None: for any), the longest present one; None:
+        there is none.
+        """
+        answering = (one for one in self.workers.values() if not one.prefills)
+        return next((one for one in answering if model in (None, one.joined.model)), None)
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -226,6 +242,7 @@ class WorkerFollower:
                 return
             how = "joined"
         self.workers[instance] = worker
+        self._roles = roles_of(self.workers.values())
         if known is None:
             name = engine_name(worker.endpoint, instance)
             log.info("worker %s of Dynamo %s, with %d ranks", name, how, worker.ranks)
@@ -248,6 +265,7 @@ class WorkerFollower:
 
     def _gone(self, instance: int) -> None:
         worker = self.workers.pop(instance)
+        self._roles = roles_of(self.workers.values())
         self._unreachable_since.pop(instance, None)
         for rank in range(worker.ranks):
             self._publishers.pop((instance, rank), None)

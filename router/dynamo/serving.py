@@ -10,16 +10,18 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, closing
+from contextlib import AbstractAsyncContextManager, aclosing, closing, nullcontext
+from functools import partial
 from typing import Any
 
 from fleet.blocks import salted_seed
 from fleet.completions import DECISION_HEADER, ApiError
 from router.attempt import RankAttempt
 from router.dynamo.config import DynamoConfig
-from router.dynamo.eligibility import barred
+from router.dynamo.eligibility import barred, unpaired
 from router.dynamo.follower import WorkerFollower
 from router.dynamo.ports import CallContext, WorkerCalls
+from router.dynamo.prefill import Prefilled, PrefillStage
 from router.dynamo.wire.experts import as_answer
 from router.dynamo.wire.malformed import Malformed
 from router.dynamo.wire.requests import (
@@ -47,6 +49,7 @@ PATH = "/dynamo/generate"
 """Stands for Dynamo's request plane where records name an HTTP route."""
 _EMITTED_EVERY = 16
 """tokens between two updates of a booking's remaining work"""
+_SERVED_WHOLE: AbstractAsyncContextManager[None] = nullcontext()
 
 
 class DynamoFrontDoor:
@@ -87,7 +90,9 @@ class DynamoFrontDoor:
         try:
             if service.refusing:
                 raise not_ready("the router is stopping; ask again")
-            answer = _Answer(self._service, self._follower, self._calls, request_log, _read(body), context)
+            answer = _Answer(
+                self._service, self._config, self._follower, self._calls, request_log, _read(body), context
+            )
             answer.experts = self._asks_for_experts()
             async with aclosing(answer.run()) as items:
                 async for item in items:
@@ -146,6 +151,7 @@ class _Answer:
     def __init__(
         self,
         service: RouterService,
+        config: DynamoConfig,
         follower: WorkerFollower,
         calls: WorkerCalls,
         request_log: RequestLog,
@@ -156,6 +162,7 @@ class _Answer:
         self.experts = False
         """ask the worker for the experts of each token"""
         self._service = service
+        self._config = config
         self._follower = follower
         self._calls = calls
         self._log = request_log
@@ -186,14 +193,14 @@ class _Answer:
         number, fruitless, replaces = 1, 0, None
         while True:
             had = len(self.emitted)
-            need = self._need(
-                await self._service.wait_queue.live_target_table(self._log, self._request.model)
-            )
+            table = await self._service.wait_queue.live_target_table(self._log, self._request.model)
             attempt = Attempt(number, replaces, tuple(self._failures))
-            here = RankAttempt(self._service, self._log, need, attempt, begun=bool(self.emitted))
-            async with here, aclosing(self._attempt(here, need)) as items:
-                async for item in items:
-                    yield item
+            async with self._prefill(number) as prefilled:
+                need = self._need(table, prefilled)
+                here = RankAttempt(self._service, self._log, need, attempt, begun=bool(self.emitted))
+                async with here, aclosing(self._attempt(here, need, prefilled)) as items:
+                    async for item in items:
+                        yield item
             if self.left:
                 return
             if self.emitted and self._begun is None:
@@ -225,14 +232,38 @@ class _Answer:
             )
             raise ApiError(502, message, code="upstream_failed") from failed
 
-    def _need(self, table: TargetTable) -> RoutingRequest:
-        request, config = self._request, self._service.config
-        ids = [*request.token_ids, *self.emitted] if self.emitted else request.token_ids
-        prompt = TokenPrompt(ids, self._seed)
+    def _prompt(self) -> TokenPrompt:
+        """Return the prompt of the next worker: the client's, and the tokens so far."""
+        ids = self._request.token_ids
+        return TokenPrompt([*ids, *self.emitted] if self.emitted else ids, self._seed)
+
+    def _prefill(self, number: int) -> AbstractAsyncContextManager[Prefilled | None]:
+        """Return the context in which a prefill worker has computed the prompt of an attempt; of None where
+        the workers of the model serve whole requests.
+        """
+        request = self._request
+        if request.prefilled or not self._follower.roles(request.model).decode:
+            return _SERVED_WHOLE
+        return PrefillStage(
+            self._service,
+            self._config,
+            self._follower,
+            self._calls,
+            self._log,
+            self._context,
+            request,
+            self.emitted,
+            self._prompt(),
+            f"-p{number}",
+        )
+
+    def _need(self, table: TargetTable, prefilled: Prefilled | None) -> RoutingRequest:
+        request, config, prompt = self._request, self._service.config, self._prompt()
         expected = request.hints.expected_output_tokens or config.expected_output_tokens
         missing = expected if request.max_tokens is None else max(1, request.max_tokens - len(self.emitted))
         # Frontends do not compare max_tokens with the context; workers end such answers themselves.
-        context = min(len(ids) + missing, max(table.largest_context, len(ids) + 1))
+        tokens = prompt.tokens
+        context = min(tokens + missing, max(table.largest_context, tokens + 1))
         return RoutingRequest(
             model=request.model,
             prompt=prompt,
@@ -243,17 +274,23 @@ class _Answer:
             keys=self._log.keys(),
             owner=self._log.owner,
             begun=self._begun,
-            barred=self._barred,
+            barred=partial(self._barred, prefilled),
+            prefill=None if prefilled is None else prefilled.remote,
         )
 
-    def _barred(self, table: TargetTable) -> Mapping[RankKey, str]:
+    def _barred(self, prefilled: Prefilled | None, table: TargetTable) -> Mapping[RankKey, str]:
         """Return the targets that must not serve this request, with reasons."""
         follower, hints = self._follower, self._request.hints
         named = hints.backend_instance_id if hints.backend_instance_id is not None else hints.decode_worker_id
         pinned = None if named is None else follower.workers.get(named)
-        return barred(table, follower.serving, hints, pinned, follower.elsewhere(table))
+        found = barred(table, follower.serving, hints, pinned, follower.elsewhere(table))
+        if prefilled is None:
+            return found
+        return {**unpaired(table, follower.serving, handed_over=prefilled.handle is not None), **found}
 
-    async def _attempt(self, here: RankAttempt, need: RoutingRequest) -> AsyncGenerator[Json, None]:
+    async def _attempt(
+        self, here: RankAttempt, need: RoutingRequest, prefilled: Prefilled | None
+    ) -> AsyncGenerator[Json, None]:
         """Let one worker produce the missing items. UpstreamFailed when it does not."""
         decision, service, request = here.decision, self._service, self._request
         self._log.decision = decision
@@ -271,6 +308,8 @@ class _Answer:
             self.emitted,
             experts=tap is not None,
         )
+        if prefilled is not None and worker.decodes:
+            body = prefilled.decode_request(body)
         items = await self._calls.call(worker, body, self._context)
         before = counted = len(self.emitted)
         stream = WorkerStream(items, self._context, request, before, service.config, self._log.finish_reasons)

@@ -6,6 +6,9 @@ rank.
 
 A worker is an engine of its own, unless its card says that it serves ranks of an engine of Roost's fleet.
 Then its targets are the ranks of that engine, with its placement, its load and its cached blocks.
+
+Prefill workers of a model are engines of a model of their own (`prefill_model`), so that its requests never
+reach them, and their own queue, prices and health are those of any model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,6 +35,7 @@ _MAX_BATCH_TOKENS = 8192
 _MAX_CONTEXT = 2**20
 """Context where the card states none."""
 _MAX_NAME = 40
+_PREFILL_MODEL = " (prefill)"
 
 
 class RoutedWorker(NamedTuple):
@@ -46,6 +50,16 @@ class RoutedWorker(NamedTuple):
     """dp_rank of the first rank that it serves"""
     offset: int = 0
     """number of that rank in the engine"""
+
+    @property
+    def prefills(self) -> bool:
+        """True if it only computes prompts, for decode workers."""
+        return _is_prefill(self.card)
+
+    @property
+    def decodes(self) -> bool:
+        """True if it expects prompts that a prefill worker has computed."""
+        return self.card.worker_type == "decode"
 
     @property
     def ranks(self) -> int:
@@ -83,6 +97,23 @@ class RoutedWorker(NamedTuple):
             and self.first_rank + self.ranks <= len(joined.urls)
         )
         return self._replace(joined=joined, offset=self.first_rank) if fits else self
+
+
+class Roles(NamedTuple):
+    """Roles that some worker of a model has."""
+
+    prefill: bool = False
+    decode: bool = False
+
+
+def roles_of(workers: Iterable[RoutedWorker]) -> dict[str, Roles]:
+    """Return the roles of the workers of each model."""
+    found: dict[str, Roles] = {}
+    for worker in workers:
+        known = found.get(worker.card.display_name, Roles())
+        both = Roles(known.prefill or worker.prefills, known.decode or worker.decodes)
+        found[worker.card.display_name] = both
+    return found
 
 
 class Workers(NamedTuple):
@@ -137,9 +168,19 @@ def unusable_because(card: DynamoCard) -> str | None:
     """Return the reason why requests cannot be routed to a worker; None: they can."""
     if card.model_input != "Tokens":
         return f"it takes {card.model_input.lower()}, and this router sends token ids"
-    if card.worker_type not in (None, "aggregated"):
-        return f"it is a {card.worker_type} worker; pairs of prefill and decode workers are not routed"
+    if card.worker_type not in (None, "aggregated", "prefill", "decode"):
+        return f"it is a {card.worker_type} worker; this router knows aggregated, prefill and decode workers"
     return None
+
+
+def prefill_model(model: str) -> str:
+    """Return the name under which the prefill workers of a model are engines."""
+    return model + _PREFILL_MODEL
+
+
+def _is_prefill(card: DynamoCard) -> bool:
+    """True for a prefill worker. Older ones say so by the type of their model."""
+    return card.worker_type == "prefill" or (card.worker_type is None and "prefill" in card.surfaces)
 
 
 def _worker(endpoint: EndpointName, instance: int, card: DynamoCard, *, has_index: bool) -> RoutedWorker:
@@ -149,7 +190,7 @@ def _worker(endpoint: EndpointName, instance: int, card: DynamoCard, *, has_inde
         engine=engine_name(endpoint, instance),
         worker_id=instance,
         engine_kind="dynamo",
-        model=card.display_name,
+        model=prefill_model(card.display_name) if _is_prefill(card) else card.display_name,
         node=endpoint.component,
         urls=tuple(
             f"dynamo://{endpoint.path}/{instance:x}/{limits.data_parallel_start_rank + rank}"

@@ -55,8 +55,10 @@ class _Watched:
 
     def __init__(self, decision: Decision, share: MixShare | None, *, waited: bool) -> None:
         self.decision = decision
-        self.undisturbed = decision.ask.attempt == 1 and not waited
-        """a first attempt that was admitted at once: its time to first token characterises its rank"""
+        self.undisturbed = decision.ask.attempt == 1 and not waited and not decision.ask.fetches_kv
+        """a first attempt that was admitted at once and computed its prompt: its time to first token
+        characterises its rank
+        """
         self.share = share
         self.last_at: float | None = None
         """time of the last tokens, seconds on the router's clock; None: none arrived yet"""
@@ -227,6 +229,8 @@ class DecisionFeedback(BookingObserver):
         target_table = decision.target_table
         if self._view.target_table(decision.ask.model) is not target_table or decision.measured is not None:
             return None  # only costs in milliseconds have a regret
+        if decision.ask.fetches_kv:
+            return None  # repricing knows no transfers
         load = self._scheduler.reservations.load(target_table.rows, now)
         load[:, decision.at] = decision.load
         self._scheduler.reservations.watch()

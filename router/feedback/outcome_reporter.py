@@ -107,9 +107,8 @@ def _about(ended: _Ended) -> tuple[str, int, int]:
 
 def _outcomes(ended: list[_Ended]) -> tuple[RequestOutcome, ...]:
     """Convert requests whose decisions used the same tables."""
-    weights = [
-        one.decision.prediction.request.weights for one in ended if one.decision.prediction is not None
-    ]
+    predictions = [one.decision.prediction.request for one in ended if one.decision.prediction is not None]
+    weights = [one.weights if one.prompt is None else one.prompt.predicted for one in predictions]
     packed = pack(np.stack(weights)) if weights else np.zeros((len(ended), PACKED), np.uint8)
     return tuple(_outcome(one, row.tobytes()) for one, row in zip(ended, packed, strict=True))
 
@@ -118,7 +117,9 @@ def _outcome(ended: _Ended, predicted: bytes) -> RequestOutcome:
     decision = ended.decision
     worker_id, rank = decision.target.key
     prediction, at = decision.prediction, decision.chosen
-    priced = prediction is not None and bool(prediction.priced[at])
+    # the tracker learns the worth of predictions: what a prefill worker reported is none
+    is_predicted = prediction is not None and prediction.request.prompt is None
+    priced = is_predicted and prediction is not None and bool(prediction.priced[at])
     return RequestOutcome(
         spread=_spread(decision) if priced else None,
         decision=decision.id,

@@ -21,6 +21,8 @@ from router.prediction.table_replica import TableChange, TableReplica
 
 NAMED_CLUSTERS = 4
 """Clusters that a decision's record names, heaviest first."""
+PREFILL = "prefill"
+"""Source of what a prefill worker reported: no prediction, but activations of the request's own prompt."""
 NAMED_EXPERTS = 4
 """Experts of each layer that a decision's record names, most likely first."""
 UNKNOWN_MODEL = "no prediction tables of this model yet: experts are not priced"
@@ -50,6 +52,16 @@ def _hash(*parts: str) -> int:
     return xxhash.xxh3_64_intdigest("\0".join((*parts, "")).encode("utf-8", "surrogatepass")) or 1
 
 
+class KnownPrompt(NamedTuple):
+    """Report of a prefill worker on the prompt: the share of its tokens, and their number. predicted: float32
+    [K], weights predicted before.
+    """
+
+    share: float
+    tokens: int
+    predicted: Float32Array
+
+
 class RequestPrediction(NamedTuple):
     """A prediction as stored in a decision: without references to its tables, so that old ones can be freed.
 
@@ -71,6 +83,18 @@ class RequestPrediction(NamedTuple):
     evidence: tuple[float, ...]
     reliabilities: list[float]
     """by source"""
+    prompt: KnownPrompt | None = None
+    """None: no prefill worker reported what the prompt activated"""
+
+    def with_prompt(self, signature: Float32Array, share: float, tokens: int) -> "RequestPrediction":
+        """Return the prediction given the signature, float32 [K], of `tokens` tokens, a share of the prompt.
+
+        Signatures are additive: the rest of the prompt counts as predicted. What was activated needs no
+        calibration, so the gain and the confidence of that share are 1.
+        """
+        weights = np.float32(share) * signature + np.float32(1.0 - share) * self.weights
+        gain = share + (1.0 - share) * self.gain
+        return self._replace(weights=weights, gain=gain, prompt=KnownPrompt(share, tokens, self.weights))
 
     @property
     def confidences(self) -> tuple[float, ...]:
@@ -79,12 +103,16 @@ class RequestPrediction(NamedTuple):
     @property
     def confidence(self) -> float:
         """In [0, 1], of all sources together."""
-        return confidence(self.reliabilities, self.evidence)
+        predicted = confidence(self.reliabilities, self.evidence)
+        share = 0.0 if self.prompt is None else self.prompt.share
+        return share + (1.0 - share) * predicted
 
     @property
     def best(self) -> str:
         """Source with the most confidence (before any is earned, the first with evidence), or "mix"."""
         sure = self.confidences
+        if self.prompt is not None and self.prompt.share >= max(sure):
+            return PREFILL
         best = max(range(len(SOURCES)), key=lambda at: (sure[at], self.evidence[at] > 0, -at))
         return SOURCES[best] if self.evidence[best] > 0 else "mix"
 
@@ -105,12 +133,19 @@ class RequestPrediction(NamedTuple):
                 SourceRecord(source=name, evidence_tokens=seen, confidence=sure)
                 for name, seen, sure in sources
                 if seen > 0
-            ],
+            ]
+            + self._prompt_source(),
             best=self.best,
             confidence=self.confidence,
             gain=self.gain,
             experts=[] if clusters is None else likely_experts(clusters, self.weights),
         )
+
+    def _prompt_source(self) -> "list[SourceRecord]":
+        known = self.prompt
+        if known is None:
+            return []
+        return [SourceRecord(source=PREFILL, evidence_tokens=known.tokens, confidence=known.share)]
 
 
 def likely_experts(clusters: ClusterModel, weights: Float32Array) -> "list[LayerExperts]":

@@ -75,6 +75,8 @@ class RequestWork(msgspec.Struct, frozen=True, gc=False):
     """seconds that a migration or layout switch in progress costs at each target, the `handover` term;
     None: there is none
     """
+    transfer: FloatArray | None = None
+    """seconds to fetch the KV of a prompt that another rank has computed; None: there is none to fetch"""
 
 
 class CostTerm(NamedTuple):
@@ -90,9 +92,9 @@ class CostTerm(NamedTuple):
 
 
 def _prefill(work: RequestWork) -> FloatArray:
-    """Compute the uncached prompt."""
+    """Compute the uncached prompt, or fetch it from the rank that has computed it."""
     seconds: FloatArray = work.added[PREFILL_SPEED]
-    return seconds
+    return seconds if work.transfer is None else seconds + work.transfer
 
 
 def _queue(work: RequestWork) -> FloatArray:
@@ -251,13 +253,14 @@ def score(
     expected: ExpectedLoad | None = None,
     switch_delay: NDArray[np.float64] | None = None,
     factors: NDArray[np.float64] | None = None,
+    transfer: FloatArray | None = None,
 ) -> Scores:
     """Price all targets: the weighted terms of COST_TERMS, and their sum.
 
     load: int64 [AMOUNTS, targets]; uncached: int64 [targets]. switch_delay: float64 [targets], seconds that a
     migration or layout switch in progress costs; None: there is none. expected None: nothing is known about
     the experts. factors: float64 [2, targets], measured over modelled speed of prefill and of decode; None:
-    1.
+    1. transfer: float64 [targets], as in `RequestWork`.
     """
     targets, output = len(uncached), float(output_tokens)
     tokens = uncached.astype(np.float64)
@@ -305,6 +308,7 @@ def score(
         output,
         expected,
         switch_delay,
+        transfer,
     )
     terms = np.zeros((len(COST_TERMS), targets))
     for row, seconds_of in enumerate(_SECONDS):

@@ -2,7 +2,7 @@
 number."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType
 
 import msgspec
@@ -30,6 +30,7 @@ from router.scheduling.decision_record import (
     DecisionRecord,
     Epochs,
     HomesEpoch,
+    PrefillRecord,
     PromisedLoad,
     Supposed,
     Terms,
@@ -71,6 +72,30 @@ class Owner(msgspec.Struct, frozen=True):
 UNKNOWN_OWNER = Owner()
 
 
+class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The prefill of a prompt at a worker of its own, before the decision of the rank that decodes."""
+
+    decision: "Decision | None" = None
+    """the last decision of a prefill worker"""
+    failure: str | None = None
+    """reason why no KV was handed over; None: the chosen rank fetches it"""
+    token_s: float = 0.0
+    """seconds to fetch the KV of one token"""
+    experts: NDArray[np.unsignedinteger[Any]] | None = None
+    """[layers, experts] routed pairs that the prompt activated there; None: not reported"""
+    tokens: int = 0
+    """prompt tokens behind them"""
+
+    def record(self, most: int | None) -> PrefillRecord:
+        """Return the form for readers. most: limit on the candidates of its decision."""
+        return PrefillRecord(
+            decision=None if self.decision is None else self.decision.record(most),
+            failure=self.failure,
+            transfer_token_ms=1000.0 * self.token_s,
+            activated_tokens=self.tokens,
+        )
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The request, as far as it determines the price. `output_tokens` is the expected number, not the
     limit."""
@@ -93,6 +118,13 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     owner: Owner = UNKNOWN_OWNER
     hashed: Literal["ids", "text"] = "ids"
     """what the prompt's blocks were hashed from"""
+    prefill: RemotePrefill | None = None
+    """None: the prompt was not sent to a prefill worker"""
+
+    @property
+    def fetches_kv(self) -> bool:
+        """True if the chosen rank fetches the prompt's KV instead of computing it."""
+        return self.prefill is not None and self.prefill.failure is None
 
 
 class TargetPredictions(NamedTuple):
@@ -223,7 +255,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the chosen rank is believed to have cached."""
+        """Prompt tokens that the chosen rank is believed to have cached, before it fetches others."""
+        if self.ask.fetches_kv:
+            blocks = int(self.overlap_blocks[self.chosen])
+            return min(blocks * self.target.engine.block_size, self.ask.prompt_tokens - 1)
         return self.ask.prompt_tokens - int(self.uncached[self.chosen])
 
     @property
@@ -262,8 +297,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory of the columns."""
-        return _COLUMN_BYTES * len(self.at)
+        """Approximate memory of the columns, with those of the prefill's decision."""
+        own = _COLUMN_BYTES * len(self.at)
+        before = None if self.ask.prefill is None else self.ask.prefill.decision
+        return own if before is None else own + before.nbytes
 
     @property
     def shared_cache(self) -> bool:
@@ -368,6 +405,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             attempt=self.ask.attempt,
             replaces=self.ask.replaces,
             cause=self.ask.cause,
+            prefill=None if self.ask.prefill is None else self.ask.prefill.record(most),
             tenant=self.ask.owner.tenant or None,
             cache="shared" if self.shared_cache else "tenant" if self.ask.owner.salt else "common",
         )
@@ -524,6 +562,11 @@ def decide(
         )
     load = conditions.load
     uncached = uncached_tokens(ask.prompt_tokens, overlap_blocks, target_table.block_size)
+    transfer: FloatArray | None = None
+    if ask.prefill is not None and ask.fetches_kv:
+        # the last token is always computed, because its logits are needed
+        transfer = (uncached - 1).astype(np.float64) * ask.prefill.token_s
+        uncached = np.ones_like(uncached)
     expected = None if prediction is None else prediction.expected
     scores = score(
         target_table,
@@ -535,6 +578,7 @@ def decide(
         expected,
         conditions.switch_delay,
         conditions.factors,
+        transfer,
     )
     if len(at) != len(uncached):
         scores, uncached, load, overlap_blocks = scores.of(at), uncached[at], load[:, at], overlap_blocks[at]

@@ -99,6 +99,23 @@ class Supposed(msgspec.Struct, frozen=True, kw_only=True):
     gone: tuple[str, ...] = ()
 
 
+class PrefillRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefill of a prompt at a worker of its own, before the decision of the worker that decodes."""
+
+    decision: "DecisionRecord | None"
+    """the last decision of a prefill worker; None: there was none"""
+    failure: str | None
+    """reason why no KV was handed over, so that the chosen rank computes the prompt itself; None: it fetches
+    the KV, whose time is its prefill term
+    """
+    transfer_token_ms: float
+    """expected time to fetch the KV of one token"""
+    activated_tokens: int
+    """prompt tokens whose experts the prefill worker reported; they replace the prediction in their share of
+    the prompt
+    """
+
+
 class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A decision as JSON."""
 
@@ -159,6 +176,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     replaces: str | None
     cause: str | None
+    prefill: PrefillRecord | None = None
+    """None: the prompt was not sent to a prefill worker"""
     tenant: str | None = None
     """tenant of the request, by its API key; None: the key names none"""
     cache: Literal["common", "tenant", "shared"] = "common"

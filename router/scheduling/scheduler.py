@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fleet.completions import MAX_NAME, ApiError, shortened
 from fleet.prediction import Query
+from fleet.signatures import ClusterModel
 from router.admission.queue_policy import Saturated
 from router.config import RouterConfig
 from router.fleet_state.reservations import SEQUENCES, Booking, Reservations
@@ -26,7 +27,7 @@ from router.health.attempt_failures import (
     ranks_with_other_weights,
 )
 from router.health.circuit_breakers import CircuitBreakers, Exclusions
-from router.prediction.predictor import NO_KEYS, PredictionKeys, Predictor
+from router.prediction.predictor import NO_KEYS, PredictionKeys, Predictor, RequestPrediction
 from router.prefix_index.approximate_index import ApproximateIndex
 from router.prefix_index.block_index import BlockIndex
 from router.prefix_index.kv_event_index import KvEventIndex
@@ -41,6 +42,7 @@ from router.scheduling.decision import (
     Conditions,
     Decision,
     Owner,
+    RemotePrefill,
     TargetPredictions,
     decide,
 )
@@ -80,6 +82,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     """it has fields that are served only by engines that declare so (`Capabilities.passes_fields`)"""
     barred: Callable[[TargetTable], Mapping[RankKey, str]] | None = None
     """further targets of a table that must not serve it, with reasons; None: there are none"""
+    prefill: RemotePrefill | None = None
+    """its prompt was sent to a prefill worker before; None: it was not"""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -236,6 +240,7 @@ class Scheduler(BookingObserver):
             supposed=need.supposed,
             owner=need.owner,
             hashed="ids" if need.prompt.ids else "text",
+            prefill=need.prefill,
         )
         overlap = self.kv.block_index.overlap(target_table, need.prompt)
         if lap is not None:
@@ -514,7 +519,12 @@ class Scheduler(BookingObserver):
         if request_prediction is None:
             return None
         prices, clusters = self.view.prices(need.model), self.view.clusters(need.model)
-        used = None if clusters is None or clusters.version != request_prediction.clusters else ref(clusters)
+        if clusters is None or clusters.version != request_prediction.clusters:
+            used = None
+        else:
+            used = ref(clusters)
+            if need.prefill is not None:
+                request_prediction = _with_prompt(request_prediction, need, need.prefill, clusters)
         if prices.clusters != len(request_prediction.weights):
             nothing = np.zeros(len(target_table.targets))
             unpriced = np.zeros(len(target_table.targets), np.bool_)
@@ -537,6 +547,18 @@ def _all_barred(model: str, barred: Mapping[RankKey, str]) -> ApiError:
         code="no_engine",
         retry_after=2.0,
     )
+
+
+def _with_prompt(
+    predicted: RequestPrediction, need: RoutingRequest, prefill: RemotePrefill, clusters: ClusterModel
+) -> RequestPrediction:
+    """Return the prediction with the signature of what the prompt activated at its prefill worker, as far as
+    that is known and of the shape of these clusters.
+    """
+    if prefill.experts is None or prefill.experts.shape != clusters.profiles.shape[1:]:
+        return predicted
+    share = min(1.0, prefill.tokens / need.prompt.tokens)
+    return predicted.with_prompt(clusters.signature(prefill.experts), share, prefill.tokens)
 
 
 def _no_candidate(

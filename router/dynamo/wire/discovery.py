@@ -32,6 +32,15 @@ class FleetEngine(NamedTuple):
     worker_id: int
 
 
+class MeetingPoint(msgspec.Struct, frozen=True):
+    """Address at which a prefill worker meets decode workers, who transfer the KV while it computes. None:
+    not stated.
+    """
+
+    bootstrap_host: str | None = None
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+
+
 class RuntimeLimits(msgspec.Struct, frozen=True):
     """`runtime_config` of a model card. None: not stated."""
 
@@ -42,6 +51,8 @@ class RuntimeLimits(msgspec.Struct, frozen=True):
     kv_event_publishing_enabled: bool | None = None
     taints: frozenset[str] = frozenset()
     """labels that requests may require, those of its place in the topology included"""
+    disaggregated_endpoint: MeetingPoint | None = None
+    """of a prefill worker; None: decode workers fetch the KV once it is computed"""
     runtime_data: dict[str, Any] = {}
     """data of the engine's own, as JSON values"""
 

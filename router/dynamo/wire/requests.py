@@ -46,6 +46,8 @@ class RoutingWishes(msgspec.Struct, frozen=True):
 
     backend_instance_id: U64 | None = None
     decode_worker_id: U64 | None = None
+    prefill_worker_id: U64 | None = None
+    prefill_dp_rank: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
     expected_output_tokens: _Tokens | None = None
     lora_name: str | None = None
@@ -68,6 +70,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     sampling_options: Json | None = None
     routing: RoutingWishes | None = None
     prefill_result: Any = None
+    bootstrap_info: Any = None
 
 
 class DynamoRequest(NamedTuple):
@@ -82,6 +85,8 @@ class DynamoRequest(NamedTuple):
     wants_experts: bool
     inexact: tuple[str, ...]
     """sampling options under which no other worker could continue the answer exactly"""
+    prefilled: bool
+    """another router has already had its prompt computed, and says where the KV is"""
 
 
 def read_request(body: Any) -> DynamoRequest:
@@ -99,6 +104,7 @@ def read_request(body: Any) -> DynamoRequest:
         min_tokens=stop.min_tokens,
         hints=read.routing or RoutingWishes(),
         wants_experts=EXPERTS in _extra_fields(body),
+        prefilled=read.prefill_result is not None or read.bootstrap_info is not None,
         inexact=tuple(name for name, exact in _INEXACT.items() if options.get(name) not in exact),
     )
 

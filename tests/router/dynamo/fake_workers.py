@@ -34,6 +34,10 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+HANDLE = {"kv_transfer_params": {"remote_block_ids": [3, 1, 2], "remote_engine_id": "x"}}
+"""What fake prefill workers say of the KV."""
+
+
 def records_of(
     instance: int, *, ranks: int = 1, limits: dict[str, Any] | None = None, **card: Any
 ) -> dict[str, bytes]:
@@ -117,6 +121,10 @@ class FakeCalls:
         self.down: set[int] = set()
         self.fault: Callable[[int, int], None] = lambda call, item: None
         self.extra: dict[str, Any] = {}
+        self.prefilled: dict[str, Any] = {"disaggregated_params": HANDLE}
+        """added to the item of a prefill worker"""
+        self.after_prefill: asyncio.Event | None = None
+        """the answers of prefill workers end when it is set"""
         self.dumped = b"[]"
         self.dumps = 0
         self.hold: asyncio.Event | None = None
@@ -125,7 +133,15 @@ class FakeCalls:
         if worker.instance_id in self.down:
             raise UpstreamFailed(AttemptFailure.CONNECT, "nobody listens")
         self.served.append(Served(worker.instance_id, body, dict(context.metadata)))
-        return self._items(len(self.served), body)
+        items = self._prefill if worker.prefills else self._items
+        return items(len(self.served), body)
+
+    async def _prefill(self, call: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+        assert body["stop_conditions"]["max_tokens"] == 1
+        self.fault(call, 0)
+        yield {"token_ids": [7], "finish_reason": "length"} | self.prefilled
+        if self.after_prefill is not None:
+            await self.after_prefill.wait()
 
     async def _items(self, call: int, body: dict[str, Any]) -> AsyncIterator[Any]:
         count = body["stop_conditions"]["max_tokens"]
@@ -162,6 +178,10 @@ class DynamoFleet:
         for instance in instances:
             self.store.records |= records_of(instance, **more)
         await until(lambda: all(one in self.follower.workers for one in instances))
+
+    def called(self, *instances: int) -> list[Served]:
+        """The calls of these workers."""
+        return [one for one in self.calls.served if one.instance in instances]
 
     async def ask(
         self, tokens: list[int], count: int = 8, context: FakeContext | None = None, **more: Any

@@ -71,7 +71,7 @@ def test_the_router_is_not_its_own_worker() -> None:
 
 @pytest.mark.parametrize(
     ("card", "reason"),
-    [({"worker_type": "prefill"}, "prefill worker"), ({"model_input": "Text"}, "takes text")],
+    [({"worker_type": "encode"}, "encode worker"), ({"model_input": "Text"}, "takes text")],
 )
 def test_workers_that_cannot_be_used_are_named_with_the_reason(card: dict[str, Any], reason: str) -> None:
     workers = found(changed(**card))
