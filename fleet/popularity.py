@@ -78,6 +78,19 @@ class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True):
         return np.frombuffer(self.values, f"<u{self.width}").reshape(self.layers, self.experts)
 
 
+PROMPT_EXPERTS = "prompt_experts"
+"""Key of `PromptExperts` in the `engine_data` of a prefill worker's answer."""
+
+
+class PromptExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts that a prompt activated, from the prefill worker that computed it to the router that chooses
+    the decode worker. Tokens from its KV cache activated none there: `tokens` counts the others.
+    """
+
+    tokens: int
+    counts: ExpertCounts
+
+
 def profile(counts: NDArray[Any], prior_tokens: float = 1.0) -> NDArray[np.float64]:
     """Return the probability [layers, experts] that a routed (token, k) pair goes to an expert. Every layer
     sums to 1.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fleet.prompt_experts import PROMPT_EXPERTS, PromptExperts
+from fleet.popularity import PROMPT_EXPERTS, PromptExperts
 from router.dynamo.wire.discovery import DynamoCard
 from router.dynamo.wire.malformed import UNDECODABLE, Malformed
 from router.dynamo.wire.requests import Json

@@ -11,8 +11,7 @@ import pytest
 
 from fleet.blocks import local_hashes, salted_seed, sequence_hashes
 from fleet.completions import DECISION_HEADER, ApiError
-from fleet.popularity import ExpertCounts
-from fleet.prompt_experts import PROMPT_EXPERTS, PromptExperts
+from fleet.popularity import PROMPT_EXPERTS, ExpertCounts, PromptExperts
 from router.config import RouterConfig
 from router.dynamo.config import DynamoConfig
 from router.dynamo.eligibility import EXPECTS_KV
