@@ -200,3 +200,19 @@ async def test_experts_are_asked_for_and_kept_from_clients_that_did_not() -> Non
     ] * 2
     assert all(item["engine_data"] is None for item in items)
     assert all(item["engine_data"] == {"routed_experts": [[[0]]]} for item in asked)
+
+
+async def test_the_speed_of_a_worker_is_learnt_from_its_answers() -> None:
+    async with dynamo_fleet(11, 12) as fleet:
+        for _ in range(12):
+            await fleet.ask(list(range(2000)), count=40)
+
+        def measured() -> bool:
+            table = fleet.service.scheduler.target_table("tiny")
+            return fleet.service.scheduler.speeds.known(table).measured is None
+
+        await until(measured)
+        await fleet.ask(PROMPT)
+        decision = fleet.service.kept(fleet.calls.served[-1].metadata[DECISION_HEADER])
+    assert decision is not None
+    assert {one.speed for one in decision.record().candidates} == {"measured"}
