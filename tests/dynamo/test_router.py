@@ -4,72 +4,34 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
-from benchmarks.rig.processes import ROOST
-from deploy.sections import DEMO_CHECKPOINT
-from tests.conftest import free_port
-from tests.dynamo.deployment import NAMESPACE, DynamoDeployment, DynamoFrontend, DynamoProcess, until
-from tests.dynamo.environment import PYTHON, ROOT
+from tests.conftest import NatsServer
+from tests.dynamo.deployment import DynamoDeployment, until
+from tests.dynamo.environment import PYTHON
+from tests.dynamo.routing import frontend, metric, mocker, roost, spans_of
 
 pytestmark = pytest.mark.slow
 
 REQUESTS, TOKENS, KILLED_EVERY = 200, 120, 5.0
 
 
-async def mocker(dynamo: DynamoDeployment, number: int) -> DynamoProcess:
-    """Start one of Dynamo's own mockers. An answer of TOKENS takes about a second."""
-    command = [
-        str(PYTHON),
-        "-m",
-        "dynamo.mocker",
-        "--model-path",
-        str(DEMO_CHECKPOINT),
-        "--model-name",
-        "tiny",
-    ]
-    command += ["--endpoint", "dyn://workers.backend.generate", "--num-workers", "1", "--block-size", "16"]
-    command += ["--num-gpu-blocks-override", "4096", "--speedup-ratio", "1", "--max-num-seqs", "64"]
-    return await dynamo.start(f"mocker-{number}", command)
+@pytest_asyncio.fixture(params=["zmq", "nats"])
+async def on_plane(
+    request: pytest.FixtureRequest, tmp_path: Path, nats_server: NatsServer
+) -> AsyncIterator[DynamoDeployment]:
+    """A deployment with either event plane."""
+    async with DynamoDeployment(tmp_path, request.param, nats_server.url) as deployment:
+        yield deployment
 
 
-async def roost(dynamo: DynamoDeployment, *options: str) -> str:
-    """Start `roost router --dynamo`, whose own endpoint is in the frontends' namespace, and return its URL."""
-    port = free_port()
-    command = [
-        *ROOST,
-        "router",
-        "--dynamo",
-        "workers",
-        "--frontend-migration-limit",
-        "0",
-        "--port",
-        str(port),
-    ]
-    process = await dynamo.start(
-        "roost",
-        [*command, *options],
-        PYTHONPATH=str(ROOT),
-        ROOST_DYNAMO_ENDPOINT=f"{NAMESPACE}.router.generate",
-    )
-
-    async def offers() -> bool:
-        assert process.process.returncode is None, process.log.read_text()
-        return f"at {NAMESPACE}.router.generate" in process.log.read_text()
-
-    await until(offers, f"roost offers the model; see {process.log}")
-    return f"http://127.0.0.1:{port}"
-
-
-async def frontend(dynamo: DynamoDeployment, *options: str) -> DynamoFrontend:
-    return await dynamo.frontend("round-robin", "--migration-limit", "0", *options)
-
-
-async def test_no_request_is_lost_while_workers_are_killed(dynamo: DynamoDeployment) -> None:
+async def test_no_request_is_lost_while_workers_are_killed(on_plane: DynamoDeployment) -> None:
+    dynamo = on_plane
     mockers = [await mocker(dynamo, number) for number in range(4)]
     url = await roost(dynamo)
     door = await frontend(dynamo)
@@ -100,17 +62,11 @@ async def test_no_request_is_lost_while_workers_are_killed(dynamo: DynamoDeploym
     finally:
         killer.cancel()
     assert counts == [TOKENS] * REQUESTS
-    async with httpx.AsyncClient() as client:
-        metrics = (await client.get(f"{url}/metrics")).text
-    retried = [
-        float(line.split()[-1])
-        for line in metrics.splitlines()
-        if line.startswith("roost_router_retries_total")
-    ]
-    assert sum(retried) > 0, "no worker died while it served a request"
+    assert await metric(url, "roost_router_retries_total") > 0, "no worker died while it served a request"
 
 
-async def test_overlaps_are_those_of_dynamos_own_router(dynamo: DynamoDeployment) -> None:
+async def test_overlaps_are_those_of_dynamos_own_router(on_plane: DynamoDeployment) -> None:
+    dynamo = on_plane
     for number in range(4):
         await mocker(dynamo, number)
     url = await roost(dynamo)
@@ -144,7 +100,7 @@ async def _dynamos_overlaps(dynamo: DynamoDeployment, prompts: list[list[int]]) 
         "import asyncio, json, sys\n"
         "from dynamo._core import DistributedRuntime, KvRouter, KvRouterConfig\n"
         "async def main():\n"
-        "    runtime = DistributedRuntime(asyncio.get_running_loop(), 'file', 'tcp', event_plane='zmq')\n"
+        "    runtime = DistributedRuntime(asyncio.get_running_loop(), 'file', 'tcp', event_plane=sys.argv[2])\n"
         "    router = KvRouter(runtime.endpoint('workers.backend.generate'), 16, KvRouterConfig())\n"
         "    await asyncio.sleep(2)\n"
         "    found = [await router.get_overlap_scores(one) for one in json.loads(sys.argv[1])]\n"
@@ -152,7 +108,7 @@ async def _dynamos_overlaps(dynamo: DynamoDeployment, prompts: list[list[int]]) 
         "asyncio.run(main())\n"
     )
     child = await asyncio.create_subprocess_exec(
-        *(str(PYTHON), "-c", program, json.dumps(prompts)),
+        *(str(PYTHON), "-c", program, json.dumps(prompts), dynamo.variables["DYN_EVENT_PLANE"]),
         env=os.environ | dynamo.variables | {"PYTHONPATH": ""},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -192,17 +148,10 @@ async def test_one_trace_leads_from_the_client_to_our_worker(dynamo: DynamoDeplo
     assert refused.status_code == 400, refused.text
 
     async def traced() -> bool:
-        return len(_spans(spans, trace, "roost.decide")) == 3 and bool(_spans(worker_spans, trace, ""))
+        return len(spans_of(spans, trace, "roost.decide")) == 3 and bool(spans_of(worker_spans, trace, ""))
 
     await until(traced, "router and worker have recorded the trace")
-    assert {span["service"] for span in _spans(worker_spans, trace, "")} == {"roost-engine"}
-    candidates = [event for span in _spans(spans, trace, "roost.decide") for event in span["events"]]
+    assert {span["service"] for span in spans_of(worker_spans, trace, "")} == {"roost-engine"}
+    candidates = [event for span in spans_of(spans, trace, "roost.decide") for event in span["events"]]
     assert len(candidates) == 6
     assert {event["name"] for event in candidates} == {"roost.candidate"}
-
-
-def _spans(file: Path, trace: str, name: str) -> list[Any]:
-    """Return the spans of a trace in a file, by their name."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    found = [json.loads(line) for line in lines if trace in line]
-    return [span for span in found if name in span["name"]]
