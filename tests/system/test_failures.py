@@ -18,8 +18,8 @@ STORY = "Tell me a long story about a computer that learns to cook."
 TOKENS = 160
 BEFORE = 20
 """pieces a client has seen before something breaks"""
-BOTH = ["the rank that serves", pytest.param("its peer", marks=pytest.mark.slow)]
-EITHER = [pytest.param("the rank that serves", marks=pytest.mark.slow), "its peer"]
+VICTIMS = ["the rank that serves", "its peer"]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def retries(fleet: Fleet, decision_id: str) -> int:
     return int(until(line, "the request's log line", 5)["retries"])
 
 
-@pytest.mark.parametrize("victim", BOTH)
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_rank_breaks_no_stream_and_its_engine_comes_back_as_a_new_incarnation(
     whole: Fleet, victim: str
 ) -> None:
@@ -66,7 +66,9 @@ def test_a_killed_rank_breaks_no_stream_and_its_engine_comes_back_as_a_new_incar
 
     def kill(engine: str, rank: int) -> None:
         lost.append(engine)
-        whole.processes()[f"{engine}/{rank if victim == BOTH[0] else 1 - rank}"].send_signal(signal.SIGKILL)
+        whole.processes()[f"{engine}/{rank if victim == VICTIMS[0] else 1 - rank}"].send_signal(
+            signal.SIGKILL
+        )
 
     text, decision_id = broken_stream(whole, kill)
     assert text == unbroken
@@ -85,14 +87,13 @@ def test_a_killed_rank_breaks_no_stream_and_its_engine_comes_back_as_a_new_incar
         ) == (name in lost)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", EITHER)
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_stopped_rank_is_noticed_and_breaks_no_stream(whole: Fleet, victim: str) -> None:
     unbroken = whole.text(STORY, max_tokens=TOKENS)
     stopped = []
 
     def freeze(engine: str, rank: int) -> None:
-        process = whole.processes()[f"{engine}/{1 - rank if victim == EITHER[1] else rank}"]
+        process = whole.processes()[f"{engine}/{1 - rank if victim == VICTIMS[1] else rank}"]
         process.send_signal(signal.SIGSTOP)
         stopped.append(process)
 
@@ -102,7 +103,6 @@ def test_a_stopped_rank_is_noticed_and_breaks_no_stream(whole: Fleet, victim: st
     until(lambda: not stopped[0].is_running(), "the frozen rank to be ended", 15)
 
 
-@pytest.mark.slow
 def test_many_streams_survive_a_killed_engine(whole: Fleet) -> None:
     prompts = [f"Count the stars of constellation {number}." for number in range(8)]
     unbroken = [whole.text(prompt, max_tokens=150) for prompt in prompts]
@@ -126,7 +126,6 @@ def test_many_streams_survive_a_killed_engine(whole: Fleet) -> None:
         assert [future.result() for future in futures] == unbroken
 
 
-@pytest.mark.slow
 def test_nats_restarted_while_serving_loses_nothing_that_was_promised(fleet: Fleet) -> None:
     joins = [
         line
@@ -149,7 +148,6 @@ def test_nats_restarted_while_serving_loses_nothing_that_was_promised(fleet: Fle
     assert fleet.serving(1, 2)
 
 
-@pytest.mark.slow
 def test_killed_router_tracker_and_planner_come_back_and_no_connection_is_refused(fleet: Fleet) -> None:
     before = fleet.processes()
     for name in ("router", "tracker", "planner"):
@@ -213,7 +211,6 @@ def test_garbage_on_every_subject_disturbs_nobody(fleet: Fleet) -> None:
     assert {name: process.pid for name, process in fleet.processes().items()} == pids
 
 
-@pytest.mark.slow
 def test_a_second_engine_of_one_name_is_refused_and_the_first_serves_on(fleet: Fleet, home: Home) -> None:
     home.environment["ROOST_WORKER_NAME"] = "engine-0"
     home.environment["ROOST_BUS_CREDENTIALS_FILE"] = str(

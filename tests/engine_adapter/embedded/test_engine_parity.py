@@ -251,8 +251,7 @@ WAYS = ("at once", "in chunks", "with few pages")
 @pytest.mark.parametrize(
     ("ranks", "way"),
     [
-        (1, "at once"),
-        *(pytest.param(1, way, marks=pytest.mark.slow) for way in WAYS if way != "at once"),
+        *(pytest.param(1, way, marks=pytest.mark.slow) for way in WAYS),
         (2, "with few pages"),
         *(pytest.param(2, way, marks=pytest.mark.slow) for way in WAYS[:2]),
         *(pytest.param(4, way, marks=pytest.mark.slow) for way in WAYS),
