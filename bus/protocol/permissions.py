@@ -16,6 +16,8 @@ from bus.protocol.subjects import Subjects
 
 RESPONSE_MINUTES = 5
 """A request may be answered within this time."""
+OWN_RIGHTS = "$SYS.REQ.USER.INFO"
+"""Request to the server: the rights of the user that asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def rights(role: Role, subjects: Subjects, engine: str = "*", user: str | None =
     inbox = (
         f"{inbox_prefix(user or user_name(role, None if engine == '*' or role != 'engine' else engine))}.>"
     )
-    return Rights(made.publish, (*made.subscribe, inbox), made.answers)
+    return Rights((*made.publish, OWN_RIGHTS), (*made.subscribe, inbox), made.answers)
 
 
 def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
@@ -195,6 +197,27 @@ def _subscriber(subjects: Subjects, names: StoreNames, _: str) -> Rights:
         f"$JS.API.STREAM.MSG.GET.OBJ_{names.parcels}",
     )
     return Rights(asks, subjects.published, answers=False)
+
+
+def covers(allowed: str, wanted: str) -> bool:
+    """Return whether a pattern (with `*` and `>`) matches every subject that another one matches."""
+    one, other = allowed.split("."), wanted.split(".")
+    for at, token in enumerate(one):
+        if token == ">":
+            return at < len(other)
+        if at >= len(other) or other[at] == ">" or (token != "*" and token != other[at]):
+            return False
+    return len(one) == len(other)
+
+
+def lacking(wanted: Iterable[str], allowed: Iterable[str], denied: Iterable[str] = ()) -> list[str]:
+    """Return the wanted patterns that no allowed one covers, or that a denied one covers."""
+    allowed, denied = tuple(allowed), tuple(denied)
+    return [
+        one
+        for one in dict.fromkeys(wanted)
+        if not any(covers(may, one) for may in allowed) or any(covers(not_, one) for not_ in denied)
+    ]
 
 
 def _stores(names: StoreNames) -> tuple[str, ...]:

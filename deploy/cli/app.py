@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli import bus, events, inspection, keys, layout, loop, migrate, operate, parts, plan, up
+from deploy.cli import bus, doctor, events, inspection, keys, layout, loop, migrate, operate, parts, plan, up
 from deploy.run_directory import home, settings_file
 from deploy.sections import SECTIONS
 from deploy.terminal.command_settings import running, settings_from
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (up, parts, inspection, events, plan, migrate, layout, loop, operate, keys, bus):
+for group in (up, parts, inspection, events, plan, migrate, layout, loop, operate, keys, bus, doctor):
     group.add_to(app)
 
 

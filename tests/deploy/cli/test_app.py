@@ -32,6 +32,7 @@ COMMANDS = (
     "key",
     "bus",
     "config",
+    "doctor",
 )
 
 

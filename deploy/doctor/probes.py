@@ -1,0 +1,171 @@
+"""Probes of a deployment. They ask and listen, and change nothing; each returns values for `judgements`."""
+
+import asyncio
+import os
+import resource
+import shutil
+import ssl
+import stat
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from bus import Bus, BusError, BusTimeout, Declined, Message, NobodyThere
+from bus.config import BusConfig
+from bus.nats.link import Link
+from bus.nats.server_report import ServerReport, server_report
+from bus.protocol.subjects import Subjects, engine_of
+from deploy.doctor.judgements import DoorReport, SecretFile, SpaceReport
+from fleet.facts.engines import EngineHeartbeat
+from fleet.requests.control_loop import DescribeLoop
+from fleet.requests.demand import DescribeProfile
+from fleet.requests.routing import RouteReleased
+
+ASK_SECONDS = 2.0
+DOOR_SECONDS = 5.0
+DOORS_AT_ONCE = 32
+SHARED_MEMORY = "/dev/shm"
+HEALTH_PATH = "/health"
+
+
+async def ask_server(config: BusConfig) -> ServerReport:
+    """Connect with the login of the settings, and return the server's report. BusError says why not."""
+    link = Link(config, "roost doctor")
+    try:
+        await link.open()
+        return await server_report(link)
+    finally:
+        await link.close()
+
+
+class HeardMessages:
+    """Result of listening to everything for a while."""
+
+    def __init__(self) -> None:
+        self.offsets: dict[str, float] = {}
+        """by publisher: seconds by which its clock seems ahead of ours. Messages are late at times and never
+        early, so the largest difference seen is the nearest
+        """
+        self.beating: set[str] = set()
+        """engines that sent a heartbeat"""
+
+    def note(self, subject: str, published_at: float, received_at: float, message: Message) -> None:
+        engine = engine_of(subject) or getattr(message, "engine", None)
+        name = f"engine {engine}" if engine else f"the publisher on {subject}"
+        offset = published_at - received_at
+        self.offsets[name] = max(self.offsets.get(name, offset), offset)
+        if isinstance(message, EngineHeartbeat):
+            self.beating.add(message.engine)
+
+
+async def listen(bus: Bus, subjects: Subjects, seconds: float) -> HeardMessages:
+    """Listen to all messages of the namespace. BusError if the user may not."""
+    heard = HeardMessages()
+    async with bus.subscribe(subjects.everything) as subscription:
+        try:
+            async with asyncio.timeout(seconds):
+                async for received in subscription:
+                    heard.note(received.subject, received.published_at, time.time(), received.message)
+        except TimeoutError:
+            pass  # the listening time is over
+    return heard
+
+
+async def answering_parts(bus: Bus, subjects: Subjects) -> Mapping[str, bool]:
+    """Return which of planner, tracker and router answer. The release of an unknown id changes nothing."""
+    questions: dict[str, tuple[str, Message]] = {
+        "planner": (subjects.loop, DescribeLoop()),
+        "tracker": (subjects.describe_profile, DescribeProfile(model="")),
+        "router": (subjects.release, RouteReleased(id="roost-doctor", first_token=False)),
+    }
+    found = await asyncio.gather(*(_answers(bus, *question) for question in questions.values()))
+    return dict(zip(questions, found, strict=True))
+
+
+async def _answers(bus: Bus, subject: str, question: Message) -> bool:
+    try:
+        await bus.request(subject, question, ASK_SECONDS)
+    except Declined:
+        return True
+    except (NobodyThere, BusTimeout):
+        return False
+    except BusError:
+        return True  # an answer that cannot be read is one
+    return True
+
+
+async def knock(doors: Iterable[tuple[str, str]], ca: Path | None, expected: bytes = b"") -> list[DoorReport]:
+    """Ask HTTP servers, by name and URL, for their health. ca: trusted authorities, besides the system's.
+    expected: part of the answer of a server that is well.
+
+    OSError if `ca` cannot be used.
+    """
+    trust = ssl.create_default_context()
+    if ca is not None:
+        trust.load_verify_locations(ca)
+    places, limit = asyncio.Semaphore(DOORS_AT_ONCE), aiohttp.ClientTimeout(total=DOOR_SECONDS)
+    connector = aiohttp.TCPConnector(ssl=trust)
+    async with aiohttp.ClientSession(connector=connector, timeout=limit, trust_env=False) as http:
+
+        async def one(name: str, url: str) -> DoorReport:
+            async with places:
+                return await _knock(http, trust, name, url, expected)
+
+        return await asyncio.gather(*(one(name, url) for name, url in dict.fromkeys(doors)))
+
+
+async def _knock(
+    http: aiohttp.ClientSession, trust: ssl.SSLContext, name: str, url: str, expected: bytes
+) -> DoorReport:
+    ends, started = None, time.perf_counter()
+    try:
+        if url.startswith("https"):
+            ends = await _certificate_end(url, trust)
+        async with http.get(url.rstrip("/") + HEALTH_PATH, allow_redirects=False) as answer:
+            other = answer.status == 200 and expected not in await answer.read()
+    except ssl.SSLError as error:
+        return DoorReport(name, url, None, error.reason or str(error), untrusted=True)
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        return DoorReport(name, url, None, str(error) or f"nothing within {DOOR_SECONDS:g} s")
+    seconds = time.perf_counter() - started
+    return DoorReport(
+        name, url, answer.status, seconds=seconds, certificate_ends=ends, is_other_program=other
+    )
+
+
+async def _certificate_end(url: str, trust: ssl.SSLContext) -> float | None:
+    """Return the end of a server's certificate, Unix seconds. OSError without a verified connection."""
+    parts = urlsplit(url)
+    async with asyncio.timeout(DOOR_SECONDS):
+        _, writer = await asyncio.open_connection(parts.hostname, parts.port or 443, ssl=trust)
+    try:
+        certificate = writer.get_extra_info("peercert")
+        return ssl.cert_time_to_seconds(str(certificate["notAfter"])) if certificate else None
+    finally:
+        writer.transport.abort()
+
+
+def spaces(run_directories: Path) -> list[SpaceReport]:
+    """Return the file systems that parts write to on this machine."""
+    existing = next(folder for folder in (run_directories, *run_directories.parents) if folder.is_dir())
+    found = []
+    for kind, path in (("disk", str(existing)), ("shared memory", SHARED_MEMORY)):
+        if os.path.isdir(path):
+            usage = shutil.disk_usage(path)
+            found.append(SpaceReport(kind, path, usage.free, usage.total))  # type: ignore[arg-type]
+    return found
+
+
+def descriptor_limit() -> int:
+    """Return the number of files that a process may open once it raises its limit, as parts do."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return (1 << 20) if hard == resource.RLIM_INFINITY else hard
+
+
+def secret_files(paths: Iterable[Path | str | None]) -> list[SecretFile]:
+    """Return those that exist, with their permissions."""
+    files = [Path(path) for path in paths if path is not None]
+    return [SecretFile(str(file), stat.S_IMODE(file.stat().st_mode)) for file in files if file.is_file()]
