@@ -105,12 +105,30 @@ class WorkerStream:
         """Return the next piece; None: the stream has ended. UpstreamFailed when it fails, is silent for too
         long, or ends without a finish reason.
         """
-        item = await self._next()
-        if item is None:
-            self.left = self.left or (not self._finished and self._context.is_stopped())
-            if not self._finished and not self.left:
-                raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
+        config = self._config
+        try:
+            with self._limit.of(config.between_tokens_seconds if self._begun else config.first_token_seconds):
+                item = await self._items.__anext__()
+        except StopAsyncIteration:
+            self._end()
             return None
+        except UpstreamFailed:
+            if self._context.is_stopped():  # the worker stopped because the client left
+                self.left = True
+                return None
+            raise
+        except TimeoutError:
+            how = AttemptFailure.STALLED if self._begun else AttemptFailure.FIRST_TOKEN_TIMEOUT
+            raise UpstreamFailed(how, "the worker is silent") from None
+        return self._read(item)
+
+    def _end(self) -> None:
+        if not self._finished:
+            self.left = self._context.is_stopped()
+            if not self.left:
+                raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
+
+    def _read(self, item: Any) -> AnswerPiece:
         request = self._request
         try:
             piece = read_piece(
@@ -125,20 +143,3 @@ class WorkerStream:
             self._finished = True
             self._finish_reasons.append(str(piece.item.get("finish_reason")))
         return piece
-
-    async def _next(self) -> Any:
-        """Return the next item; None: there is none, or the client has left."""
-        config = self._config
-        try:
-            with self._limit.of(config.between_tokens_seconds if self._begun else config.first_token_seconds):
-                return await self._items.__anext__()
-        except StopAsyncIteration:
-            return None
-        except UpstreamFailed:
-            if self._context.is_stopped():  # the worker stopped because the client left
-                self.left = True
-                return None
-            raise
-        except TimeoutError:
-            how = AttemptFailure.STALLED if self._begun else AttemptFailure.FIRST_TOKEN_TIMEOUT
-            raise UpstreamFailed(how, "the worker is silent") from None

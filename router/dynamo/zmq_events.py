@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 _WAITING = 100_000
 """Messages that may wait here; further ones are dropped by ZeroMQ, and the gap shows in their numbers."""
 
+_READABLE = int(zmq.POLLIN)
 _TOGETHER_SECONDS = 0.002
 """Time for which a message waits for others."""
 
@@ -48,9 +49,12 @@ class ZmqFeed:
         self._context.term()
 
     def _read_soon(self) -> None:
-        _ = self._socket.EVENTS  # otherwise the descriptor stays readable
+        self._readable()  # otherwise the descriptor stays readable
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_TOGETHER_SECONDS, self._read)
+
+    def _readable(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -60,12 +64,10 @@ class ZmqFeed:
     def _read(self) -> None:
         """Read until there is nothing more: the descriptor tells of new messages only after that."""
         self._stop_timer()
-        while len(self._waiting) < _WAITING:
-            try:
-                self._waiting.append(self._socket.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                break
-        self._arrived.set()
+        while len(self._waiting) < _WAITING and self._readable():
+            self._waiting.append(self._socket.recv_multipart(zmq.NOBLOCK))
+        if self._waiting:
+            self._arrived.set()
 
     def follow(self, addresses: set[str]) -> None:
         """Connect to these addresses, and to no others. An invalid one is left out."""
@@ -79,15 +81,15 @@ class ZmqFeed:
                 self._socket.disconnect(address)
             except zmq.ZMQError as error:
                 log.debug("%r was not connected: %s", address, error)
-        self._addresses = set(addresses)
+        if addresses != self._addresses:
+            self._addresses = set(addresses)
+            self._read_soon()  # the descriptor is silent about messages that arrived during these calls
 
     async def receive(self) -> list[bytes]:
         """Return the frames of the next message."""
         while not self._waiting:
             self._arrived.clear()
-            self._read()  # the descriptor is silent about messages that arrived before it was watched
-            if self._waiting:
-                break
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._read()
+            if not self._waiting:
+                await self._arrived.wait()
         return self._waiting.popleft()

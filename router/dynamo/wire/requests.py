@@ -182,6 +182,8 @@ def read_piece(item: Any, emitted: int, prompt_tokens: int, *, wants_experts: bo
         if not wants_experts:
             left = {name: value for name, value in data.items() if name != EXPERTS}
             item = item | {"engine_data": left or None}
+    if reason is None and usage is None:  # most items
+        return AnswerPiece(item, token_ids, False, None, experts, None)
     if emitted and isinstance(usage, dict):
         item = item | {"completion_usage": _whole_usage(usage, emitted, prompt_tokens)}
     return AnswerPiece(
