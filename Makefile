@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: up docs plugin test test-slow test-long test-vllm test-vllm-slow record-vllm test-dynamo record-dynamo soak lint bench evidence venv clean
+.PHONY: up docs manifests plugin test test-slow test-long test-vllm test-vllm-slow record-vllm test-dynamo record-dynamo soak lint bench evidence venv clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -16,13 +16,15 @@ help: ## this list
 venv: $(VENV)/.installed ## install everything into .venv, from exact pins
 
 # torch comes first and alone: its pin decides which build is taken, and nothing later may replace it.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt tests/deploy/manifests/helm.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Roost needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch (pinned; about 200 MB)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@echo "installing Roost and its dependencies (pinned)"
 	@PIP_CONSTRAINT=$(abspath constraints.txt) $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[all,dev,bench]'
+	@echo "installing Helm (pinned; 38 MB), which renders the chart in tests"
+	@$(BIN)/python tests/deploy/manifests/install_helm.py
 	@touch $@
 
 up: venv ## run NATS, one engine of two ranks and the router; ARGS="--engines 2" passes options on
@@ -70,6 +72,9 @@ lint: venv ## ruff, mypy, the walls, plain English and live links
 
 docs: venv ## generate docs/settings.md, docs/openapi.yaml, docs/asyncapi.yaml and the diagrams from the code
 	@for script in $(wildcard docs/make_*.py); do $(BIN)/python $$script || exit 1; done
+
+manifests: venv ## render the chart into deploy/manifests/kubernetes
+	@$(BIN)/python -m tests.deploy.manifests.render
 
 bench: venv ## every benchmark, quickly; make bench ARGS=--json
 	@for script in $(filter-out %/__init__.py,$(wildcard benchmarks/*.py benchmarks/layouts/*.py benchmarks/real_vllm/*.py)); do echo "== $$script"; $(BIN)/python $$script --quick $(ARGS) || exit 1; done
