@@ -3,6 +3,8 @@
 The right to write a claim thereby defines which process may be the engine of that name (on a server with
 users: only that engine's own user). An engine claims its name before it announces itself. But log and claims
 are two stores, and a claim may become visible later than the join. Readers therefore wait for it.
+
+A join also counts only if its protocol is at most one version apart from ours.
 """
 
 import asyncio
@@ -13,12 +15,24 @@ from contextlib import suppress
 from bus import Bus, BusError, Received
 from bus.claims import LOOK_SECONDS, holder_of
 from bus.protocol.subjects import Subjects
+from fleet.event import PROTOCOL, understands
 from fleet.facts.engines import EngineJoined, EngineLeft
 
 CLAIM_SECONDS = 5.0
 """A join is ignored if its claim does not appear within this time."""
 
 log = logging.getLogger(__name__)
+
+
+def refusal_of(joined: EngineJoined) -> str | None:
+    """Return why an engine's protocol is not understood; None: it is."""
+    if understands(joined.protocol):
+        return None
+    older, newer = ("it", "this part") if joined.protocol < PROTOCOL else ("this part", "it")
+    return (
+        f"engine {joined.engine} speaks protocol {joined.protocol} and this part {PROTOCOL}; parts may be one"
+        f" apart: update {older}, or go back one version with {newer}"
+    )
 
 
 async def holds_its_name(bus: Bus, subjects: Subjects, joined: EngineJoined) -> bool:
@@ -84,6 +98,9 @@ class _Check:
         match received.message:
             case EngineJoined() as joined:
                 self.waiting.pop(joined.engine, None)
+                if (refusal := refusal_of(joined)) is not None:
+                    log.warning("ignored the join of worker %d: %s", joined.worker_id, refusal)
+                    return False
                 if await self._held(joined):
                     return True
                 self.waiting[joined.engine] = received, self._now() + self._seconds

@@ -168,6 +168,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False)
 
 DONE = b"data: [DONE]\n\n"
 """Last server-sent event of a stream."""
+PROTOCOL_HEADER = "x-roost-protocol"
+"""Header of a router's health check: its `fleet.event.PROTOCOL`."""
 DECISION_HEADER = "x-roost-decision-id"
 """Header with the id of the routing decision: in the response to the client, and in the request to the rank,
 which reports the request's activations under this id.

@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 
 from bus import Bus, BusError, Received, Subscription
 from bus.claims import LeaseTaken
-from bus.joins import holds_its_name, verified_members
+from bus.joins import holds_its_name, refusal_of, verified_members
 from bus.protocol.sequence import MessageOrder, Sequences
 from bus.protocol.subjects import Subjects
 from fleet.facts.activity import DispatchMeasured, ExpertsActivated
@@ -326,6 +326,8 @@ class MigrationService:
             answer = await self._bus.request(
                 self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id)
             )
+            if isinstance(answer, EngineJoined) and refusal_of(answer) is not None:
+                return False
             if isinstance(answer, EngineJoined) and not await holds_its_name(
                 self._bus, self._subjects, answer
             ):

@@ -9,7 +9,6 @@ from bus import Bus, BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from deploy.client.fleet_status import members
 from deploy.doctor import judgements as judge
 from deploy.doctor import probes
 from deploy.doctor.judgements import DeploymentFinding
@@ -109,13 +108,17 @@ async def on_bus(bus: Bus, subjects: Subjects, subject: Examined) -> list[Deploy
     """Check the fleet over an open bus."""
     found = judge.judge_stores(await bus.stores())
     parts = await probes.answering_parts(bus, subjects)
-    engines = [engine.joined for engine in await members(bus, subjects)]
+    engines = await probes.joined_engines(bus, subjects)
     heard = await probes.listen(bus, subjects, subject.listen_seconds)
     found += judge.judge_parts(**parts, engines=len(engines))
     names = [joined.engine for joined in engines]
     found += judge.judge_silence(names, heard.beating, subject.listen_seconds)
     found += judge.judge_clocks(heard.offsets)
     found += judge.judge_messages(bus.rejected)
+    protocols = {f"engine {joined.engine}": joined.protocol for joined in engines}
+    if (planner := await probes.planner_protocol(bus, subjects)) is not None:
+        protocols["the planner"] = planner
+    found += judge.judge_protocols(protocols)
     doors = [
         (f"{joined.engine}/{rank}", url)
         for joined in engines
@@ -138,4 +141,8 @@ async def _doors(
         reports = await probes.knock(doors, ca, expected)
     except OSError as error:
         return [judge.problem("tls", f"the authorities {ca} cannot be used: {error}", "name a PEM file")]
-    return [one for door in reports for one in judge.judge_door(door, time.time())]
+    stated = {f"{door.name} at {door.url}": door.protocol for door in reports if door.protocol is not None}
+    return [
+        *(one for door in reports for one in judge.judge_door(door, time.time())),
+        *judge.judge_protocols(stated),
+    ]

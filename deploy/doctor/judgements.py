@@ -12,6 +12,7 @@ from bus.nats.server_report import ServerReport, UserRights
 from bus.protocol.permissions import lacking, rights
 from bus.protocol.roles import ROLES, Role
 from bus.protocol.subjects import Subjects
+from fleet.event import PROTOCOL, understands
 from fleet.text import byte_size, counted, duration, listed
 
 OLDEST_NATS = (2, 10)
@@ -56,6 +57,8 @@ class DoorReport:
     """its certificate cannot be verified; `error` says why"""
     is_other_program: bool = False
     """it answers, and not as a part of Roost does"""
+    protocol: int | None = None
+    """protocol that a router states; None: it states none"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +226,20 @@ def judge_clocks(offsets: Mapping[str, float]) -> list[DeploymentFinding]:
         )
         for name, offset in sorted(wrong.items())
     ]
+
+
+def judge_protocols(protocols: Mapping[str, int]) -> list[DeploymentFinding]:
+    """Judge the protocols that parts state, against ours."""
+    found = []
+    for name, protocol in sorted(protocols.items()):
+        stated = f"protocol {protocol}" if protocol else "no protocol, as before protocol 1"
+        what = f"{name} speaks {stated}; this version of Roost speaks {PROTOCOL}"
+        if not understands(protocol):
+            remedy = "parts two or more apart ignore one another: update in steps of one"
+            found.append(problem("versions", what, remedy))
+        elif protocol != PROTOCOL:
+            found.append(note("versions", what, "parts one apart work together; finish the update"))
+    return found
 
 
 def judge_messages(rejected: Mapping[str, int]) -> list[DeploymentFinding]:

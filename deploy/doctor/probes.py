@@ -19,8 +19,9 @@ from bus.nats.link import Link
 from bus.nats.server_report import ServerReport, server_report
 from bus.protocol.subjects import Subjects, engine_of
 from deploy.doctor.judgements import DoorReport, SecretFile, SpaceReport
-from fleet.facts.engines import EngineHeartbeat
-from fleet.requests.control_loop import DescribeLoop
+from fleet.completions import PROTOCOL_HEADER
+from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
+from fleet.requests.control_loop import DescribeLoop, LoopDescribed
 from fleet.requests.demand import DescribeProfile
 from fleet.requests.routing import RouteReleased
 
@@ -72,6 +73,24 @@ async def listen(bus: Bus, subjects: Subjects, seconds: float) -> HeardMessages:
         except TimeoutError:
             pass  # the listening time is over
     return heard
+
+
+async def joined_engines(bus: Bus, subjects: Subjects) -> list[EngineJoined]:
+    """Return the engines that have joined and not left, those of any protocol included."""
+    last: dict[str, EngineJoined | EngineLeft] = {}
+    async for received in bus.replay(subjects.membership(), latest=True, follow=False):
+        if isinstance(received.message, EngineJoined | EngineLeft):
+            last[received.message.engine] = received.message
+    return [joined for _, joined in sorted(last.items()) if isinstance(joined, EngineJoined)]
+
+
+async def planner_protocol(bus: Bus, subjects: Subjects) -> int | None:
+    """Return the protocol of the planner; None: none answers."""
+    try:
+        answer = await bus.request(subjects.loop, DescribeLoop(), ASK_SECONDS)
+    except BusError:
+        return None
+    return answer.protocol if isinstance(answer, LoopDescribed) else 0
 
 
 async def answering_parts(bus: Bus, subjects: Subjects) -> Mapping[str, bool]:
@@ -126,13 +145,20 @@ async def _knock(
             ends = await _certificate_end(url, trust)
         async with http.get(url.rstrip("/") + HEALTH_PATH, allow_redirects=False) as answer:
             other = answer.status == 200 and expected not in await answer.read()
+            stated = answer.headers.get(PROTOCOL_HEADER, "")
     except ssl.SSLError as error:
         return DoorReport(name, url, None, error.reason or str(error), untrusted=True)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         return DoorReport(name, url, None, str(error) or f"nothing within {DOOR_SECONDS:g} s")
     seconds = time.perf_counter() - started
     return DoorReport(
-        name, url, answer.status, seconds=seconds, certificate_ends=ends, is_other_program=other
+        name,
+        url,
+        answer.status,
+        seconds=seconds,
+        certificate_ends=ends,
+        is_other_program=other,
+        protocol=int(stated) if stated.isdecimal() else None,
     )
 
 

@@ -15,6 +15,7 @@ from bus.claims import NameClaim
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import Engine
 from engine_adapter.reporting.rank_context import RankContext
+from fleet.event import PROTOCOL
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.layout import AttentionLayout
 
@@ -122,6 +123,7 @@ class EngineMembership:
             layout_times=about.layout_times,
             hardware=about.hardware,
             capabilities=about.capabilities,
+            protocol=PROTOCOL,
         )
 
     async def _answer_description(self, request: Message) -> Message:

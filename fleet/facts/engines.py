@@ -127,6 +127,8 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     """identity of the machine on which they were measured: times of another are not comparable; empty: not
     stated
     """
+    protocol: int = 0
+    """`fleet.event.PROTOCOL` of the agent; 0: older. Readers ignore joins that they do not understand"""
 
     @property
     def served(self) -> PlacementRecord | None:

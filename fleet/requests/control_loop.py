@@ -94,3 +94,5 @@ class LoopDescribed(Event, frozen=True, kw_only=True):
     budget_seconds: float
     cycle_seconds: float
     engines: tuple[EngineLoop, ...] = ()
+    protocol: int = 0
+    """`fleet.event.PROTOCOL` of the planner; 0: older"""

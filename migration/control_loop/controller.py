@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from bus import BusError, Message
+from fleet.event import PROTOCOL
 from fleet.facts.activity import DispatchMeasured
 from fleet.facts.demand import PopularityShifted
 from fleet.facts.dynamo_kv import KvMetrics
@@ -156,6 +157,7 @@ class Controller:
             engines=tuple(
                 self._engines[name].describe(entry) for name, entry in present if name in self._engines
             ),
+            protocol=PROTOCOL,
         )
 
     # Events

@@ -11,7 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 from starlette.routing import Match, Route
 
-from fleet.completions import UNREADABLE, ApiError
+from fleet.completions import PROTOCOL_HEADER, UNREADABLE, ApiError
+from fleet.event import PROTOCOL
 from router.access.api_keys import ADMIN, DOCS, INFER, METRICS, ROUTE, Caller
 from router.api.backend_record import DrainRequest
 from router.api.backend_routes import backend_statuses, drain_backend
@@ -208,7 +209,9 @@ def _add_status_routes(app: FastAPI, service: RouterService) -> None:
     @app.get("/health")
     async def health() -> Response:
         """Report that the process is alive."""
-        return _json({"status": "alive"})
+        answer = _json({"status": "alive"})
+        answer.headers[PROTOCOL_HEADER] = str(PROTOCOL)
+        return answer
 
     @app.get("/ready")
     async def ready(request: Request) -> Response:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, Message, Received, Subscription
-from bus.joins import holds_its_name, verified_members
+from bus.joins import holds_its_name, refusal_of, verified_members
 from bus.keyed_queue import KeyedQueue
 from fleet.dispatch import numbered
 from fleet.facts.dynamo_kv import KvMetrics
@@ -315,8 +315,10 @@ class FleetSubscriber:
                 answer = await self._bus.request(
                     self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id)
                 )
-                held = isinstance(answer, EngineJoined) and await holds_its_name(
-                    self._bus, self._subjects, answer
+                held = (
+                    isinstance(answer, EngineJoined)
+                    and refusal_of(answer) is None
+                    and await holds_its_name(self._bus, self._subjects, answer)
                 )
             except BusError as error:
                 log.debug("worker %d did not describe itself: %s", worker_id, error)

@@ -5,12 +5,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import msgspec
 import numpy as np
 import pytest
 
 from bus import Received
 from bus.joins import CLAIM_SECONDS, verified_members
 from bus.memory import MemoryBroker, MemoryBus
+from fleet.event import PROTOCOL
 from fleet.facts.activity import ExpertsActivated
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.popularity import ExpertCounts
@@ -96,6 +98,25 @@ async def test_a_claim_that_is_seen_after_the_join_is_waited_for(after: float, c
         await claim_name(fleet.bus, late)
         await asyncio.sleep(0.5)
         assert fleet.known() == ({"a": 1} if counts else {})
+
+
+@pytest.mark.parametrize(("protocol", "counts"), [(0, True), (PROTOCOL + 1, True), (PROTOCOL + 2, False)])
+async def test_an_engine_of_a_protocol_one_apart_is_used_and_one_further_apart_is_not(
+    protocol: int, counts: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with listening() as fleet:
+        joined = msgspec.structs.replace(engine("a", 1), protocol=protocol)
+        await claim_name(fleet.bus, joined)
+
+        async def describe(_: object) -> EngineJoined:
+            return joined
+
+        async with fleet.bus.serve(fleet.subjects.describe_engine("a", 1), describe):
+            for _ in range(3):
+                await fleet.says(joined)
+                await asyncio.sleep(CLAIM_SECONDS)
+        assert fleet.known() == ({"a": 1} if counts else {})
+    assert (f"engine a speaks protocol {protocol}" in caplog.text) == (not counts)
 
 
 async def test_others_are_heard_while_a_join_waits_and_the_end_of_a_replay_waits_for_nobody() -> None:

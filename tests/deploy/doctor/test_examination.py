@@ -24,6 +24,7 @@ from deploy.http.server import HttpServer
 from deploy.http.sockets import listen, url_of
 from deploy.security.credentials import ServerCredentials
 from deploy.security.tls import ServerTls
+from fleet.event import PROTOCOL
 from fleet.facts.engines import EngineHeartbeat
 from router.api.app import create_app
 from router.api.bus_api import BusApi
@@ -154,20 +155,22 @@ async def test_dead_engines_wrong_clocks_newer_parts_and_closed_doors_are_found(
     async with memory_fleet() as (bus, _):
         closed = f"http://127.0.0.1:{free_port()}"
         for engine in ("dead", "late"):
-            joined = engine_joined(engine, [closed], None)
+            joined = engine_joined(engine, [closed], None, protocol=PROTOCOL + 2 * (engine == "late"))
             await bus.record(SUBJECTS.membership(engine), joined)
         subject = Examined(QUICK, (), Path(), {}, listen_seconds=1.0)
         examining = asyncio.create_task(examination.on_bus(bus, SUBJECTS, subject))
         while not examining.done():
             beat(bus, "late", time.time() - 100.0)
-            newer = b"\x81\xa4kind\xa6Future"
-            bus.broker.deliver(SUBJECTS.homes, seal(8, 0, time.time(), "homes", newer))
+            future = b"\x81\xa4kind\xa6Future"
+            bus.broker.deliver(SUBJECTS.homes, seal(8, 0, time.time(), "homes", future))
             await asyncio.sleep(0.05)
         found = await examining
     assert "engine dead has joined and sent no heartbeat" in about(found, "engines")[0]
     assert len(about(found, "engines")) == 1
     assert any("engine late is 100 s behind" in one for one in about(found, "clocks"))
-    assert "that this version does not know" in about(found, "versions")[0]
+    newer, apart = sorted(about(found, "versions"))
+    assert "that this version does not know" in newer
+    assert f"engine late speaks protocol {PROTOCOL + 2}" in apart
     assert f"late/0 at {closed} does not answer" in about(found, "doors")[0]
     assert {one.what for one in found if one.level == "note"} == {
         "no planner answers: experts stay where they are",
@@ -202,7 +205,7 @@ async def test_certificates_are_verified_by_the_named_authority_and_read_for_the
         (unknown,) = await knock([("router", url)], None)
         (known,) = await knock([("router", url)], files.ca, b'"alive"')
     assert unknown.untrusted
-    assert (known.status, known.is_other_program) == (200, False)
+    assert (known.status, known.is_other_program, known.protocol) == (200, False, PROTOCOL)
     assert known.certificate_ends is not None
     assert known.certificate_ends > time.time()
 
