@@ -197,7 +197,10 @@ class HotRoutes:
             watch.stop()
             service.metrics.in_flight -= 1
             request_log.status = reply.status
-            request_log.finish(outcome, service.clock(), service.metrics)
+            # after the answer's last bytes, which leave at the end of this turn of the loop
+            asyncio.get_running_loop().call_soon(
+                request_log.finish, outcome, service.clock(), service.metrics
+            )
 
     def _begin(self, path: str, headers: dict[str, str], scope: Scope) -> RequestLog:
         given = headers.get("x-request-id", "")

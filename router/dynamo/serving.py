@@ -25,6 +25,7 @@ from router.dynamo.prefill import Prefilled, PrefillStage
 from router.dynamo.wire.experts import as_answer
 from router.dynamo.wire.malformed import Malformed
 from router.dynamo.wire.requests import (
+    AnswerPiece,
     DynamoRequest,
     Json,
     length_item,
@@ -170,6 +171,10 @@ class _Answer:
         self._context = context
         self._failures: list[tuple[RankKey, AttemptFailure]] = []
         self._begun: BegunAnswer | None = None
+        self._before = self._counted = 0
+        """tokens of the workers before the present one, and tokens that its booking knows of"""
+        self._tap: RoutedExpertsParser | None = None
+        """reads the experts that the present worker names; None: it was not asked"""
         self.left = False
         """the client went before the end"""
         self._seed = salted_seed(request.hints.cache_salt or "", request.hints.lora_name or "")
@@ -198,9 +203,13 @@ class _Answer:
             async with self._prefill(number) as prefilled:
                 need = self._need(table, prefilled)
                 here = RankAttempt(self._service, self._log, need, attempt, begun=bool(self.emitted))
-                async with here, aclosing(self._attempt(here, need, prefilled)) as items:
-                    async for item in items:
-                        yield item
+                async with here:
+                    stream = await self._send(here, prefilled)
+                    with closing(stream):
+                        while (piece := await stream.next()) is not None:
+                            self._take(here, piece)
+                            yield piece.item
+                    self._end(here, need, stream)
             if self.left:
                 return
             if self.emitted and self._begun is None:
@@ -288,10 +297,10 @@ class _Answer:
             return found
         return {**unpaired(table, follower.serving, handed_over=prefilled.handle is not None), **found}
 
-    async def _attempt(
-        self, here: RankAttempt, need: RoutingRequest, prefilled: Prefilled | None
-    ) -> AsyncGenerator[Json, None]:
-        """Let one worker produce the missing items. UpstreamFailed when it does not."""
+    async def _send(self, here: RankAttempt, prefilled: Prefilled | None) -> WorkerStream:
+        """Let one worker produce the missing items, and return their stream. UpstreamFailed when it cannot be
+        reached.
+        """
         decision, service, request = here.decision, self._service, self._request
         self._log.decision = decision
         worker = self._follower.serving.get(decision.target.key)
@@ -300,39 +309,44 @@ class _Answer:
         for name, value in (self._log.pass_on if here.span is None else here.span.headers).items():
             self._context.metadata[name] = value
         self._context.metadata[DECISION_HEADER] = decision.id
-        tap = service.tap(decision) if self.experts and not self.emitted else None
+        self._tap = service.tap(decision) if self.experts and not self.emitted else None
         body = worker_request(
             request,
             worker.instance_id,
             worker.dp_rank(decision.target.rank),
             self.emitted,
-            experts=tap is not None,
+            experts=self._tap is not None,
         )
         if prefilled is not None and worker.decodes:
             body = prefilled.decode_request(body)
         items = await self._calls.call(worker, body, self._context)
-        before = counted = len(self.emitted)
-        stream = WorkerStream(items, self._context, request, before, service.config, self._log.finish_reasons)
-        with closing(stream):
-            while (piece := await stream.next()) is not None:
-                if piece.token_ids:
-                    if len(self.emitted) == before:
-                        self._first_token(here)
-                    self.emitted += piece.token_ids
-                    self._log.output_tokens += len(piece.token_ids)
-                    if len(self.emitted) - counted >= _EMITTED_EVERY:
-                        service.emitted(here.booking, len(self.emitted) - counted)
-                        counted = len(self.emitted)
-                if tap is not None and piece.experts is not None:
-                    _feed(tap, piece.experts)
-                if piece.cached_tokens is not None and not before:
-                    self._log.cached_tokens = piece.cached_tokens
-                yield piece.item
+        self._before = self._counted = len(self.emitted)
+        return WorkerStream(
+            items, self._context, request, self._before, service.config, self._log.finish_reasons
+        )
+
+    def _take(self, here: RankAttempt, piece: AnswerPiece) -> None:
+        """Count a piece of the present worker's stream."""
+        if piece.token_ids:
+            if len(self.emitted) == self._before:
+                self._first_token(here)
+            self.emitted += piece.token_ids
+            self._log.output_tokens += len(piece.token_ids)
+            if len(self.emitted) - self._counted >= _EMITTED_EVERY:
+                self._service.emitted(here.booking, len(self.emitted) - self._counted)
+                self._counted = len(self.emitted)
+        if self._tap is not None and piece.experts is not None:
+            _feed(self._tap, piece.experts)
+        if piece.cached_tokens is not None and not self._before:
+            self._log.cached_tokens = piece.cached_tokens
+
+    def _end(self, here: RankAttempt, need: RoutingRequest, stream: WorkerStream) -> None:
+        """Record the end of the present worker's stream."""
         self.left = stream.left
-        if self.left:
-            return
-        reported = tap is not None and service.routed(decision, tap, self._usage())
-        service.finished(decision, here.booking, need.prompt, reported=reported)
+        if not self.left:
+            decision, service, tap = here.decision, self._service, self._tap
+            reported = tap is not None and service.routed(decision, tap, self._usage())
+            service.finished(decision, here.booking, need.prompt, reported=reported)
 
     def _first_token(self, here: RankAttempt) -> None:
         self._log.first_token(self._service.clock())
