@@ -17,6 +17,7 @@ from router.sync.fleet_events import (
     TELEMETRY_KINDS,
     EventReader,
     FeedEnd,
+    FeedEvent,
     FeedSelection,
     FeedStart,
     FleetEvents,
@@ -29,6 +30,8 @@ GAP, END = "gap", "end"
 HEARTBEAT_SECONDS = 10.0
 """Interval of comments while there are no events."""
 RETRY_MILLISECONDS = 1000
+_PIECE_BYTES = 64 * 1024
+"""Events that wait together are sent together, up to this size."""
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SINCE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
 _POSITION = re.compile(r"[0-9]{1,18}")
@@ -101,19 +104,30 @@ async def _body(
             if not may_read():
                 yield written(END, msgspec.json.encode({"reason": "the key has lost its right to events"}))
                 return
-            frame, ended = await _next_frame(reader)
-            yield frame
+            piece, ended = await _next_piece(reader)
+            yield piece
 
 
-async def _next_frame(reader: EventReader) -> tuple[bytes, bool]:
-    """Return the next piece of the stream, and whether it is the last."""
+async def _next_piece(reader: EventReader) -> tuple[bytes, bool]:
+    """Return the events that are here, or the next one, or a comment after a silence; and whether it is the
+    last.
+    """
+    event: FeedEvent | Gap | FeedEnd | None
     try:
         event = await asyncio.wait_for(reader.next(), HEARTBEAT_SECONDS)
     except TimeoutError:
         position = reader.position
         return b": alive\n\n" if not position else b"id: %d\n: alive\n\n" % position, False
+    frames, size = [_frame(event)], 0
+    while not isinstance(event, FeedEnd) and size < _PIECE_BYTES and (event := reader.take()) is not None:
+        frames.append(_frame(event))
+        size += len(frames[-1])
+    return b"".join(frames), isinstance(event, FeedEnd)
+
+
+def _frame(event: FeedEvent | Gap | FeedEnd) -> bytes:
     if isinstance(event, FeedEnd):
-        return written(END, msgspec.json.encode({"reason": event.reason})), True
+        return written(END, msgspec.json.encode({"reason": event.reason}))
     if isinstance(event, Gap):
-        return written(GAP, msgspec.json.encode(event._asdict())), False
-    return written(event.kind, event.record, event.position or None), False
+        return written(GAP, msgspec.json.encode(event._asdict()))
+    return written(event.kind, event.record, event.position or None)

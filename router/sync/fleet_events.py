@@ -96,19 +96,20 @@ class EventReader:
 
     async def next(self) -> FeedEvent | Gap | FeedEnd:
         """Return the next event. After a `FeedEnd` there is none."""
-        while True:
-            if self._stored:
-                self._room.set()
-                return self._stored.popleft()
-            if self._dropped:
-                missed, self._dropped = self._dropped, 0
-                return Gap("this reader is slower than the telemetry; the oldest was dropped", missed)
-            if self._telemetry:
-                return self._telemetry.popleft()
-            if self._end is not None:
-                return self._end
+        while (event := self.take()) is None:
             self._changed.clear()
             await self._changed.wait()
+        return event
+
+    def take(self) -> FeedEvent | Gap | FeedEnd | None:
+        """Return the next event if it is here already."""
+        if self._stored:
+            self._room.set()
+            return self._stored.popleft()
+        if self._dropped:
+            missed, self._dropped = self._dropped, 0
+            return Gap("this reader is slower than the telemetry; the oldest was dropped", missed)
+        return self._telemetry.popleft() if self._telemetry else self._end
 
     def offer(self, event: FeedEvent) -> None:
         """Add telemetry; drop the oldest without room."""
