@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bus.nats.foreign import ForeignSubjects
-from bus.protocol.subjects import KV_EVENTS
+from bus.protocol.subjects import KV_EVENTS, KV_METRICS
 from deploy.parts.dynamo import planes
 from deploy.parts.part_tasks import PartTasks
 from engine_adapter.batching.tokenizer_archive import archived
@@ -148,7 +148,9 @@ async def _feed(
     if events == "nats":
         scope = f"namespace.{config.namespace}.component.*.endpoint.*"
         subjects = await ForeignSubjects.open(
-            environment.get("NATS_SERVER", "nats://127.0.0.1:4222"), f"{scope}.{KV_EVENTS}"
+            environment.get("NATS_SERVER", "nats://127.0.0.1:4222"),
+            f"{scope}.{KV_EVENTS}",
+            f"{scope}.{KV_METRICS}",
         )
         tasks.push_async_callback(subjects.close)
         return NatsFeed(subjects)

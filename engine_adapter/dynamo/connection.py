@@ -84,8 +84,9 @@ class DynamoConnection:
         self._kv[rank].publish_batch(events)
 
     def publish_load(self, rank: int, load: RankLoad) -> None:
-        """Publish the load of a rank."""
-        self._load.publish(rank, active_decode_blocks=load.decode_blocks, kv_used_blocks=load.used_blocks)
+        """Publish the load of a rank as vLLM's workers do: the blocks that running requests hold. Those kept
+        for reuse are free to readers, who would otherwise take a warm cache for a full one."""
+        self._load.publish(rank, kv_used_blocks=load.decode_blocks)
 
     async def register(self, card: WorkerCard) -> None:
         """Put the model card into discovery."""

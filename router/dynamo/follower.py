@@ -9,11 +9,12 @@ from typing import NamedTuple
 import msgspec
 
 from bus import BusError, Received
-from fleet.facts.dynamo_kv import RoutedKvEvent
+from fleet.facts.dynamo_kv import KvMetrics, RoutedKvEvent
 from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
 from router.dynamo.config import DynamoConfig
 from router.dynamo.envelopes import PublishedEvents, decode_nats, decode_zmq
 from router.dynamo.ports import EventFeed, RecordStore, WorkerCalls
+from router.dynamo.unbooked_load import UnbookedLoad, UsualRequest
 from router.dynamo.wire.discovery import Record, decode_record
 from router.dynamo.wire.malformed import Malformed
 from router.dynamo.wire.recovery import Blocks, decode_dump
@@ -38,6 +39,7 @@ _NO_ROLES = Roles()
 
 
 _NOT_HERE = "it does not serve in Dynamo's namespace {}"
+_ABSURD_BLOCKS = 2**40
 _NOT_HTTP = "it is reached over Dynamo alone"
 
 
@@ -95,6 +97,7 @@ class WorkerFollower:
         self._dump: dict[str, _Dump] = {}
         self._dumping = asyncio.Lock()
         self._warned: set[int] = set()
+        self._unbooked = UnbookedLoad(service.scheduler.reservations, service.config.stale_load_seconds)
         self._reach: _Reach | None = None
         service.other_runtime = self
         self._roles: dict[str, Roles] = {}
@@ -149,6 +152,7 @@ class WorkerFollower:
         for worker in self._resolved(workers.serving.values()):
             self._present(worker, renewed.get(worker.instance_id, 0.0))
         self._serve(renewed)
+        self._estimate_load()
         self._feed.follow({address for one in workers.channels.values() if (address := one.address)})
 
     def _resolved(self, found: Iterable[RoutedWorker]) -> list[RoutedWorker]:
@@ -282,9 +286,29 @@ class WorkerFollower:
             self.refused["message"] += 1
             log.debug("a message of Dynamo's workers is ignored: %s", error)
             return
-        # A load (kv_metrics) counts blocks, but no requests. It would replace bookings, which count both.
-        if found is not None and isinstance(found.content, tuple) and found.content:
+        if found is None:
+            return
+        if isinstance(found.content, KvMetrics):
+            self._take_load(found.content)
+        elif found.content:
             self._take_blocks(found, found.content)
+
+    def _take_load(self, load: KvMetrics) -> None:
+        worker, used = self.workers.get(load.worker_id), load.kv_used_blocks
+        if worker is None or worker.in_fleet or used is None or not 0 <= used < _ABSURD_BLOCKS:
+            return
+        rank = load.worker_id, load.dp_rank - worker.first_rank
+        self._unbooked.reported(rank, used, worker.joined.block_size, self._service.clock())
+
+    def _estimate_load(self) -> None:
+        """Book what other routers have sent to the workers."""
+        config = self._service.config
+        usual = UsualRequest(
+            tokens=2 * config.expected_output_tokens,
+            steps_left=self._service.scheduler.expected_steps_left,
+            at_most=config.max_requests_per_rank // 2,
+        )
+        self._unbooked.refresh(usual, self._service.clock())
 
     def _take_blocks(self, found: PublishedEvents, events: tuple[RoutedKvEvent, ...]) -> None:
         """Hand a message to the KV feeds, with ranks counted from the worker's first."""

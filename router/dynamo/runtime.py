@@ -16,12 +16,12 @@ from dynamo._core import (
     ModelInput,
     ModelRuntimeConfig,
     ModelType,
-    RouterQueueLimitExceeded,
     WorkerType,
     WorkerUnavailable,
     register_model,
     unregister_model,
 )
+from dynamo.llm.exceptions import HttpError
 
 from fleet.completions import ApiError
 from router.dynamo.ports import Handler
@@ -82,12 +82,15 @@ class DynamoRuntime:
         return _WorkerItems(items)
 
     def refusal(self, error: ApiError) -> Exception:
-        """See `router.dynamo.ports.WorkerCalls`."""
-        if error.status == 429:
-            return RouterQueueLimitExceeded(error.message)
-        if error.status < 500:
-            return InvalidArgument(error.message)
-        return WorkerUnavailable(error.message)
+        """See `router.dynamo.ports.WorkerCalls`.
+
+        After WorkerUnavailable a frontend sends this router nothing for a while, which is right only while it
+        starts or stops.
+        """
+        if error.code == "not_ready":
+            return WorkerUnavailable(error.message)
+        found: Exception = InvalidArgument(error.message)
+        return found if error.status < 429 else HttpError(error.status, error.message)
 
     async def _client(self, worker: RoutedWorker) -> Any:
         path = worker.endpoint.path

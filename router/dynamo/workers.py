@@ -20,6 +20,7 @@ import xxhash
 from fleet.facts.engines import Capabilities, EngineJoined
 from router.dynamo.wire.discovery import (
     KV_EVENTS,
+    KV_METRICS,
     DynamoCard,
     EndpointName,
     EventChannel,
@@ -161,7 +162,9 @@ def workers_of(records: Iterable[Record], namespace: str, own: EndpointName) -> 
 
 def _concerns(channel: EventChannel, namespace: str) -> bool:
     endpoint = channel.scope.endpoint
-    return endpoint is not None and endpoint.namespace == namespace and channel.topic == KV_EVENTS
+    return (
+        endpoint is not None and endpoint.namespace == namespace and channel.topic in (KV_EVENTS, KV_METRICS)
+    )
 
 
 def unusable_because(card: DynamoCard) -> str | None:

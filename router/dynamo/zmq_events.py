@@ -8,7 +8,7 @@ from collections import deque
 
 import zmq
 
-from router.dynamo.wire.discovery import KV_EVENTS
+from router.dynamo.wire.discovery import KV_EVENTS, KV_METRICS
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class ZmqFeed:
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, _WAITING)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SUBSCRIBE, KV_EVENTS.encode())
+        for topic in (KV_EVENTS, KV_METRICS):
+            self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._addresses: set[str] = set()
         self._waiting: deque[list[bytes]] = deque()
         self._arrived = asyncio.Event()

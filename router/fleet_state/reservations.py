@@ -213,6 +213,13 @@ class Reservations:
         self._write(rank)
         return booking
 
+    def booked(self, key: Hashable) -> tuple[int, ...] | None:
+        """Return the sum of a rank's open bookings ([AMOUNTS]), reports left aside. None if the rank is
+        unknown.
+        """
+        rank = self._ranks.get(key)
+        return None if rank is None else tuple(rank.own)
+
     def first_token(self, booking: Booking) -> None:
         """Record a first token: the prompt's tokens leave the queue, and the rank has the request."""
         rank, tokens = booking.rank, booking.amounts[PREFILL]

@@ -14,7 +14,7 @@ import pytest_asyncio
 from tests.conftest import NatsServer
 from tests.dynamo.deployment import DynamoDeployment, until
 from tests.dynamo.environment import PYTHON
-from tests.dynamo.routing import frontend, metric, mocker, roost, spans_of
+from tests.dynamo.routing import WORKERS, frontend, metric, mocker, roost, spans_of
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +119,62 @@ async def _dynamos_overlaps(dynamo: DynamoDeployment, prompts: list[list[int]]) 
         at: {int(worker): blocks for worker, blocks in one.items() if blocks}
         for at, one in enumerate(json.loads(lines[-1]))
     }
+
+
+async def test_requests_that_others_send_to_the_workers_count(on_plane: DynamoDeployment) -> None:
+    """A frontend of Dynamo, which sees the workers itself, sends to one of them."""
+    dynamo = on_plane
+    for number in range(2):
+        await mocker(dynamo, number)
+    url = await roost(dynamo)
+    direct = await dynamo.frontend("kv", "--namespace", WORKERS)
+
+    async def loads(client: httpx.AsyncClient) -> dict[int, int]:
+        answer = await client.post(f"{url}/v1/route", json={"model": "tiny", "prompt": [1, 2, 3]})
+        assert answer.status_code == 200, answer.text
+        return {int(one["worker_id"]): one["load"]["requests"] for one in answer.json()["candidates"]}
+
+    async with httpx.AsyncClient(timeout=60) as client:
+        busy, idle = await loads(client)
+        body = {
+            "model": "tiny",
+            "max_tokens": 1500,
+            "ignore_eos": True,
+            "nvext": {"backend_instance_id": busy},
+        }
+        prompts = [[(number * 50 + at) % 250 for at in range(200)] for number in range(4)]
+        asked = [
+            asyncio.ensure_future(direct.client.post("/v1/completions", json={**body, "prompt": one}))
+            for one in prompts
+        ]
+
+        async def seen() -> bool:
+            found = await loads(client)
+            return found[busy] >= 3 and found[idle] == 0
+
+        await until(seen, "the router knows of them")
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+        async def over() -> bool:
+            return set((await loads(client)).values()) == {0}
+
+        await until(over, "the router knows that they are over")
+
+
+async def test_constraints_that_no_worker_meets_are_an_error_of_the_frontend(
+    dynamo: DynamoDeployment,
+) -> None:
+    await mocker(dynamo, 0)
+    await roost(dynamo)
+    door = await frontend(dynamo)
+    wish = {"routing_constraints": {"required_taints": ["gpu/none"]}}
+    body = {"model": "tiny", "prompt": "The owl", "max_tokens": 4}
+    answer = await door.client.post("/v1/completions", json={**body, "nvext": wish})
+    assert answer.status_code == 503, answer.text
+    assert set(answer.json()) == {"message", "type", "code"}
+    assert (await door.client.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_one_trace_leads_from_the_client_to_our_worker(dynamo: DynamoDeployment) -> None:

@@ -20,6 +20,7 @@ Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 KV_EVENTS = "kv-events"
+KV_METRICS = "kv_metrics"
 _FLEET = "roost"
 """key of Roost's own data in the card of a worker (`engine_adapter.dynamo.card`)"""
 _WORKER = re.compile(r"[0-9a-f]{16}")

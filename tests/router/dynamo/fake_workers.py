@@ -80,10 +80,12 @@ class FakeStore:
     def __init__(self) -> None:
         self.records: dict[str, bytes] = {}
         self.now = 2.0
+        self.readings = 0
         self.stale: set[int] = set()
         """instances that no longer renew their records"""
 
     async def read(self) -> dict[str, tuple[float, bytes]]:
+        self.readings += 1
         stale = tuple(f"/{one}" for one in self.stale)
         return {
             key: (0.0 if key.endswith(stale) else self.now, record) for key, record in self.records.items()
@@ -182,6 +184,11 @@ class DynamoFleet:
     def called(self, *instances: int) -> list[Served]:
         """The calls of these workers."""
         return [one for one in self.calls.served if one.instance in instances]
+
+    async def polled(self) -> None:
+        """Wait until discovery has been read once more, from begin to end."""
+        begun = self.store.readings
+        await until(lambda: self.store.readings >= begun + 2)
 
     async def ask(
         self, tokens: list[int], count: int = 8, context: FakeContext | None = None, **more: Any

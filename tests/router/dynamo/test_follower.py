@@ -4,7 +4,6 @@ import asyncio
 import random
 
 import msgspec
-import numpy as np
 
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvMetrics, KvStored, RoutedKvEvent
@@ -44,7 +43,7 @@ async def test_a_recorded_worker_is_followed_with_its_events() -> None:
         fleet.calls.dumped = DUMP
         fleet.store.records = {key: record for key, (_, record) in stored().items()}
         await until(lambda: WORKER in fleet.follower.workers)
-        assert len(fleet.feed.addresses) == 2
+        assert len(fleet.feed.addresses) == 3  # blocks of two ranks, and the load of both
         await until(lambda: overlap(fleet) == [3, 3])
         for frames in MESSAGES:
             fleet.feed.messages.put_nowait(frames)
@@ -88,14 +87,56 @@ async def test_a_restarted_publisher_is_read_anew() -> None:
         await until(lambda: overlap(fleet) == [1])
 
 
-async def test_a_load_that_counts_no_requests_leaves_the_bookings_alone() -> None:
+def load(fleet: DynamoFleet) -> list[list[int]]:
+    """The load of each rank: prompt tokens, requests, blocks, tokens to come."""
+    service = fleet.service
+    rows = service.scheduler.target_table("tiny").rows
+    return [
+        [int(one) for one in rank] for rank in service.scheduler.reservations.load(rows, service.clock()).T
+    ]
+
+
+def used(worker: int, blocks: int, rank: int = 0) -> list[bytes]:
+    """The message that requests on a worker hold some blocks."""
+    return envelope(worker, 0, KvMetrics(worker_id=worker, dp_rank=rank, kv_used_blocks=blocks), "kv_metrics")
+
+
+async def test_blocks_that_no_booking_explains_are_requests_of_other_routers() -> None:
+    async with dynamo_fleet(11, 12) as fleet:
+        fleet.feed.messages.put_nowait(used(11, 33))
+        await until(lambda: load(fleet)[0][1:3] == [2, 33])  # of 16 blocks, the size of an unknown request
+        assert load(fleet)[1] == [0, 0, 0, 0]
+        for _ in range(4):
+            await fleet.ask(TOKENS)
+        assert {one.instance for one in fleet.calls.served} == {12}
+        fleet.feed.messages.put_nowait(used(11, 0))
+        await until(lambda: load(fleet)[0] == [0, 0, 0, 0])
+
+
+async def test_blocks_of_own_requests_count_once() -> None:
     async with dynamo_fleet(11) as fleet:
-        service = fleet.service
-        table = service.scheduler.target_table("tiny")
-        before = service.scheduler.reservations.load(table.rows, service.clock())
-        fleet.follower.take(envelope(11, 0, KvMetrics(worker_id=11, active_decode_blocks=7), "kv_metrics"))
-        assert np.array_equal(service.scheduler.reservations.load(table.rows, service.clock()), before)
-        assert fleet.follower.refused.total() == 0
+        fleet.calls.hold = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(fleet.ask(TOKENS, count=16))
+            await until(lambda: fleet.calls.served)
+            before = load(fleet)
+            fleet.feed.messages.put_nowait(used(11, before[0][2]))
+            await fleet.polled()
+            assert load(fleet) == before
+            fleet.feed.messages.put_nowait(used(11, 3 * before[0][2]))
+            await until(lambda: load(fleet)[0][1] == 3)  # two more of the same size
+            fleet.calls.hold.set()
+            await asked
+            await until(lambda: load(fleet)[0][1] == 1)
+
+
+async def test_a_load_that_cannot_be_is_left_out() -> None:
+    async with dynamo_fleet(11) as fleet:
+        for frames in (used(11, 2**62), used(99, 50), used(11, 50, rank=7), used(11, -5)):
+            fleet.follower.take(frames)
+        fleet.follower.take(envelope(11, 0, KvMetrics(worker_id=11, active_decode_blocks=700), "kv_metrics"))
+        await fleet.polled()
+        assert load(fleet) == [[0, 0, 0, 0]]
 
 
 async def test_a_worker_whose_connection_failed_waits_for_its_next_sign_of_life() -> None:
