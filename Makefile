@@ -16,27 +16,30 @@ help: ## this list
 venv: $(VENV)/.installed ## install everything into .venv, from exact pins
 
 # torch comes first and alone: its pin decides which build is taken, and nothing later may replace it.
-$(VENV)/.installed: pyproject.toml constraints.txt tests/deploy/manifests/helm.txt
+$(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Roost needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch (pinned; about 200 MB)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@echo "installing Roost and its dependencies (pinned)"
 	@PIP_CONSTRAINT=$(abspath constraints.txt) $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[all,dev,bench]'
-	@echo "installing Helm (pinned; 38 MB), which renders the chart in tests"
-	@$(BIN)/python tests/deploy/manifests/install_helm.py
 	@touch $@
+
+# Only tests and `make manifests` render the chart.
+$(BIN)/helm: tests/deploy/manifests/helm.txt | $(VENV)/.installed
+	@echo "installing Helm (pinned; 38 MB)"
+	@$(BIN)/python tests/deploy/manifests/install_helm.py
 
 up: venv ## run NATS, one engine of two ranks and the router; ARGS="--engines 2" passes options on
 	@exec $(BIN)/roost up $(ARGS)
 
-test: venv ## the fast tests, two at a time, under six minutes on two cores
+test: venv $(BIN)/helm ## the fast tests, two at a time, under six minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # Whole fleets have the machine to themselves. Everything else runs two at a time.
 FLEETS := tests/system tests/faults
 
-test-slow: venv ## soaks and long fault loops
+test-slow: venv $(BIN)/helm ## soaks and long fault loops
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not long" --timeout 900 $(addprefix --ignore=,$(FLEETS)) $(ARGS)
 	@$(BIN)/python -m pytest -m "slow and not long" --timeout 900 $(FLEETS) $(ARGS)
 
@@ -73,7 +76,7 @@ lint: venv ## ruff, mypy, the walls, plain English and live links
 docs: venv ## generate docs/settings.md, docs/openapi.yaml, docs/asyncapi.yaml and the diagrams from the code
 	@for script in $(wildcard docs/make_*.py); do $(BIN)/python $$script || exit 1; done
 
-manifests: venv ## render the chart into deploy/manifests/kubernetes
+manifests: venv $(BIN)/helm ## render the chart into deploy/manifests/kubernetes
 	@$(BIN)/python -m tests.deploy.manifests.render
 
 bench: venv ## every benchmark, quickly; make bench ARGS=--json

@@ -38,7 +38,7 @@ kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="kubernetes-validate (extra dev) holds the schemas"
 )
 pytestmark = pytest.mark.skipif(
-    not PROGRAM.exists(), reason=f"no {PROGRAM}: `make venv` installs Helm on Linux of x86-64"
+    not PROGRAM.exists(), reason=f"no {PROGRAM}: `make test` installs Helm on Linux of x86-64"
 )
 CASES: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
     "defaults": (None, ()),

@@ -29,7 +29,7 @@ from tests.system.fleets import Home, Running, until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PROGRAM.exists(), reason=f"no {PROGRAM}: `make venv` installs Helm"),
+    pytest.mark.skipif(not PROGRAM.exists(), reason=f"no {PROGRAM}: `make test` installs Helm"),
 ]
 SETTINGS = ("router.preStopSeconds=5", "router.drainSeconds=5")
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
