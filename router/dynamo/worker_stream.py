@@ -1,8 +1,8 @@
-"""The stream of one worker's answer, read piece by piece."""
+"""The stream of one worker's answer, read ahead of the frontend."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Any
 
 from router.config import RouterConfig
@@ -12,68 +12,17 @@ from router.dynamo.wire.requests import AnswerPiece, DynamoRequest, read_piece
 from router.health.attempt_failures import AttemptFailure
 from router.upstream.rank_client import UpstreamFailed
 
-
-class SilenceLimit:
-    """Time limit of one wait after another, like an `asyncio.timeout` around each, with one timer for all.
-
-    The timer is set anew only when it fires, as most waits are far shorter than their limit: setting and
-    cancelling a timer costs more than passing an item on. State: the present wait, and the timer.
-    """
-
-    __slots__ = ("_due", "_fires", "_loop", "_task", "_timer", "_too_long")
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._task: asyncio.Task[Any] | None = None
-        self._due = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._fires = 0.0
-        """time of the timer, seconds on the loop's clock, like `_due`"""
-        self._too_long = False
-
-    def of(self, seconds: float) -> "SilenceLimit":
-        """Return a context within which a wait may last this long; then it raises TimeoutError."""
-        self._due = self._loop.time() + seconds
-        if self._timer is None or self._fires > self._due:
-            self.close()
-            self._set_timer()
-        return self
-
-    def close(self) -> None:
-        """Cancel the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def __enter__(self) -> None:
-        self._task = asyncio.current_task()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        task, self._task = self._task, None
-        if self._too_long and task is not None:
-            self._too_long = False
-            if task.uncancel() == 0 and kind is asyncio.CancelledError:
-                raise TimeoutError from error
-
-    def _set_timer(self) -> None:
-        self._fires = self._due
-        self._timer = self._loop.call_at(self._due, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        if self._task is None:
-            return  # the next wait sets it
-        if self._loop.time() < self._due:
-            self._set_timer()
-        else:
-            self._too_long = True
-            self._task.cancel()
+AHEAD = 32
+"""Pieces that may wait for the frontend. Then the worker waits."""
 
 
 class WorkerStream:
-    """State: whether it has begun and finished. Use `close` at its end."""
+    """A task reads the worker's items while earlier ones are on their way to the frontend: on both sides each
+    item takes a switch to Dynamo's threads and back, and these overlap. Use `close` at its end.
+
+    State: pieces read ahead, the end of the stream, and one timer for the worker's silence. The timer is set
+    anew only when it fires, because setting and cancelling one for each item costs more than passing it on.
+    """
 
     left = False
     """the client went before the end"""
@@ -88,45 +37,72 @@ class WorkerStream:
         finish_reasons: list[str],
     ) -> None:
         """emitted: tokens of the answer from earlier workers. finish_reasons: gets that of this worker."""
-        self._items = items
         self._context = context
         self._request = request
         self._emitted = emitted
         self._config = config
         self._finish_reasons = finish_reasons
-        self._begun = self._finished = False
-        self._limit = SilenceLimit()
+        self._begun = self._finished = self._over = False
+        self._error: Exception | None = None
+        self._pieces: deque[AnswerPiece] = deque()
+        self._news: asyncio.Future[None] | None = None
+        """of a reader that waits for a piece"""
+        self._room: asyncio.Future[None] | None = None
+        """of the task while AHEAD pieces wait"""
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time() + config.first_token_seconds
+        """time by which the next item must have come"""
+        self._timer = self._loop.call_at(self._due, self._look)
+        self._task = self._loop.create_task(self._read_ahead(items), name="reads a worker's answer")
 
     def close(self) -> None:
-        """End the timer of a stream that is read no further."""
-        self._limit.close()
+        """Read no further."""
+        self._timer.cancel()
+        self._task.cancel()
 
     async def next(self) -> AnswerPiece | None:
         """Return the next piece; None: the stream has ended. UpstreamFailed when it fails, is silent for too
         long, or ends without a finish reason.
         """
-        config = self._config
-        try:
-            with self._limit.of(config.between_tokens_seconds if self._begun else config.first_token_seconds):
-                item = await self._items.__anext__()
-        except StopAsyncIteration:
-            self._end()
-            return None
-        except UpstreamFailed:
-            if self._context.is_stopped():  # the worker stopped because the client left
-                self.left = True
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self._over:
                 return None
-            raise
-        except TimeoutError:
-            how = AttemptFailure.STALLED if self._begun else AttemptFailure.FIRST_TOKEN_TIMEOUT
-            raise UpstreamFailed(how, "the worker is silent") from None
-        return self._read(item)
+            self._news = self._loop.create_future()
+            await self._news
+        _wake(self._room)
+        return self._pieces.popleft()
+
+    async def _read_ahead(self, items: AsyncIterator[Any]) -> None:
+        seconds = self._config.between_tokens_seconds
+        try:
+            async for item in items:
+                first = not self._begun
+                self._pieces.append(self._read(item))
+                _wake(self._news)
+                if len(self._pieces) >= AHEAD:
+                    self._room = self._loop.create_future()
+                    await self._room
+                    self._room = None
+                self._due = self._loop.time() + seconds
+                if first:  # the timer waits for the first token, perhaps for longer
+                    self._timer.cancel()
+                    self._timer = self._loop.call_at(self._due, self._look)
+            self._end()
+        except UpstreamFailed as error:
+            self.left = self._context.is_stopped()  # then the worker stopped because the client left
+            self._error = None if self.left else error
+        except Exception as error:  # noqa: BLE001 it is raised where the pieces are read
+            self._error = error
+        finally:
+            self._over = True
+            _wake(self._news)
 
     def _end(self) -> None:
-        if not self._finished:
-            self.left = self._context.is_stopped()
-            if not self.left:
-                raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
+        if not self._finished and not self._context.is_stopped():
+            raise UpstreamFailed(AttemptFailure.BROKEN, "the stream ended without a finish reason")
+        self.left = not self._finished
 
     def _read(self, item: Any) -> AnswerPiece:
         request = self._request
@@ -143,3 +119,20 @@ class WorkerStream:
             self._finished = True
             self._finish_reasons.append(str(piece.item.get("finish_reason")))
         return piece
+
+    def _look(self) -> None:
+        """End a stream that has been silent for too long."""
+        now = self._loop.time()
+        if self._room is not None:  # the frontend is slow, not the worker
+            self._due = now + self._config.between_tokens_seconds
+        if now < self._due:
+            self._timer = self._loop.call_at(self._due, self._look)
+        elif not self._over:
+            how = AttemptFailure.STALLED if self._begun else AttemptFailure.FIRST_TOKEN_TIMEOUT
+            self._error = UpstreamFailed(how, "the worker is silent")
+            self._task.cancel()
+
+
+def _wake(waiting: "asyncio.Future[None] | None") -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)

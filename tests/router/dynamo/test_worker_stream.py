@@ -1,20 +1,27 @@
-"""The stream of a worker: silence ends it, and time limits cost one timer."""
+"""The stream of a worker is read ahead of the frontend; silence ends it."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import closing
+from itertools import count
 from typing import Any
 
 import pytest
 
 from router.config import RouterConfig
 from router.dynamo.wire.requests import read_request
-from router.dynamo.worker_stream import SilenceLimit, WorkerStream
+from router.dynamo.worker_stream import AHEAD, WorkerStream
 from router.health.attempt_failures import AttemptFailure
 from router.upstream.rank_client import UpstreamFailed
 from tests.router.dynamo.fake_workers import FakeContext
+from tests.router.router_fixture import until
 
-SHORT, LONG = 0.005, 600.0
+LIMITS = RouterConfig(first_token_seconds=50.0, between_tokens_seconds=20.0)
 REQUEST = read_request({"token_ids": [1, 2, 3]})
+
+
+def stream_of(items: AsyncIterator[Any], config: RouterConfig | None = None) -> "closing[WorkerStream]":
+    return closing(WorkerStream(items, FakeContext(), REQUEST, 0, config or RouterConfig(), []))
 
 
 async def items_of(*token_ids: int, then: asyncio.Event) -> AsyncIterator[Any]:
@@ -24,59 +31,79 @@ async def items_of(*token_ids: int, then: asyncio.Event) -> AsyncIterator[Any]:
     yield {"token_ids": [], "finish_reason": "stop"}
 
 
+async def tokens_of(stream: WorkerStream, into: list[int]) -> None:
+    while (piece := await stream.next()) is not None:
+        into += piece.token_ids
+
+
+@pytest.mark.looptime
 @pytest.mark.parametrize(
-    ("tokens", "config", "how"),
-    [
-        ((), RouterConfig(first_token_seconds=SHORT), AttemptFailure.FIRST_TOKEN_TIMEOUT),
-        ((7,), RouterConfig(between_tokens_seconds=SHORT), AttemptFailure.STALLED),
-    ],
+    ("tokens", "limit", "how"),
+    [([], 50.0, AttemptFailure.FIRST_TOKEN_TIMEOUT), ([7, 8], 20.0, AttemptFailure.STALLED)],
 )
-async def test_a_silent_worker_fails(
-    tokens: tuple[int, ...], config: RouterConfig, how: AttemptFailure
+async def test_a_silent_worker_fails_after_its_last_piece(
+    tokens: list[int], limit: float, how: AttemptFailure
 ) -> None:
-    items = items_of(*tokens, then=asyncio.Event())
-    stream = WorkerStream(items, FakeContext(), REQUEST, 0, config, [])
-    for one in tokens:
-        assert (piece := await stream.next()) is not None
-        assert piece.token_ids == [one]
-    with pytest.raises(UpstreamFailed) as failed:
-        await stream.next()
-    assert failed.value.how is how
+    loop, got = asyncio.get_running_loop(), list[int]()
+    with stream_of(items_of(*tokens, then=asyncio.Event()), LIMITS) as stream:
+        with pytest.raises(UpstreamFailed) as failed:
+            await tokens_of(stream, got)
+    assert (got, failed.value.how) == (tokens, how)
+    assert loop.time() == pytest.approx(limit)
 
 
-async def test_a_limit_holds_for_its_own_wait_only() -> None:
-    limit, arrives = SilenceLimit(), asyncio.Event()
-    with limit.of(SHORT):
+async def test_a_worker_that_breaks_off_fails_after_its_last_piece() -> None:
+    async def breaks_off() -> AsyncIterator[Any]:
+        yield {"token_ids": [7]}
+        raise UpstreamFailed(AttemptFailure.DISCONNECTED, "gone")
+
+    with stream_of(breaks_off()) as stream:
         await asyncio.sleep(0)
-    asyncio.get_running_loop().call_later(4 * SHORT, arrives.set)
-    with limit.of(LONG):
-        await arrives.wait()
-    with pytest.raises(TimeoutError), limit.of(SHORT):
-        await asyncio.Event().wait()
-    limit.close()
+        assert (await stream.next() or REQUEST).token_ids == [7]
+        with pytest.raises(UpstreamFailed, match="gone"):
+            await stream.next()
 
 
-async def test_a_cancelled_wait_is_no_silence() -> None:
-    limit = SilenceLimit()
+@pytest.mark.looptime
+async def test_a_slow_frontend_holds_the_worker_up_and_is_not_taken_for_its_silence() -> None:
+    sent, got, last = count(), list[int](), 3 * AHEAD
 
-    async def waits() -> None:
-        with limit.of(LONG):
+    async def many() -> AsyncIterator[Any]:
+        for number in range(last):
+            next(sent)
+            yield {"token_ids": [number], "finish_reason": "stop" if number == last - 1 else None}
+
+    with stream_of(many(), LIMITS) as stream:
+        await asyncio.sleep(1000.0)
+        assert next(sent) == AHEAD
+        await tokens_of(stream, got)
+    assert got == list(range(last))
+
+
+@pytest.mark.looptime
+async def test_a_whole_answer_may_take_longer_than_the_limits() -> None:
+    got: list[int] = []
+
+    async def slow() -> AsyncIterator[Any]:
+        for number in range(20):
+            await asyncio.sleep(19.0)
+            yield {"token_ids": [number], "finish_reason": "stop" if number == 19 else None}
+
+    with stream_of(slow(), LIMITS) as stream:
+        await tokens_of(stream, got)
+    assert got == list(range(20))
+
+
+async def test_a_stream_that_is_closed_reads_no_further() -> None:
+    ended = asyncio.Event()
+
+    async def endless() -> AsyncIterator[Any]:
+        try:
+            yield {"token_ids": [1]}
             await asyncio.Event().wait()
+        finally:
+            ended.set()
 
-    task = asyncio.create_task(waits())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    limit.close()
-
-
-async def test_a_slow_reader_is_not_taken_for_a_silent_worker() -> None:
-    limit, slept = SilenceLimit(), asyncio.Event()
-    with limit.of(SHORT):
-        await asyncio.sleep(0)
-    asyncio.get_running_loop().call_later(4 * SHORT, slept.set)
-    await slept.wait()
-    with limit.of(LONG):
-        await asyncio.sleep(0)
-    limit.close()
+    with stream_of(endless()) as stream:
+        assert await stream.next() is not None
+    await until(ended.is_set)
