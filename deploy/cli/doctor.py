@@ -78,6 +78,10 @@ def doctor(
             part.tls_key,
             worker.tls_key,
         ),
+        certificates=tuple(
+            (None if cert is None else Path(cert), None if key is None else Path(key))
+            for cert, key in ((part.tls_cert, part.tls_key), (worker.tls_cert, worker.tls_key))
+        ),
     )
     found = []
 

@@ -27,6 +27,8 @@ class Examined:
     logins: Mapping[str, Path]
     ca: Path | None = None
     secrets: tuple[Path | str | None, ...] = ()
+    certificates: tuple[tuple[Path | None, Path | None], ...] = ()
+    """certificate and key of servers on this machine"""
     listen_seconds: float = LISTEN_SECONDS
 
 
@@ -54,6 +56,11 @@ async def machine(subject: Examined) -> list[DeploymentFinding]:
     return [
         *(one for space in probes.spaces(subject.run_directories) for one in judge.judge_space(space)),
         *judge.judge_descriptors(probes.descriptor_limit()),
+        *(
+            judge.problem("tls", fault, "put a certificate and its unencrypted key there")
+            for cert, key in subject.certificates
+            if (fault := probes.certificate_fault(cert, key)) is not None
+        ),
         *(one for file in probes.secret_files(dict.fromkeys(secrets)) for one in judge.judge_secret(file)),
     ]
 

@@ -19,6 +19,7 @@ from bus.nats.link import Link
 from bus.nats.server_report import ServerReport, server_report
 from bus.protocol.subjects import Subjects, engine_of
 from deploy.doctor.judgements import DoorReport, SecretFile, SpaceReport
+from deploy.security.tls import CertificateError, ServerTls
 from fleet.completions import PROTOCOL_HEADER
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.requests.control_loop import DescribeLoop, LoopDescribed
@@ -183,6 +184,15 @@ def spaces(run_directories: Path) -> list[SpaceReport]:
             usage = shutil.disk_usage(path)
             found.append(SpaceReport(kind, path, usage.free, usage.total))  # type: ignore[arg-type]
     return found
+
+
+def certificate_fault(cert: Path | None, key: Path | None) -> str | None:
+    """Return why a server cannot use its certificate; None: it can, or has none."""
+    try:
+        ServerTls.of(cert, key)
+    except CertificateError as error:
+        return str(error)
+    return None
 
 
 def descriptor_limit() -> int:

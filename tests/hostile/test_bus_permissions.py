@@ -486,6 +486,7 @@ async def test_another_user_cannot_make_the_log_anew_with_other_rules(furnished:
         ("engine-a", "router", SUBJECTS.kv_snapshot("a", 1, 0)),
         ("tracker", "router", SUBJECTS.describe_profile),
         ("planner", "operator", SUBJECTS.describe_plan),
+        ("planner", "router", SUBJECTS.describe_plan),
     ],
 )
 async def test_large_answers_flow_within_the_rights_of_each_role(

@@ -18,8 +18,8 @@ from bus.protocol.codec import encode, seal, topic_of
 from bus.protocol.subjects import Subjects
 from deploy.doctor import examination
 from deploy.doctor.examination import Examined
-from deploy.doctor.judgements import DeploymentFinding
-from deploy.doctor.probes import knock, spaces
+from deploy.doctor.judgements import DeploymentFinding, judge_server
+from deploy.doctor.probes import ask_server, knock, spaces
 from deploy.http.server import HttpServer
 from deploy.http.sockets import listen, url_of
 from deploy.security.credentials import ServerCredentials
@@ -119,6 +119,31 @@ async def test_a_server_without_jetstream_is_named(guarded: Any) -> None:
     assert "cannot be used" in about(await examination.fleet(subject), "jetstream")[0]
 
 
+async def test_the_end_of_the_servers_certificate_is_read(tmp_path: Path, nats_server_type: Any) -> None:
+    (tmp_path / "tls").mkdir()
+    files = certificate(tmp_path / "tls", "127.0.0.1")
+    (tmp_path / "tls.conf").write_text(
+        f'jetstream: enabled\ntls {{ cert_file: "{files.cert}", key_file: "{files.key}" }}\n'
+    )
+    server = nats_server_type(tmp_path / "store", "-c", str(tmp_path / "tls.conf"))
+    server.start()
+    try:
+        report = await ask_server(replace(QUICK, url=server.url, tls_ca=str(files.ca)))
+        unknown = Examined(
+            replace(QUICK, url=f"tls://{server.url[7:]}", connect_seconds=0.5), (), tmp_path, {}
+        )
+        (finding,) = await examination.nats(unknown)
+    finally:
+        server.stop()
+    assert report.tls
+    assert report.certificate_ends is not None
+    assert judge_server("s", report, time.time()) == []
+    (expired,) = judge_server("s", report, report.certificate_ends + 1)
+    assert expired.check == "tls"
+    assert finding.check == "nats"
+    assert "certificate verify failed" in finding.what
+
+
 async def test_no_server_is_one_finding_that_names_the_address(tmp_path: Path) -> None:
     url = f"nats://127.0.0.1:{free_port()}"
     subject = Examined(replace(QUICK, url=url, connect_seconds=0.3), (), tmp_path, {})
@@ -214,6 +239,18 @@ async def test_an_unusable_authority_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("nothing")
     subject = Examined(QUICK, ("https://127.0.0.1:1",), tmp_path, {}, ca=tmp_path / "ca.pem")
     assert "ca.pem cannot be used" in about(await examination.routers(subject), "tls")[0]
+
+
+async def test_a_key_of_another_certificate_is_found(tmp_path: Path) -> None:
+    pairs = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        pairs.append(certificate(tmp_path / name, "127.0.0.1"))
+    one, other = pairs
+    subject = Examined(QUICK, (), tmp_path, {}, certificates=((one.cert, one.key), (None, None)))
+    assert about(await examination.machine(subject), "tls") == []
+    subject = replace(subject, certificates=((one.cert, other.key),))
+    assert str(other.key) in about(await examination.machine(subject), "tls")[0]
 
 
 async def test_secret_files_that_others_may_read_are_found(tmp_path: Path) -> None:

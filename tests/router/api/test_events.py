@@ -13,10 +13,13 @@ import pytest
 from bus.config import BusConfig
 from bus.memory import MemoryBroker
 from bus.protocol.subjects import Subjects
+from deploy.http.server import HttpServer
+from deploy.http.sockets import listen, url_of
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineLeft, RankDrained
 from router.access.api_keys import key_line
 from router.api import event_routes
+from router.api.app import create_app
 from router.http.server_sent_events import EventSplitter, written
 from router.sync.fleet_events import (
     MAX_READERS,
@@ -238,6 +241,16 @@ async def test_a_router_that_stops_ends_the_stream_and_says_so(house: House) -> 
         with pytest.raises(EOFError):
             await stream.block()
     assert (await house.get(EVENTS)).status == 503
+
+
+async def test_an_open_stream_does_not_hold_up_the_stop_of_the_server(house: House) -> None:
+    door = listen("127.0.0.1", 0)
+    async with aiohttp.ClientSession() as http, asyncio.timeout(10):
+        async with HttpServer(create_app(house.service), door, drain_seconds=60):
+            response = await http.get(url_of(door) + EVENTS)
+            await response.content.readuntil(b"\n\n")
+            house.service.refuse_new()
+        assert b"the router stops" in await response.read()
 
 
 async def test_a_router_without_a_bus_has_no_events(open_house: OpenHouse) -> None:
