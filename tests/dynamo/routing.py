@@ -61,8 +61,9 @@ async def roost(dynamo: DynamoDeployment, *options: str, **variables: str) -> st
     return f"http://127.0.0.1:{port}"
 
 
-async def frontend(dynamo: DynamoDeployment, *options: str) -> DynamoFrontend:
-    return await dynamo.frontend("round-robin", "--migration-limit", "0", *options)
+async def frontend(dynamo: DynamoDeployment, *options: str, workers: int = 1) -> DynamoFrontend:
+    """Start a frontend in round robin. workers: discovery files to wait for."""
+    return await dynamo.frontend("round-robin", "--migration-limit", "0", *options, workers=workers)
 
 
 async def metric(url: str, name: str, label: str = "") -> float:
