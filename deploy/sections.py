@@ -13,6 +13,7 @@ from deploy.configuration_loader import Configuration, Key, load, variable_of
 from deploy.telemetry.tracing_config import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.dynamo.address import DynamoAddress
+from engine_adapter.dynamo.requests import DisaggregationMode
 from engine_adapter.sglang.config import SglangConfig
 from engine_adapter.simulated.model.config import SimulatedConfig
 from engine_adapter.vllm.config import VllmConfig
@@ -39,6 +40,9 @@ class WorkerConfig:
     dynamo: str | None = None
     """NAMESPACE or NAMESPACE.COMPONENT of a Dynamo deployment in which the engine serves as a worker;
     Dynamo's own variables DYN_... name its discovery and planes; unset: in none"""
+    disaggregation_mode: DisaggregationMode = "agg"
+    """part of requests that the engine serves in Dynamo. prefill: prompts, whose KV engines in the mode
+    decode fetch; agg: both"""
     host: str = "127.0.0.1"
     """address that the ranks' HTTP servers listen on and routers connect to"""
     fleet_secret_file: Path | None = None
@@ -67,6 +71,10 @@ class WorkerConfig:
         check_token("engine name", self.name)
         if self.dynamo is not None:
             DynamoAddress.parse(self.dynamo)
+        elif self.disaggregation_mode != "agg":
+            raise ValueError(
+                f"disaggregation_mode = {self.disaggregation_mode} is for an engine in Dynamo; set dynamo too"
+            )
         if self.host in ("", "0.0.0.0", "::"):
             raise ValueError(
                 f"host must be an address under which routers reach this machine, not {self.host!r}"

@@ -195,6 +195,14 @@ DynamoOption = Annotated[
         " joins a fleet of Roost only if --nats is given.",
     ),
 ]
+DisaggregationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--disaggregation-mode",
+        metavar="agg|prefill|decode",
+        help="embedded, simulated: half of requests that this engine serves in Dynamo; agg: both halves.",
+    ),
+]
 IsolatesOption = Annotated[
     bool,
     typer.Option(
@@ -325,6 +333,7 @@ def worker(
     url: BackendUrlOption = None,
     name: NameOption = None,
     dynamo: DynamoOption = None,
+    disaggregation_mode: DisaggregationOption = None,
     ranks: RanksOption = None,
     model: ModelOption = None,
     model_shape: ModelShapeOption = None,
@@ -352,13 +361,15 @@ def worker(
         ("worker", "name"): ("--name", name),
         ("worker", "host"): ("--host", host),
         ("worker", "dynamo"): ("--dynamo", dynamo),
+        ("worker", "disaggregation_mode"): ("--disaggregation-mode", disaggregation_mode),
         **security_flags("worker", tls_cert, tls_key, terminated=tls_terminated, insecure=insecure),
         **bus_flags(nats),
         ("tracing", "spans"): ("--spans", spans),
     }
     if engine in (WorkerKind.vllm, WorkerKind.openai):
         refuse(
-            {"--dynamo": dynamo}, "belongs to --engine embedded and simulated; Dynamo has workers of its own"
+            {"--dynamo": dynamo, "--disaggregation-mode": disaggregation_mode},
+            "belongs to --engine embedded and simulated; Dynamo has workers of its own",
         )
     about = {"layers": layers, "experts": experts, "top_k": top_k, "isolates_tenants": isolates_tenants}
     if engine is WorkerKind.vllm:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from deploy.launch_spec import RankLaunch
 from deploy.parts.part_tasks import PartTasks
-from engine_adapter.dynamo.address import DynamoAddress
+from engine_adapter.dynamo.address import COMPONENT, PREFILL_COMPONENT, DynamoAddress
 from engine_adapter.dynamo.card import card_of
 from engine_adapter.dynamo.connection import DynamoConnection, DynamoPlanes
 from engine_adapter.dynamo.membership import DynamoMembership
+from engine_adapter.dynamo.requests import DisaggregationMode
 from engine_adapter.dynamo.worker import DynamoWorker, WorkerRank
 from engine_adapter.engine import RankFacts
 from engine_adapter.serving.http import RankTracing
@@ -45,6 +46,7 @@ async def open_dynamo(
     folder: Path,
     max_running: int,
     drain_seconds: float,
+    mode: DisaggregationMode = "agg",
     all_idle: Callable[[], Awaitable[None]] | None = None,
 ) -> DynamoSide:
     """Connect to Dynamo's runtime. Raises DynamoFailed.
@@ -60,9 +62,11 @@ async def open_dynamo(
         max_running=max_running,
         engine=launch.engine,
         worker_id=launch.worker_id,
+        mode=mode,
     )
-    connection = await DynamoConnection.open(planes(environment), DynamoAddress.parse(address))
-    worker = DynamoWorker(numbered, tracings)
+    place = DynamoAddress.parse(address, PREFILL_COMPONENT if mode == "prefill" else COMPONENT)
+    connection = await DynamoConnection.open(planes(environment), place)
+    worker = DynamoWorker(numbered, tracings, mode)
     membership = DynamoMembership(connection, worker, numbered, card, drain_seconds, all_idle)
     await membership.open()
     return DynamoSide(membership)

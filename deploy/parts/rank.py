@@ -118,6 +118,7 @@ async def _dynamo(
         folder=Path(config.folder).absolute(),  # noqa: ASYNC240 reads no file
         max_running=config.max_running,
         drain_seconds=worker.drain_seconds,
+        mode=worker.disaggregation_mode,
         all_idle=partial(idle_together, Path(launch.meet), launch.rank, config.ranks),
     )
 

@@ -252,6 +252,7 @@ async def _dynamo(
         folder=folder,
         max_running=config.max_running,
         drain_seconds=worker.drain_seconds,
+        mode=worker.disaggregation_mode,
     )
 
 

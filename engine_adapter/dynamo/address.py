@@ -4,6 +4,8 @@ import re
 from typing import NamedTuple
 
 COMPONENT = "backend"
+PREFILL_COMPONENT = "prefill"
+"""Component of prefill workers, as in Dynamo: those of another role need another endpoint."""
 ENDPOINT = "generate"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -21,8 +23,9 @@ class DynamoAddress(NamedTuple):
         return f"{self.namespace}.{self.component}.{ENDPOINT}"
 
     @classmethod
-    def parse(cls, text: str) -> "DynamoAddress":
-        """Parse NAMESPACE or NAMESPACE.COMPONENT. ValueError names the part that is no name."""
+    def parse(cls, text: str, component: str = COMPONENT) -> "DynamoAddress":
+        """Parse NAMESPACE or NAMESPACE.COMPONENT. component: where the text names none. ValueError names the
+        part that is no name."""
         parts = text.split(".")
         wrong = next((part for part in parts if not _NAME.fullmatch(part)), None)
         if wrong is not None or len(parts) > 2:
@@ -30,4 +33,4 @@ class DynamoAddress(NamedTuple):
                 f"dynamo = {text!r} must be NAMESPACE or NAMESPACE.COMPONENT, of letters, digits, - and _,"
                 " e.g. dynamo or dynamo.backend"
             )
-        return cls(*parts)
+        return cls(parts[0], parts[1] if len(parts) > 1 else component)

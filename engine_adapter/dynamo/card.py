@@ -10,6 +10,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine_adapter.dynamo.requests import DisaggregationMode
 from engine_adapter.engine import EngineDescription
 
 ENGINE_DATA = "roost"
@@ -37,6 +38,7 @@ class WorkerCard:
     """Name of the engine."""
     worker_id: int
     """Incarnation of the engine, as in `EngineJoined`."""
+    mode: DisaggregationMode = "agg"
 
     @property
     def engine_data(self) -> str:
@@ -52,6 +54,7 @@ def card_of(
     max_running: int,
     engine: str,
     worker_id: int,
+    mode: DisaggregationMode = "agg",
 ) -> WorkerCard:
     """Return the card of a worker with `ranks` ranks, of which `about` describes the first."""
     return WorkerCard(
@@ -66,6 +69,7 @@ def card_of(
         ranks=ranks,
         engine=engine,
         worker_id=worker_id,
+        mode=mode,
     )
 
 

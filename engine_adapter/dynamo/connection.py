@@ -24,9 +24,16 @@ from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.dynamo.address import DynamoAddress
 from engine_adapter.dynamo.card import ENGINE_DATA, WorkerCard
 from engine_adapter.dynamo.membership import DynamoFailed, RequestHandler
-from engine_adapter.dynamo.requests import UnservableRequest
+from engine_adapter.dynamo.requests import DisaggregationMode, UnservableRequest
 from engine_adapter.engine import EngineFailed, RankLoad
 
+_PUBLIC = ModelType.Chat | ModelType.Completions
+_ROLES: dict[DisaggregationMode, tuple[Any, Any, Any]] = {
+    "agg": (WorkerType.Aggregated, _PUBLIC, None),
+    "prefill": (WorkerType.Prefill, ModelType.Empty, [[WorkerType.Decode]]),
+    "decode": (WorkerType.Decode, _PUBLIC, [[WorkerType.Prefill]]),
+}
+"""By mode: the type of the worker, its public surfaces, and the types that it needs beside it."""
 _LOOK_SECONDS = 0.02
 _SEEN_SECONDS = 30.0
 
@@ -100,13 +107,15 @@ class DynamoConnection:
         config.enable_local_indexer = True
         config.kv_event_publishing_enabled = True
         config.set_engine_specific(ENGINE_DATA, card.engine_data)
+        kind, surface, needs = _ROLES[card.mode]
         await register_model(
             ModelInput.Tokens,
-            ModelType.Chat | ModelType.Completions,
+            surface,
             self._endpoint,
             str(card.folder),
             card.model,
-            worker_type=WorkerType.Aggregated,
+            worker_type=kind,
+            needs=needs,
             kv_cache_block_size=card.block_size,
             runtime_config=config,
         )

@@ -7,10 +7,11 @@ itself, and then cancels the request.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from engine_adapter.batching.handed_kv import KvSource
 from engine_adapter.batching.request_validation import (
     MAX_LOGPROBS,
     MAX_SALT,
@@ -21,6 +22,10 @@ from engine_adapter.batching.sampling import Sampling
 from engine_adapter.dynamo.experts import FIELD
 from fleet.completions import MAX_DETAIL, shortened
 
+KV_SOURCE = "roost_kv"
+"""Key of a `KvSource` in the `disaggregated_params` of our workers."""
+DisaggregationMode = Literal["agg", "prefill", "decode"]
+"""Part of requests that a worker serves, as Dynamo's own workers name it. agg: both halves."""
 _Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
 
@@ -142,6 +147,26 @@ def parse(request: object) -> PreprocessedRequest:
     return parsed
 
 
+def check_role(request: PreprocessedRequest, mode: DisaggregationMode) -> None:
+    """Raise UnservableRequest for the KV of another worker, where this one does not decode for others."""
+    _need(
+        request.prefill_result is None or mode == "decode",
+        "prefill_result",
+        "is for a worker that runs with --disaggregation-mode decode",
+    )
+
+
+def handed_kv(request: PreprocessedRequest) -> KvSource | None:
+    """Return the KV that a prefill worker of Roost has computed; None: the request has none of it."""
+    result = request.prefill_result
+    params = result.get("disaggregated_params") if isinstance(result, dict) else None
+    stated = params.get(KV_SOURCE) if isinstance(params, dict) else None
+    try:
+        return None if stated is None else msgspec.convert(stated, KvSource, strict=False)
+    except msgspec.ValidationError as error:
+        raise UnservableRequest(f"prefill_result: {KV_SOURCE}: {error}") from error
+
+
 def generation_request(
     request: PreprocessedRequest, *, vocabulary: int, max_context: int, seed: int, decision: str = ""
 ) -> GenerationRequest:
@@ -241,7 +266,6 @@ def _refuse_features(request: PreprocessedRequest) -> None:
         "lora_name": hints.lora_name is not None,
         "multi_modal_data": request.multi_modal_data is not None,
         "prompt_embeds": request.prompt_embeds is not None,
-        "prefill_result": request.prefill_result is not None,
         "encoder_result": request.encoder_result is not None,
         "bootstrap_info": request.bootstrap_info is not None,
     }

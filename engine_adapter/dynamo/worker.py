@@ -6,16 +6,25 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
+import msgspec
+import numpy as np
+
 from engine_adapter.batching.kv_cache import Block
+from engine_adapter.batching.profile_signatures import pair_counts
 from engine_adapter.batching.request_validation import decision_id
 from engine_adapter.dynamo.answers import AnswerChunks
 from engine_adapter.dynamo.experts import FIELD, encoded
 from engine_adapter.dynamo.requests import (
+    KV_SOURCE,
+    DisaggregationMode,
     PreprocessedRequest,
     UnservableRequest,
+    check_role,
     generation_request,
+    handed_kv,
     parse,
     served_rank,
     token_stops,
@@ -24,6 +33,8 @@ from engine_adapter.engine import EngineFailed
 from engine_adapter.serving.generation import AnswerStream
 from engine_adapter.serving.http import RankTracing, ServedModelInfo
 from fleet.completions import DECISION_HEADER
+from fleet.popularity import PROMPT_EXPERTS, ExpertCounts, PromptExperts
+from fleet.routings import UNKNOWN
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +71,14 @@ class RequestContext(Protocol):
 class DynamoWorker:
     """Handler of requests over the ranks that this process runs, by their numbers in the engine."""
 
-    def __init__(self, ranks: Mapping[int, WorkerRank], tracings: Mapping[int, RankTracing]) -> None:
+    def __init__(
+        self,
+        ranks: Mapping[int, WorkerRank],
+        tracings: Mapping[int, RankTracing],
+        mode: DisaggregationMode = "agg",
+    ) -> None:
         self._ranks = dict(ranks)
+        self._mode = mode
         self._tracings = tracings
         self._open = Counter(dict.fromkeys(ranks, 0))
         self._idle = asyncio.Event()
@@ -85,6 +102,7 @@ class DynamoWorker:
         cannot be served, Overloaded for one too many, EngineFailed when the engine ends."""
         try:
             parsed = parse(request)
+            check_role(parsed, self._mode)
             rank = self._rank_for(parsed)
             engine = self._ranks[rank]
             generation = generation_request(
@@ -94,6 +112,10 @@ class DynamoWorker:
                 seed=engine.fresh_seed(),
                 decision=decision_id(context.metadata.get(DECISION_HEADER)),
             )
+            if self._mode == "prefill":
+                generation = replace(generation, max_tokens=1, hands_over=True)
+            else:
+                generation = replace(generation, kv=handed_kv(parsed))
         except UnservableRequest as error:
             self.refused += 1
             log.info("request %s was refused: %s", context.id(), error)
@@ -105,6 +127,8 @@ class DynamoWorker:
             try:
                 async with aclosing(_chunks(parsed, engine, answer, context)) as chunks:
                     async for chunk in chunks:
+                        if self._mode == "prefill" and chunk["finish_reason"] is not None:
+                            chunk = _with_handle(chunk, engine, answer, len(parsed.token_ids))
                         yield chunk
                 self._check_unbroken(answer)
             finally:
@@ -167,6 +191,22 @@ async def _chunks(
     finally:
         answer.cancel()
         stopped.cancel()
+
+
+def _with_handle(
+    chunk: dict[str, Any], engine: WorkerRank, answer: AnswerStream, prompt: int
+) -> dict[str, Any]:
+    """Return the last map of a prefill, with the place of the KV and the experts that the prompt activated.
+    prompt: its tokens."""
+    data = dict(chunk.get("engine_data") or {})
+    shape = engine.description.shape
+    if shape is not None and answer.trace is not None:
+        chosen = answer.trace.chosen()[:prompt]
+        counts = ExpertCounts.of(pair_counts(chosen, shape.experts))
+        tokens = int(np.count_nonzero(chosen[:, 0, 0] != UNKNOWN))
+        data[PROMPT_EXPERTS] = msgspec.to_builtins(PromptExperts(tokens=tokens, counts=counts))
+    params = {KV_SOURCE: msgspec.to_builtins(answer.kv)}
+    return {**chunk, "disaggregated_params": params, "engine_data": data or None}
 
 
 def _experts(engine: WorkerRank, answer: AnswerStream, positions: int) -> dict[str, Any]:

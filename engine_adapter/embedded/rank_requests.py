@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from engine_adapter.batching.kv_cache import KvCache
 from engine_adapter.batching.scheduler import BatchScheduler, Overloaded, SequenceState, Slice
 from engine_adapter.config import EmbeddedConfig
+from engine_adapter.embedded.kv_exchange import KvExchange
 from engine_adapter.embedded.request_relay import News, RequestRelay
 from engine_adapter.embedded.step_notes import AheadNote, RequestName, StepNote, TravellingWork
 from engine_adapter.embedded.travelling import EmbeddedSequence, SequenceCodec
@@ -44,6 +45,8 @@ class RankRequests:
         self._config = config
         self._rank = rank
         self._codec = codec
+        self.exchange: KvExchange | None = None
+        """Of KV with other engines. None: there is none."""
         self._numbers = count()
         self._sequences: dict[SequenceState, EmbeddedSequence] = {}
         self._cancelled: list[RequestName] = []
@@ -80,6 +83,12 @@ class RankRequests:
             return self.end(sequence)
         self.relay.cancel(sequence)
         return None
+
+    def hand_over(self, sequence: EmbeddedSequence) -> None:
+        """Say where the KV of an answer's prompt is, if its request asks for it. Called before its end."""
+        if sequence.request.hands_over and self.exchange is not None:
+            full = sequence.prompt_tokens // BLOCK_SIZE
+            sequence.answer.kv = self.exchange.source(sequence.state.table.pages[:full])
 
     def end(self, sequence: EmbeddedSequence) -> EmbeddedSequence | None:
         """Free everything that an owned request holds. Return it, or None if it was over. Idempotent, because
@@ -189,6 +198,11 @@ class RankRequests:
             raise RuntimeError("requests: a refusal for another rank came back to this one")
 
     def _own(self, sequence: EmbeddedSequence) -> News | None:
+        source = sequence.request.kv
+        if source is not None and self.exchange is not None:
+            # The last token is always computed, because its logits are needed.
+            blocks = sequence.state.blocks[: (len(sequence.state.tokens) - 1) // BLOCK_SIZE]
+            self.exchange.fetch(source, self.cache, blocks)
         try:
             self.scheduler.submit(sequence.state)
         except (Overloaded, ValueError) as refusal:

@@ -17,6 +17,7 @@ from engine_adapter.embedded.arena import unshardable
 from engine_adapter.embedded.calibration.calibrate import EngineCalibration, calibrate, measure_prices
 from engine_adapter.embedded.calibration.hardware import hardware_digest
 from engine_adapter.embedded.checkpoint import Checkpoint, Qwen3MoeConfig
+from engine_adapter.embedded.kv_exchange import KvExchange
 from engine_adapter.embedded.model_runner import (
     Forward,
     ModelRunner,
@@ -81,6 +82,8 @@ class RankSetup:
     """`EngineJoined.unshardable`."""
     attention: AttentionSwitch | None = None
     """None: attention cannot be changed."""
+    exchange: KvExchange | None = None
+    """Of KV with other engines. None: there is none."""
     tp_refusal: str = FIXED_ATTENTION
     """`EngineJoined.tp_refusal`."""
     step_sync: StepSync
@@ -145,6 +148,7 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
             kv_block_bytes=runner.kv_pool.page_bytes,
             memory=runner.memory._replace(communicators=communicators, runtime=before.private),
             weights_digest=weights,
+            exchange=KvExchange(runner, _of_first(weights, group)),
             runner=runner,
             experts=runner,
             unshardable=start.unshardable,
@@ -153,6 +157,14 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
             step_sync=step_sync,
             close=opened.pop_all().close,
         )
+
+
+def _of_first(digest: str | None, group: RankGroup | None) -> str:
+    """Return the hexadecimal digest that rank 0 has, on every rank. All ranks call it together."""
+    number = int(digest or "0", 16)
+    words = [(number >> 32 * at) & 0xFFFFFFFF for at in range(4)]
+    first = words if group is None else group.gather(words)[0]
+    return f"{sum(int(word) << 32 * at for at, word in enumerate(first)):032x}"
 
 
 class _Start(NamedTuple):

@@ -78,6 +78,7 @@ class StepLoop:
         attention, switch = setup.placement.attention, setup.attention
         pages = config.kv_blocks if switch is None else switch.pages(attention)
         self._requests = RankRequests(config, rank, codec, attention, pages)
+        self._requests.exchange = setup.exchange
         self._orders: deque[_Order] = deque()
         self._step = 0
         self._ready: PreparedEpoch | None = None

@@ -105,6 +105,8 @@ class StepResults:
         for row, (sequence, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             self._requests.scheduler.append(sequence.state, token)
             delta = sequence.emit(token, now, scored.get(row, []))
+            if delta.outcome is not None:
+                self._requests.hand_over(sequence)
             report.news += self._requests.tell(sequence, delta)
             if delta.outcome is not None and self._requests.end(sequence) is not None:
                 self.end(sequence, report)

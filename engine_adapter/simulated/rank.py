@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.batching.handed_kv import KvSource, take_over
 from engine_adapter.batching.kv_cache import Block, Change, KvCache
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.scheduler import BatchScheduler, SequenceState
@@ -161,11 +163,26 @@ class SimulatedRank:
         if sequence.is_over:
             answer.put(AnswerDelta(outcome=sequence.outcome("stop", sequence.moments.submitted)))
             return answer
+        if request.kv is not None and request.kv.layout == self._kv_layout:
+            await self._fetch(request.kv, sequence.state.blocks[: (len(request.prompt) - 1) // BLOCK_SIZE])
+            self._engine.refuse_if_failed()
         self.scheduler.submit(sequence.state)
         self._sequences[sequence.state] = self._open[answer] = sequence
         self.report_changes()
         self._engine.wake()
         return answer
+
+    async def _fetch(self, source: KvSource, blocks: Sequence[Block]) -> None:
+        """Take over the KV of a prompt after the time that its bytes take between two machines."""
+        config = self._config
+        lacking = sum(not self._cache.has(one.block_hash) for one in blocks[: source.blocks])
+        size = lacking * self.description.kv_block_bytes
+        await asyncio.sleep(config.time_scale * size / config.node_bytes_per_second)
+        take_over(self._cache, blocks[: source.blocks], lambda block, page: True)
+
+    @property
+    def _kv_layout(self) -> str:
+        return f"simulated {self.description.model}"
 
     def stored_block(self, block_hash: int) -> Block | None:
         """Return the cached block of a sequence hash, or None."""
@@ -268,6 +285,12 @@ class SimulatedRank:
         token = sequence.script.token(len(sequence.state.tokens))
         self.scheduler.append(sequence.state, token)
         delta = sequence.next_delta(token, now)
+        if delta.outcome is not None and sequence.request.hands_over:
+            sequence.answer.kv = KvSource(
+                layout=self._kv_layout,
+                blocks=sequence.prompt_tokens // BLOCK_SIZE,
+                page_bytes=self.description.kv_block_bytes,
+            )
         sequence.answer.put(delta)
         if delta.outcome is not None:
             self._end(sequence)

@@ -72,7 +72,6 @@ def test_an_answer_longer_than_the_context_is_cut_there() -> None:
         ("lora_name", "adapter"),
         ("multi_modal_data", {"image_url": []}),
         ("prompt_embeds", "AAAA"),
-        ("prefill_result", {"disaggregated_params": {}}),
         ("bootstrap_info", {}),
     ],
 )
