@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from engine_adapter.batching.handed_kv import KvSource
 from engine_adapter.batching.request_validation import GenerationRequest
@@ -15,15 +16,17 @@ from engine_adapter.serving.generation import AnswerDelta
 from tests.engine_adapter.embedded.test_engine_parity import PROMPTS, Oracle, engine_of, oracle
 
 __all__ = ["oracle"]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONG = PROMPTS[-1]
 FULL = (len(LONG) - 1) // 16
 NEW = 24
 Pair = tuple[EmbeddedEngine, EmbeddedEngine]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair() -> AsyncIterator[Pair]:
-    async with engine_of(kv_blocks=64) as prefill, engine_of(kv_blocks=64) as decode:
+    about = {"kv_blocks": 64, "calibration_seconds": 0.0}
+    async with engine_of(**about) as prefill, engine_of(**about) as decode:
         yield prefill, decode
 
 
@@ -61,9 +64,9 @@ async def test_answers_are_those_of_one_engine_and_of_transformers(pair: Pair, o
 
 async def test_nothing_is_held_and_what_was_fetched_is_reused(pair: Pair) -> None:
     prefill, decode = pair
-    source = await prefilled(prefill, LONG)
-    first, _ = await ask(decode, LONG, kv=source)
-    again, _ = await ask(decode, LONG)
+    source = await prefilled(prefill, LONG, salt="reused")
+    first, _ = await ask(decode, LONG, kv=source, salt="reused")
+    again, _ = await ask(decode, LONG, salt="reused")
     assert again.token_ids == first.token_ids
     assert cached(again) == 16 * FULL
     for engine in pair:
@@ -72,10 +75,10 @@ async def test_nothing_is_held_and_what_was_fetched_is_reused(pair: Pair) -> Non
 
 async def test_pages_that_were_evicted_meanwhile_are_computed_again(pair: Pair) -> None:
     prefill, decode = pair
-    source = await prefilled(prefill, LONG)
+    source = await prefilled(prefill, LONG, salt="evicted")
     for other in range(8):  # together more than the pool has
         await ask(prefill, [(7 * at + other) % 255 + 1 for at in range(200)], max_tokens=2)
-    whole, _ = await ask(decode, LONG, kv=source)
+    whole, _ = await ask(decode, LONG, kv=source, salt="evicted")
     alone, _ = await ask(prefill, LONG)
     assert whole.token_ids == alone.token_ids
     assert cached(whole) < 16 * FULL
@@ -114,11 +117,15 @@ async def test_a_source_that_does_not_fit_is_not_read(pair: Pair, caplog: pytest
     assert len([one for one in caplog.records if "computed again" in one.message]) == len(wrong) - 1
 
 
-async def test_under_pressure_as_much_is_fetched_as_there_is_room_for() -> None:
-    async with engine_of(kv_blocks=64) as prefill, engine_of(kv_blocks=20) as decode:
-        source = await prefilled(prefill, LONG)
-        running = await decode.submit(GenerationRequest(prompt=PROMPTS[8], max_tokens=40, ignore_eos=True))
-        whole, _ = await ask(decode, LONG, kv=source)
-        await running.rest()
-        alone, _ = await ask(prefill, LONG)
+async def test_under_pressure_as_much_is_fetched_as_there_is_room_for(pair: Pair) -> None:
+    prefill, decode = pair
+    source = await prefilled(prefill, LONG, salt="pressed")
+    running = [
+        await decode.submit(GenerationRequest(prompt=[one + 1] * 230, max_tokens=30, ignore_eos=True))
+        for one in range(4)
+    ]
+    whole, _ = await ask(decode, LONG, kv=source, salt="pressed")
+    alone, _ = await ask(prefill, LONG)
     assert whole.token_ids == alone.token_ids
+    for one in running:
+        assert len((await one.rest()).token_ids) == 30
