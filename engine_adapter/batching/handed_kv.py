@@ -1,8 +1,8 @@
 """KV of a prompt that another engine has computed: where it is, and how a cache takes it over. Pure.
 
 Nothing is locked. Once its answer has ended, the pages of a prompt are kept for reuse like all others, the
-last to be evicted, and whoever copied them compares checksums. A page that was evicted meanwhile is computed
-again, so pages are never held for a reader that has died.
+last to be evicted, and the rank that copied them compares checksums. A page that was evicted meanwhile is
+computed again, so pages are never held for a reader that has died.
 """
 
 from collections.abc import Callable, Sequence
