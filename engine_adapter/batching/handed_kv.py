@@ -13,7 +13,7 @@ from engine_adapter.batching.kv_cache import Block, KvCache
 from fleet.requests.handovers import MemoryAddress
 
 
-class KvSource(msgspec.Struct, frozen=True, kw_only=True):
+class PromptKv(msgspec.Struct, frozen=True, kw_only=True):
     """Place of the KV of a prompt's full blocks, in order."""
 
     layout: str

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter.batching.handed_kv import KvSource
+from engine_adapter.batching.handed_kv import PromptKv
 from engine_adapter.batching.sampling import GREEDY, Sampling
 from fleet.completions import ApiError, RankRequest, context_exceeded
 
@@ -46,7 +46,7 @@ class GenerationRequest:
     """KV is shared only with requests of the same salt."""
     hands_over: bool = False
     """Another engine will decode: the answer says where the KV of the prompt is."""
-    kv: KvSource | None = None
+    kv: PromptKv | None = None
     """KV of the prompt, which another engine has computed."""
     fields: Mapping[str, Any] = field(default_factory=lambda: NO_FIELDS)
     """Fields of the request that Roost does not read, for an engine that takes them

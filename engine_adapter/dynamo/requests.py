@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from engine_adapter.batching.handed_kv import KvSource
+from engine_adapter.batching.handed_kv import PromptKv
 from engine_adapter.batching.request_validation import (
     MAX_LOGPROBS,
     MAX_SALT,
@@ -23,7 +23,7 @@ from engine_adapter.dynamo.experts import FIELD
 from fleet.completions import MAX_DETAIL, shortened
 
 KV_SOURCE = "roost_kv"
-"""Key of a `KvSource` in the `disaggregated_params` of our workers."""
+"""Key of a `PromptKv` in the `disaggregated_params` of our workers."""
 DisaggregationMode = Literal["agg", "prefill", "decode"]
 """Part of requests that a worker serves, as Dynamo's own workers name it. agg: both halves."""
 _Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
@@ -156,13 +156,13 @@ def check_role(request: PreprocessedRequest, mode: DisaggregationMode) -> None:
     )
 
 
-def handed_kv(request: PreprocessedRequest) -> KvSource | None:
+def handed_kv(request: PreprocessedRequest) -> PromptKv | None:
     """Return the KV that a prefill worker of Roost has computed; None: the request has none of it."""
     result = request.prefill_result
     params = result.get("disaggregated_params") if isinstance(result, dict) else None
     stated = params.get(KV_SOURCE) if isinstance(params, dict) else None
     try:
-        return None if stated is None else msgspec.convert(stated, KvSource, strict=False)
+        return None if stated is None else msgspec.convert(stated, PromptKv, strict=False)
     except msgspec.ValidationError as error:
         raise UnservableRequest(f"prefill_result: {KV_SOURCE}: {error}") from error
 

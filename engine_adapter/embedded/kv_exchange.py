@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from engine_adapter.batching.handed_kv import KvSource, take_over
+from engine_adapter.batching.handed_kv import PromptKv, take_over
 from engine_adapter.batching.kv_cache import Block, KvCache
 from engine_adapter.embedded.model_runner import ModelRunner
 from engine_adapter.transfer.port import TransferError
@@ -35,7 +35,7 @@ class KvExchange:
         self._weights = weights
         self._mapped: dict[tuple[int, int, int], NDArray[np.uint8]] = {}
 
-    def source(self, pages: Sequence[int]) -> KvSource | None:
+    def source(self, pages: Sequence[int]) -> PromptKv | None:
         """Return the place of these pages, which hold a prompt's full blocks. None: other engines cannot read
         them, as under tensor-parallel attention a rank has only parts."""
         pool = self._runner.kv_pool
@@ -52,7 +52,7 @@ class KvExchange:
             descriptor=pool.descriptor,
             inode=os.fstat(pool.descriptor).st_ino,
         )
-        return KvSource(
+        return PromptKv(
             layout=self._layout,
             blocks=len(units),
             page_bytes=pool.page_bytes,
@@ -61,7 +61,7 @@ class KvExchange:
             checksums=tuple(self._checksum(one) for one in units),
         )
 
-    def fetch(self, source: KvSource, cache: KvCache, blocks: Sequence[Block]) -> int:
+    def fetch(self, source: PromptKv, cache: KvCache, blocks: Sequence[Block]) -> int:
         """Copy blocks of a prompt into the cache, as far as they are there and unchanged. Return how many."""
         own = self._runner.kv_units
         try:
@@ -78,7 +78,7 @@ class KvExchange:
 
         return take_over(cache, blocks[: source.blocks], fill)
 
-    def _memory(self, source: KvSource) -> NDArray[np.uint8]:
+    def _memory(self, source: PromptKv) -> NDArray[np.uint8]:
         """Return the other rank's units, uint8 [units, unit_bytes]. ValueError when they do not fit this
         rank's, TransferError when they cannot be mapped."""
         pool, address = self._runner.kv_pool, source.address

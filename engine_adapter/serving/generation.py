@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from engine_adapter.batching.handed_kv import KvSource
+from engine_adapter.batching.handed_kv import PromptKv
 from engine_adapter.batching.sampling import TokenLogprobs
 from engine_adapter.engine import RoutedExperts
 
@@ -84,7 +84,7 @@ class AnswerStream:
         self.trace: RoutedExperts | None = None
         """Experts of the tokens that this rank computed, once there is an outcome. None: it computed none, or
         keeps no experts."""
-        self.kv: KvSource | None = None
+        self.kv: PromptKv | None = None
         """Place of the prompt's KV, for another engine. None unless the request asked for it and ended."""
         self._cancel = cancel
         self._unread: AnswerDelta | None = None

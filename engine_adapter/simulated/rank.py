@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.batching.handed_kv import KvSource, take_over
+from engine_adapter.batching.handed_kv import PromptKv, take_over
 from engine_adapter.batching.kv_cache import Block, Change, KvCache
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.scheduler import BatchScheduler, SequenceState
@@ -172,7 +172,7 @@ class SimulatedRank:
         self._engine.wake()
         return answer
 
-    async def _fetch(self, source: KvSource, blocks: Sequence[Block]) -> None:
+    async def _fetch(self, source: PromptKv, blocks: Sequence[Block]) -> None:
         """Take over the KV of a prompt after the time that its bytes take between two machines."""
         config = self._config
         lacking = sum(not self._cache.has(one.block_hash) for one in blocks[: source.blocks])
@@ -286,7 +286,7 @@ class SimulatedRank:
         self.scheduler.append(sequence.state, token)
         delta = sequence.next_delta(token, now)
         if delta.outcome is not None and sequence.request.hands_over:
-            sequence.answer.kv = KvSource(
+            sequence.answer.kv = PromptKv(
                 layout=self._kv_layout,
                 blocks=sequence.prompt_tokens // BLOCK_SIZE,
                 page_bytes=self.description.kv_block_bytes,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from engine_adapter.batching.handed_kv import KvSource
+from engine_adapter.batching.handed_kv import PromptKv
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.sampling import Sampling
 from engine_adapter.embedded.engine import EmbeddedEngine
@@ -30,16 +30,16 @@ async def pair() -> AsyncIterator[Pair]:
         yield prefill, decode
 
 
-async def ask(engine: EmbeddedEngine, prompt: list[int], **more: Any) -> tuple[AnswerDelta, KvSource | None]:
+async def ask(engine: EmbeddedEngine, prompt: list[int], **more: Any) -> tuple[AnswerDelta, PromptKv | None]:
     """An answer, and where it says the prompt's KV is, as it comes over the wire."""
     fields = {"max_tokens": NEW, "ignore_eos": True} | more
     answer = await engine.submit(GenerationRequest(prompt=list(prompt), **fields))
     whole = await answer.rest()
     wire = msgspec.json.encode(answer.kv)
-    return whole, msgspec.json.decode(wire, type=KvSource | None)
+    return whole, msgspec.json.decode(wire, type=PromptKv | None)
 
 
-async def prefilled(engine: EmbeddedEngine, prompt: list[int], **more: Any) -> KvSource:
+async def prefilled(engine: EmbeddedEngine, prompt: list[int], **more: Any) -> PromptKv:
     _, source = await ask(engine, prompt, max_tokens=1, hands_over=True, **more)
     assert source is not None
     return source
