@@ -198,8 +198,11 @@ KINDS: Mapping[EngineKind, KindRecord] = {
         "Dynamo 1.6.1 and its mocker on processors",
         {
             "kv": Entry("depends", "on workers that publish KV events"),
-            "load": Entry("depends", "on workers that publish `kv_metrics`"),
-            "experts": Entry("depends", "on workers that return `routed_experts`, asked for on a share"),
+            "load": Entry("depends", "on workers that publish `kv_metrics`: blocks, but no queue"),
+            "experts": Entry(
+                "depends",
+                "on workers that return `routed_experts`, asked for on a share; those of a fleet report them",
+            ),
             "rank": _YES,
             "continuation": Entry("depends", "on a frontend with `--migration-limit 0`"),
             "fields": Entry("yes", "the preprocessed request is passed unchanged"),
