@@ -181,10 +181,6 @@ class DynamoFleet:
             self.store.records |= records_of(instance, **more)
         await until(lambda: all(one in self.follower.workers for one in instances))
 
-    def called(self, *instances: int) -> list[Served]:
-        """The calls of these workers."""
-        return [one for one in self.calls.served if one.instance in instances]
-
     async def polled(self) -> None:
         """Wait until discovery has been read once more, from begin to end."""
         begun = self.store.readings

@@ -31,6 +31,7 @@ from tests.router.dynamo.fake_workers import (
     expected,
     ids_of,
 )
+from tests.router.dynamo.test_fleet_ranks import ENGINE, joins, ranks_of, teach
 from tests.router.router_fixture import metric, until
 
 PROMPT = list(range(40))
@@ -356,3 +357,31 @@ async def test_what_the_prompt_activated_reaches_the_record() -> None:
         prefill = record_of(fleet).prefill
         assert prefill is not None
         assert prefill.activated_tokens == 40
+
+
+@pytest.mark.parametrize("reports", [False, True])
+async def test_the_decode_worker_has_the_experts_that_the_prompt_activated(reports: bool) -> None:
+    """The prediction says the first half of the experts, which are on rank 0. The prompt activated the other
+    half, but a stock prefill worker does not say so.
+    """
+    async with dynamo_fleet() as fleet:
+        await joins(fleet)
+        for rank, instance in enumerate(DECODE):
+            await fleet.join(instance, limits=ranks_of("moe", ENGINE, rank), worker_type="decode")
+        await fleet.join(11, worker_type="prefill", model_type="")
+        await until(lambda: set(fleet.follower.serving) == {(ENGINE, 0), (ENGINE, 1), (11, 0)})
+        await teach(fleet, (0.95, 0.05))
+        if reports:
+            counts = ExpertCounts.of(np.array([[0, 0, 9, 9]] * 2))
+            stated = msgspec.json.encode(PromptExperts(tokens=len(PROMPT), counts=counts))
+            fleet.calls.prefilled |= {"engine_data": {PROMPT_EXPERTS: msgspec.json.decode(stated)}}
+        assert ids_of(await fleet.ask(PROMPT)) == expected(PROMPT, 8)
+        record = record_of(fleet)
+        assert [one.instance for one in fleet.calls.served] == [11, DECODE[reports]]
+        assert record.chosen == f"moe/{int(reports)}"
+        assert record.prefill is not None
+        assert record.prefill.failure is None
+        assert record.prediction is not None
+        assert record.prediction.best == ("prefill" if reports else "prefix")
+        near, far = record.candidates
+        assert near.terms_ms.experts < far.terms_ms.experts
