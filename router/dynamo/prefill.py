@@ -33,6 +33,7 @@ _SERVED_WITHOUT = frozenset({"no_engine", "upstream_failed", "draining"})
 """Refusals after which the other worker computes the prompt itself. A full queue is none of them: the prompts
 would only be computed elsewhere, beside decoding.
 """
+CLIENT_LEFT = "the client left during the prefill"
 NONE_KNOWN = "no prefill worker is known"
 
 
@@ -119,7 +120,7 @@ class PrefillStage:
             try:
                 need = self._need(service.scheduler.target_table(model).sent_tokenizer, model)
                 handed = await self._attempt(need, Attempt(number, replaces, tuple(failures)))
-                return self._handed(handed)
+                return self._failed(CLIENT_LEFT) if handed is None else self._handed(handed)
             except UpstreamFailed as failed:
                 if number >= service.config.max_attempts or self._decision is None:
                     return self._failed(str(failed))
@@ -169,16 +170,18 @@ class PrefillStage:
         wishes = msgspec.structs.replace(hints, dp_rank=hints.prefill_dp_rank)
         return barred(table, follower.serving, wishes, pinned, follower.elsewhere(table))
 
-    async def _attempt(self, need: RoutingRequest, attempt: Attempt) -> _Handed:
+    async def _attempt(self, need: RoutingRequest, attempt: Attempt) -> _Handed | None:
         """Let one worker compute the prompt. UpstreamFailed or ApiError when it does not.
 
-        Returns at its word of the KV. Unless both workers transfer it together, that is the end.
+        Returns at its word of the KV. Unless both workers transfer it together, that is the end. None: the
+        client has left, so that the worker stopped.
         """
         handed: asyncio.Future[_Handed] = asyncio.get_running_loop().create_future()
         self._task = task = asyncio.create_task(self._serve(need, attempt, handed), name="prefill")
         await asyncio.wait((task, handed), return_when=asyncio.FIRST_COMPLETED)
         if not handed.done():
             task.result()  # raises why there is none
+            return None
         found = handed.result()
         if found.handle.bootstrap is None:
             await asyncio.wait((task,))
@@ -203,20 +206,36 @@ class PrefillStage:
             )
             if place is not None:
                 handed.set_result(_Handed(here.decision, worker, KvHandle(place)))
-            begun = False
-            async for handle in self._handles(items):
-                if not begun:
-                    begun = True
-                    self._service.first_token(here.booking)
-                    if here.span is not None:
-                        here.span.first_token()
-                if handle is not None and not handed.done():
-                    handed.set_result(_Handed(here.decision, worker, handle))
+            try:
+                await self._read(items, here, worker, handed)
+            except UpstreamFailed:
+                if not self._context.is_stopped():
+                    raise
+            if self._context.is_stopped():
+                return
             if not handed.done():
                 raise UpstreamFailed(AttemptFailure.BROKEN, "the prefill worker named no KV")
             self._service.finished(here.decision, here.booking, need.prompt)
         if here.failed is not None:
             raise here.failed
+
+    async def _read(
+        self,
+        items: AsyncIterator[Any],
+        here: RankAttempt,
+        worker: RoutedWorker,
+        handed: "asyncio.Future[_Handed]",
+    ) -> None:
+        """Read an answer to its end. UpstreamFailed as `_handles`."""
+        begun = False
+        async for handle in self._handles(items):
+            if not begun:
+                begun = True
+                self._service.first_token(here.booking)
+                if here.span is not None:
+                    here.span.first_token()
+            if handle is not None and not handed.done():
+                handed.set_result(_Handed(here.decision, worker, handle))
 
     async def _handles(self, items: AsyncIterator[Any]) -> AsyncIterator[KvHandle | None]:
         """Yield what each item of an answer says of the KV. UpstreamFailed when the worker fails, or is too

@@ -201,6 +201,9 @@ class _Answer:
             table = await self._service.wait_queue.live_target_table(self._log, self._request.model)
             attempt = Attempt(number, replaces, tuple(self._failures))
             async with self._prefill(number) as prefilled:
+                if prefilled is not None and prefilled.handle is None and self._context.is_stopped():
+                    self.left = True  # after a handover the decode worker is told, so that the KV is freed
+                    return
                 need = self._need(table, prefilled)
                 here = RankAttempt(self._service, self._log, need, attempt, begun=bool(self.emitted))
                 async with here:

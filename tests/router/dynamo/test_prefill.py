@@ -310,6 +310,23 @@ async def test_a_client_that_leaves_during_the_prefill_leaves_nothing_behind() -
         await fleet.door.drained()
 
 
+@pytest.mark.parametrize("error", [True, False])
+async def test_a_client_that_leaves_during_the_prefill_blames_no_worker(error: bool) -> None:
+    async with pairs() as fleet:
+        context = FakeContext()
+        fleet.calls.prefilled = {"finish_reason": "cancelled"}
+
+        def stops(call: int, item: int) -> None:
+            context.stopped = True
+            if error:
+                raise UpstreamFailed(AttemptFailure.BROKEN, "cancelled")
+
+        fleet.calls.fault = stops
+        assert await fleet.ask(PROMPT, context=context) == []
+        assert len(fleet.calls.served) == 1
+        assert metric(fleet.service.metrics, "retries_total", cause="broken") == 0
+
+
 async def test_a_client_may_name_both_workers() -> None:
     async with pairs() as fleet:
         for one, other in ((11, 22), (12, 21)):
