@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from bus import Bus, BusError, BusTimeout, Declined, Message, NobodyThere
+from bus import Bus, BusError, BusTimeout, Declined, Message, NobodyThere, Received
 from bus.config import BusConfig
 from bus.nats.link import Link
 from bus.nats.server_report import ServerReport, server_report
@@ -47,20 +47,31 @@ class HeardMessages:
     """Result of listening to everything for a while."""
 
     def __init__(self) -> None:
-        self.offsets: dict[str, float] = {}
+        self._offsets: dict[tuple[str, int], float] = {}
         """by publisher: seconds by which its clock seems ahead of ours. Messages are late at times and never
         early, so the largest difference seen is the nearest
         """
         self.beating: set[str] = set()
         """engines that sent a heartbeat"""
 
-    def note(self, subject: str, published_at: float, received_at: float, message: Message) -> None:
-        engine = engine_of(subject) or getattr(message, "engine", None)
-        name = f"engine {engine}" if engine else f"the publisher on {subject}"
-        offset = published_at - received_at
-        self.offsets[name] = max(self.offsets.get(name, offset), offset)
-        if isinstance(message, EngineHeartbeat):
-            self.beating.add(message.engine)
+    @property
+    def offsets(self) -> dict[str, float]:
+        """By engine, or by subject of other publishers: seconds by which the clock that differs most is
+        ahead.
+        """
+        worst: dict[str, float] = {}
+        for (name, _), offset in self._offsets.items():
+            worst[name] = max(worst.get(name, 0.0), offset, key=abs)
+        return worst
+
+    def note(self, received: Received, at: float) -> None:
+        """Add a message that arrived at a time of our clock, Unix seconds."""
+        engine = engine_of(received.subject) or getattr(received.message, "engine", None)
+        name = f"engine {engine}" if engine else f"the publisher on {received.subject}"
+        publisher, offset = (name, received.publisher_id), received.published_at - at
+        self._offsets[publisher] = max(self._offsets.get(publisher, offset), offset)
+        if isinstance(received.message, EngineHeartbeat):
+            self.beating.add(received.message.engine)
 
 
 async def listen(bus: Bus, subjects: Subjects, seconds: float) -> HeardMessages:
@@ -70,7 +81,7 @@ async def listen(bus: Bus, subjects: Subjects, seconds: float) -> HeardMessages:
         try:
             async with asyncio.timeout(seconds):
                 async for received in subscription:
-                    heard.note(received.subject, received.published_at, time.time(), received.message)
+                    heard.note(received, time.time())
         except TimeoutError:
             pass  # the listening time is over
     return heard

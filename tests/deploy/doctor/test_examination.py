@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from bus import Received
 from bus.config import BusConfig
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.codec import encode, seal, topic_of
@@ -19,13 +20,13 @@ from bus.protocol.subjects import Subjects
 from deploy.doctor import examination
 from deploy.doctor.examination import Examined
 from deploy.doctor.judgements import DeploymentFinding, judge_server
-from deploy.doctor.probes import ask_server, knock, spaces
+from deploy.doctor.probes import HeardMessages, ask_server, knock, spaces
 from deploy.http.server import HttpServer
 from deploy.http.sockets import listen, url_of
 from deploy.security.credentials import ServerCredentials
 from deploy.security.tls import ServerTls
 from fleet.event import PROTOCOL
-from fleet.facts.engines import EngineHeartbeat
+from fleet.facts.engines import EngineHeartbeat, EngineLeft
 from router.api.app import create_app
 from router.api.bus_api import BusApi
 from router.api.library import Decider
@@ -201,6 +202,15 @@ async def test_dead_engines_wrong_clocks_newer_parts_and_closed_doors_are_found(
         "no planner answers: experts stay where they are",
         "no tracker answers: experts are not predicted, and demand is not learnt",
     }
+
+
+def test_the_clock_that_differs_most_speaks_for_a_subject_and_late_messages_do_not_count() -> None:
+    heard = HeardMessages()
+    for publisher, ahead in ((1, -9.0), (1, -0.5), (2, -30.0), (2, -31.0), (3, 4.0)):
+        heard.note(
+            Received("s", publisher, 0, 1000.0 + ahead, EngineLeft(engine="", worker_id=1, reason="")), 1000.0
+        )
+    assert heard.offsets == {"the publisher on s": -30.0}
 
 
 async def test_a_router_is_told_from_another_program_on_its_port() -> None:
