@@ -199,7 +199,7 @@ class PrefillStage:
             self._context.metadata[DECISION_HEADER] = here.decision.id
             rank = worker.dp_rank(here.decision.target.rank)
             body = worker_request(self._request, worker.instance_id, rank, self._emitted, experts=False)
-            number, handoff = self._service.draw_seed(), str(uuid4())
+            number, handoff = self._service.draw_seed(), uuid4().bytes
             place = meeting(worker.card, here.decision.target.rank, number, handoff)
             items = await self._calls.call(
                 worker, prefill_request(body, worker.instance_id, rank, place), self._context

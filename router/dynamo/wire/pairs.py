@@ -41,9 +41,10 @@ class KvHandle(NamedTuple):
         return found | ({"handoff_id": stated["handoff_id"]} if "handoff_id" in stated else {})
 
 
-def meeting(worker: DynamoCard, rank: int, number: int, handoff_id: str) -> Json | None:
+def meeting(worker: DynamoCard, rank: int, number: int, handoff_id: bytes) -> Json | None:
     """Return the meeting place for one request, where a prefill worker's card names an address; None: it does
-    not. rank: of the worker, from 0. number: random, below 2^63; handoff_id: a UUID.
+    not. rank: of the worker, from 0. number: random, below 2^63; handoff_id: a UUID,
+    which the request plane carries as 16 bytes.
     """
     limits = worker.runtime_config
     place, ranks = limits.disaggregated_endpoint, limits.data_parallel_size
