@@ -5,7 +5,8 @@ Three unmodified frontends of Dynamo, with the same four mockers behind them: on
 router (`benchmarks.real_dynamo.passthrough`), one before `roost router --dynamo`, and one that routes itself
 in its KV mode. They are measured in alternating rounds, one request at a time, with prompts of 200 words of
 which half are shared by eight groups. All processes share this machine's cores; on a busy machine the
-processor time of the routers tells more than the latency. Needs the environment of `make test-dynamo`.
+processor time of the routers tells more than the latency. The empty router passes on one item after another;
+Roost reads a worker's items ahead of the frontend. Needs the environment of `make test-dynamo`.
 
     python -m benchmarks.real_dynamo.router --quick
 """
