@@ -23,8 +23,8 @@ LAST_WORDS_SECONDS = 2.0
 """Time for aborted requests to report their end during a stop, and again for connections to send their
 remaining output."""
 _LOOK_SECONDS = 0.01
-_ACCEPTING_SECONDS = 0.005
-"""Time for connections that are accepted and not yet made: some turns of the event loop."""
+_ACCEPTING_TURNS = 3
+"""Turns of the event loop after which every connection is made that was accepted before."""
 log = logging.getLogger(__name__)
 
 
@@ -92,20 +92,28 @@ class _Server(uvicorn.Server):
     def stop_accepting(self) -> None:
         """Accept no connection from now on, and cut those that are accepted and not yet made.
 
-        The listening sockets are closed a moment later: asyncio loses a connection that is between accepted
-        and made when its server closes (`Server._attach` fails), and its client would wait for ever."""
-        loop = asyncio.get_running_loop()
+        The listening sockets are closed a few turns of the event loop later: asyncio loses a connection that
+        is between accepted and made when its server closes (`Server._attach` fails), and its client would
+        wait for ever."""
         self._gate.closed = True
         for server in self.servers:
             for listener in server.sockets:
-                loop.remove_reader(listener)
-            loop.call_later(_ACCEPTING_SECONDS, server.close)
+                asyncio.get_running_loop().remove_reader(listener)
+        self._close_listeners(_ACCEPTING_TURNS)
+
+    def _close_listeners(self, turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._close_listeners, turns - 1)
+            return
+        for server in self.servers:
+            server.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop in stages: accept no connection; let answers end in time; abort the rest so that it can send
         an error; then cut."""
         self.stop_accepting()
-        await asyncio.sleep(2 * _ACCEPTING_SECONDS)
+        for _ in range(_ACCEPTING_TURNS + 1):
+            await asyncio.sleep(0)
         for listener in sockets or []:
             listener.close()
         state = self.server_state
