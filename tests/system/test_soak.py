@@ -603,13 +603,13 @@ async def come_to_rest(running: Soak) -> None:
         running.mischief.happened.wrong.append("the loop cannot be paused in the end: nobody answers")
     for engine in running.engines:
         try:
-            if running.kind.throng:
-                await running.records.switch(engine, (), seconds=REST_SECONDS)
             await until(
                 lambda name=engine: rests(running, name),
                 lambda name=engine: standing(running, name),
                 REST_SECONDS,
             )
+            if form_of(running.records.history(engine).latest) != "ep":
+                await running.records.switch(engine, (), seconds=REST_SECONDS)
             await until(
                 lambda name=engine: moves(running, name),
                 lambda name=engine: f"{name} takes a plan: {running.mischief.happened.orders}",
