@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
+_BACKLOG = 1024
+"""Connections that may come at one moment; the system drops further ones, which are tried again a second later"""
 _ACCEPT_TURNS = 3
 """Turns of the event loop from a connection's acceptance until its protocol knows of it."""
 
@@ -25,7 +27,9 @@ async def listening(app: web.Application, port: int = 0) -> AsyncIterator[asynci
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     assert runner.server is not None
-    listener = await asyncio.get_running_loop().create_server(runner.server, "127.0.0.1", port)
+    listener = await asyncio.get_running_loop().create_server(
+        runner.server, "127.0.0.1", port, backlog=_BACKLOG
+    )
     try:
         yield listener
     finally:
