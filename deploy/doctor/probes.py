@@ -1,6 +1,7 @@
 """Probes of a deployment. They ask and listen, and change nothing; each returns values for `judgements`."""
 
 import asyncio
+import contextlib
 import os
 import resource
 import shutil
@@ -78,12 +79,10 @@ async def listen(bus: Bus, subjects: Subjects, seconds: float) -> HeardMessages:
     """Listen to all messages of the namespace. BusError if the user may not."""
     heard = HeardMessages()
     async with bus.subscribe(subjects.everything) as subscription:
-        try:
+        with contextlib.suppress(TimeoutError):  # the listening time is over
             async with asyncio.timeout(seconds):
                 async for received in subscription:
                     heard.note(received, time.time())
-        except TimeoutError:
-            pass  # the listening time is over
     return heard
 
 

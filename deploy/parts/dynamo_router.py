@@ -12,6 +12,7 @@ from deploy.parts.part_tasks import PartTasks
 from engine_adapter.batching.tokenizer_archive import archived
 from router.dynamo.config import DynamoConfig
 from router.dynamo.follower import WorkerFollower
+from router.dynamo.parts import DynamoParts
 from router.dynamo.ports import EventFeed, RecordStore
 from router.dynamo.runtime import DynamoRuntime, RuntimePlanes
 from router.dynamo.serving import DynamoFrontDoor
@@ -57,7 +58,7 @@ class RouterInDynamo:
         self._service = service
         self._runtime = runtime
         self._follower = WorkerFollower(service, config, store, feed, runtime)
-        self._door = DynamoFrontDoor(service, config, self._follower, runtime)
+        self._door = DynamoFrontDoor(DynamoParts(service, config, self._follower, runtime))
 
     @classmethod
     async def open(

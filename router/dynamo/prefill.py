@@ -12,10 +12,9 @@ import msgspec
 
 from fleet.completions import DECISION_HEADER, ApiError
 from router.attempt import RankAttempt
-from router.dynamo.config import DynamoConfig
 from router.dynamo.eligibility import barred
-from router.dynamo.follower import WorkerFollower
-from router.dynamo.ports import CallContext, WorkerCalls
+from router.dynamo.parts import DynamoParts
+from router.dynamo.ports import CallContext
 from router.dynamo.wire.malformed import Malformed
 from router.dynamo.wire.pairs import KvHandle, decode_request, meeting, prefill_request, read_handle
 from router.dynamo.wire.requests import DynamoRequest, Json, read_piece, worker_request
@@ -25,7 +24,6 @@ from router.health.attempt_failures import AttemptFailure
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision, RemotePrefill
 from router.scheduling.scheduler import Attempt, RoutingRequest
-from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from router.upstream.rank_client import UpstreamFailed
 
@@ -66,10 +64,7 @@ class PrefillStage:
 
     def __init__(
         self,
-        service: RouterService,
-        config: DynamoConfig,
-        follower: WorkerFollower,
-        calls: WorkerCalls,
+        parts: DynamoParts,
         request_log: RequestLog,
         context: CallContext,
         request: DynamoRequest,
@@ -80,10 +75,7 @@ class PrefillStage:
         """emitted: tokens of an answer to be continued, which `prompt` contains. suffix: of the ids of the
         decisions.
         """
-        self._service = service
-        self._config = config
-        self._follower = follower
-        self._calls = calls
+        self._service, self._config, self._follower, self._calls = parts
         self._log = request_log
         self._context = context
         self._request = request

@@ -17,10 +17,9 @@ from typing import Any
 from fleet.blocks import salted_seed
 from fleet.completions import DECISION_HEADER, ApiError
 from router.attempt import RankAttempt
-from router.dynamo.config import DynamoConfig
 from router.dynamo.eligibility import barred, unpaired
-from router.dynamo.follower import WorkerFollower
-from router.dynamo.ports import CallContext, WorkerCalls
+from router.dynamo.parts import DynamoParts
+from router.dynamo.ports import CallContext
 from router.dynamo.prefill import Prefilled, PrefillStage
 from router.dynamo.wire.experts import as_answer
 from router.dynamo.wire.malformed import Malformed
@@ -39,7 +38,6 @@ from router.health.attempt_failures import AttemptFailure, BegunAnswer
 from router.http.asgi_response import not_ready
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.scheduler import Attempt, RoutingRequest
-from router.service import RouterService
 from router.telemetry.request_log import EndedRequests, RequestEnd, RequestLog
 from router.telemetry.tracing import RouterTracing
 from router.upstream.rank_client import UpstreamFailed
@@ -56,16 +54,12 @@ _SERVED_WHOLE: AbstractAsyncContextManager[None] = nullcontext()
 class DynamoFrontDoor:
     """Handler of the router's endpoint. State: open requests, for draining."""
 
-    def __init__(
-        self, service: RouterService, config: DynamoConfig, follower: WorkerFollower, calls: WorkerCalls
-    ) -> None:
-        self._service = service
-        self._config = config
-        self._follower = follower
-        self._calls = calls
+    def __init__(self, parts: DynamoParts) -> None:
+        self._parts = parts
+        self._service, self._config, _, self._calls = parts
         self._tracing = RouterTracing.create()
         self._chance = random.Random()
-        self._ended = EndedRequests(service.metrics)
+        self._ended = EndedRequests(self._service.metrics)
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = 0
@@ -91,9 +85,7 @@ class DynamoFrontDoor:
         try:
             if service.refusing:
                 raise not_ready("the router is stopping; ask again")
-            answer = _Answer(
-                self._service, self._config, self._follower, self._calls, request_log, _read(body), context
-            )
+            answer = _Answer(self._parts, request_log, _read(body), context)
             answer.experts = self._asks_for_experts()
             async with aclosing(answer.run()) as items:
                 async for item in items:
@@ -151,10 +143,7 @@ class _Answer:
 
     def __init__(
         self,
-        service: RouterService,
-        config: DynamoConfig,
-        follower: WorkerFollower,
-        calls: WorkerCalls,
+        parts: DynamoParts,
         request_log: RequestLog,
         request: DynamoRequest,
         context: CallContext,
@@ -162,10 +151,8 @@ class _Answer:
         self.emitted: list[int] = []
         self.experts = False
         """ask the worker for the experts of each token"""
-        self._service = service
-        self._config = config
-        self._follower = follower
-        self._calls = calls
+        self._parts = parts
+        self._service, _, self._follower, self._calls = parts
         self._log = request_log
         self._request = request
         self._context = context
@@ -257,16 +244,7 @@ class _Answer:
         if request.prefilled or not self._follower.roles(request.model).decode:
             return _SERVED_WHOLE
         return PrefillStage(
-            self._service,
-            self._config,
-            self._follower,
-            self._calls,
-            self._log,
-            self._context,
-            request,
-            self.emitted,
-            self._prompt(),
-            f"-p{number}",
+            self._parts, self._log, self._context, request, self.emitted, self._prompt(), f"-p{number}"
         )
 
     def _need(self, table: TargetTable, prefilled: Prefilled | None) -> RoutingRequest:

@@ -15,6 +15,7 @@ from fleet.completions import ApiError
 from router.config import RouterConfig
 from router.dynamo.config import DynamoConfig
 from router.dynamo.follower import WorkerFollower
+from router.dynamo.parts import DynamoParts
 from router.dynamo.serving import DynamoFrontDoor
 from router.dynamo.workers import RoutedWorker
 from router.health.attempt_failures import AttemptFailure
@@ -228,7 +229,7 @@ async def dynamo_fleet(
         feed,
         calls,
         follower,
-        DynamoFrontDoor(service, settings, follower, calls),
+        DynamoFrontDoor(DynamoParts(service, settings, follower, calls)),
         bus,
         broker.subjects,
     )

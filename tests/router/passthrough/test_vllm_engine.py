@@ -92,10 +92,14 @@ async def test_the_clients_own_body_reaches_the_rank_that_the_header_names(befor
 async def test_a_rank_that_the_client_names_itself_is_replaced(before: Open) -> None:
     engine = VllmEngine("vllm")
     house = await before(engine)
+    chosen = []
     for number in range(6):
         answer = await house.post(CHAT, talk(f"{number}"), headers={RANK_HEADER: "7"})
         assert answer.status == 200
-    assert {taken.rank for taken in engine.taken} == {0, 1}
+        decision = (await house.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json
+        chosen.append(decision["chosen"])
+    assert [f"vllm/{taken.rank}" for taken in engine.taken] == chosen
+    assert set(chosen) <= {"vllm/0", "vllm/1"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
