@@ -1,5 +1,6 @@
 """Quantities and lists in sentences for people, and values as JSON for programs. Pure."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +9,8 @@ import msgspec
 LARGEST_EXACT = 2**53
 """Largest magnitude below which every integer is exact as a double."""
 
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -21,6 +24,16 @@ def duration(seconds: float) -> str:
     if abs(seconds) >= 1.0:
         return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.3g} us"
+
+
+def read_duration(text: str) -> float:
+    """Return the seconds of a number and s, m, h or d, e.g. 15m; without a unit, seconds. ValueError for
+    another text.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text[:64]!r}: use a number and s, m, h or d, e.g. 15m")
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def counted(count: int, one: str, several: str | None = None) -> str:

@@ -1,7 +1,6 @@
 """`roost events`: print bus messages."""
 
 import difflib
-import re
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ from deploy.terminal.options import ConfigOption, JsonOption, NatsOption
 from deploy.terminal.output import USAGE, fail, note
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.messages import STORED, AnyEvent
+from fleet.text import read_duration
 
 KINDS = (*(kind.__name__ for kind in AnyEvent.__args__), "KvEvents", KvMetrics.__name__)
 FAMILIES = {
@@ -46,7 +46,6 @@ _STORED = sorted(kind.__name__ for kind in STORED)
 _FAMILY_HELP = (
     "Groups: " + "; ".join(f"{name} ({', '.join(kinds)})" for name, kinds in FAMILIES.items()) + "."
 )
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 KindOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -133,7 +132,7 @@ def _stored_only(kinds: set[str]) -> set[str]:
 
 
 def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if match is None:
-        fail(f"--since {text!r}: use a number and s, m, h or d, e.g. 15m", USAGE)
-    return float(match[1]) * _UNITS[match[2]]
+    try:
+        return read_duration(text)
+    except ValueError as error:
+        fail(f"--since {error}", USAGE)

@@ -8,6 +8,7 @@ import msgspec
 
 from bus import BusError
 from fleet.completions import ApiError
+from fleet.text import read_duration
 from router.http.asgi_response import not_ready
 from router.http.server_sent_events import written
 from router.service import RouterService
@@ -32,8 +33,6 @@ HEARTBEAT_SECONDS = 10.0
 RETRY_MILLISECONDS = 1000
 _PIECE_BYTES = 64 * 1024
 """Events that wait together are sent together, up to this size."""
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SINCE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
 _POSITION = re.compile(r"[0-9]{1,18}")
 
 
@@ -61,11 +60,10 @@ def start(last_event_id: str | None, since: str | None) -> FeedStart:
         return FeedStart(after=int(last_event_id))
     if since is None:
         return FeedStart()
-    match = _SINCE.fullmatch(since)
-    if match is None:
-        message = f"since must be a number and s, m, h or d, e.g. 15m; not {since[:64]!r}"
-        raise ApiError(400, message, param="since", code="invalid_value")
-    return FeedStart(since=float(match[1]) * _UNITS[match[2]])
+    try:
+        return FeedStart(since=read_duration(since))
+    except ValueError as error:
+        raise ApiError(400, f"since {error}", param="since", code="invalid_value") from error
 
 
 async def event_stream(

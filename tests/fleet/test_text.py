@@ -18,7 +18,7 @@ from deploy.process import WithoutSecrets
 from deploy.sections import read_settings
 from engine_adapter.openai_backend import BackendAgentConfig
 from fleet.redaction import without_secrets
-from fleet.text import byte_size, counted, duration, listed
+from fleet.text import byte_size, counted, duration, listed, read_duration
 from router.config import RouterConfig
 
 SECRET = "s3cr3t"
@@ -133,3 +133,16 @@ def test_a_long_list_is_cut_and_says_how_much_is_missing() -> None:
         "0, 1, 2, 3, 4, 5, 6, 7 and 1 more",
         "",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90.0), ("1.5s", 1.5), ("15m", 900.0), ("2h", 7200.0), ("1d", 86400.0)]
+)
+def test_a_duration_has_a_number_and_a_unit(text: str, seconds: float) -> None:
+    assert read_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1s", "1w", "1 h", "1e3", "\u0661s", "1" * 10])
+def test_another_text_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match="use a number and s, m, h or d"):
+        read_duration(text)

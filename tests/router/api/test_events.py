@@ -170,7 +170,7 @@ def test_the_kinds_on_offer_are_those_that_hold_nothing_of_requests() -> None:
     ("query", "after", "named"),
     [
         ("?kind=KvEvents", None, "there is no kind 'KvEvents'"),
-        ("?since=yesterday", None, "since must be"),
+        ("?since=yesterday", None, "since 'yesterday': use a number"),
         ("", "seven", "Last-Event-ID must be"),
     ],
 )
