@@ -108,7 +108,7 @@ class _Candidate(NamedTuple):
         """Return the sentence with the numbers that decided."""
         figures = f"regret {self.regret:.3g} s and {self.left:.3g} s on the work left"
         if self.discount < _WHOLE:
-            figures += f", of which {self.discount:.0%} count after the results of earlier plans,"
+            figures += f" (counted at {self.discount:.0%}, after the results of earlier plans)"
         if goes:
             return f"turns to {self.layout}: {figures} reach the cost of {self.cost:.3g} s"
         if self.refusal:

@@ -115,7 +115,7 @@ def test_after_plans_that_kept_half_of_their_promise_it_waits_for_twice_the_regr
     assert found is not None
     at, decision = found
     assert (at, decision.target) == (24, "tp")
-    assert "of which 50% count after the results of earlier plans, reach the cost" in decision.reason
+    assert "(counted at 50%, after the results of earlier plans) reach the cost" in decision.reason
 
 
 def test_it_says_why_it_stays() -> None:
