@@ -189,7 +189,14 @@ class FleetEvents:
         pump = asyncio.create_task(self._pump(reader, start), name="reads stored events for a program")
         self._readers.add(reader)
         self._pumps.add(pump)
-        pump.add_done_callback(self._pumps.discard)
+
+        def ended(pump: asyncio.Task[None]) -> None:
+            self._pumps.discard(pump)
+            if not pump.cancelled() and (error := pump.exception()) is not None:
+                log.error("the reading of stored events failed", exc_info=error)
+                reader.end("this router failed to read stored events; its log says why")
+
+        pump.add_done_callback(ended)
         try:
             yield reader
         finally:

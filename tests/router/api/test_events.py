@@ -10,8 +10,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from bus import Received
 from bus.config import BusConfig
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.http.server import HttpServer
 from deploy.http.sockets import listen, url_of
@@ -24,8 +25,11 @@ from router.http.server_sent_events import EventSplitter, written
 from router.sync.fleet_events import (
     MAX_READERS,
     EventReader,
+    FeedEnd,
     FeedEvent,
     FeedSelection,
+    FeedStart,
+    FleetEvents,
     Gap,
 )
 from tests.router.router_fixture import House, OpenHouse, metric, until
@@ -310,6 +314,25 @@ async def test_a_client_that_reads_nothing_is_cut_off(open_house: OpenHouse) -> 
     await until(lambda: not house.service.events.reading_now)  # type: ignore[union-attr]
     writer.close()
     await writer.wait_closed()
+
+
+class BrokenBus(MemoryBus):
+    """A bus with a fault that nothing foresaw."""
+
+    async def replay(self, *_patterns: object, **_options: object) -> AsyncIterator[Received]:
+        raise ZeroDivisionError
+        yield
+
+
+async def test_a_reader_learns_of_a_fault_of_the_router_itself(caplog: pytest.LogCaptureFixture) -> None:
+    bus = BrokenBus()
+    async with asyncio.timeout(5):
+        events = FleetEvents(bus, Subjects(), lambda _: None)
+        with events.reading(FeedSelection(), FeedStart(after=0)) as reader:
+            assert await reader.next() == FeedEnd(
+                "this router failed to read stored events; its log says why"
+            )
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_written_event_is_read_again_by_our_own_reader() -> None:
