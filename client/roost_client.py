@@ -15,6 +15,7 @@ import msgspec
 from client.event_parser import EventParser, MissedEvents, ReceivedEvent, StreamEnd
 from migration.model.plan_record import PlanRecord
 from router.api.fleet_record import FleetRecord
+from router.api.loop_record import LoopRecord
 from router.scheduling.decision_record import DecisionRecord
 from router.scheduling.external_reservations import ReleaseRecord, ReservedRecord
 
@@ -175,6 +176,25 @@ class RoostClient:
         if budget_bytes is not None:
             query["budget_bytes"] = str(budget_bytes)
         return await self._get(f"/v1/engines/{quote(engine, safe='')}/plan", PlanRecord, query)
+
+    async def loop(self) -> LoopRecord:
+        """Return the state of the automatic control loop (right `admin`). RoostError 503 without a
+        planner."""
+        return await self._get("/v1/loop", LoopRecord)
+
+    async def pause_loop(self, reason: str = "") -> LoopRecord:
+        """Pause automatic planning until `resume_loop` (right `admin`); running plans are completed.
+
+        RoostError 503 without a planner. After a RoostError 504 the planner may still apply the request.
+        """
+        return await self._pause({"paused": True, "reason": reason})
+
+    async def resume_loop(self) -> LoopRecord:
+        """Resume automatic planning. Raises as `pause_loop`."""
+        return await self._pause({"paused": False})
+
+    async def _pause(self, body: Mapping[str, Any]) -> LoopRecord:
+        return await self._post("/v1/loop/pause", body, LoopRecord, [], {})
 
     # Events
 

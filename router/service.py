@@ -18,6 +18,7 @@ from bus import Bus, BusError, Message
 from bus.protocol.subjects import Subjects
 from fleet.completions import DECISION_HEADER, ApiError
 from fleet.facts.engines import ConfigChanged
+from fleet.requests.plans import DescribePlan
 from router.admission.retry_budget import RetryBudget
 from router.bodies.reader import BodyReader
 from router.config import RouterConfig
@@ -108,8 +109,8 @@ class RouterService:
         """
         self.config = config
         self.clock = clock
-        self._bus = bus
-        self._subjects = subjects
+        self.bus = bus
+        self.subjects = subjects
         self.instance = secrets.randbits(64)
         """identity of this process in the audit log of settings"""
         self.started_at = int(time.time())
@@ -152,7 +153,7 @@ class RouterService:
 
     def _connect(self, bus: Bus, context: RouterContext) -> None:
         """Create what follows the fleet over the bus, and what reports to the tracker."""
-        config, subjects, metrics = self.config, self._subjects, self.metrics
+        config, subjects, metrics = self.config, self.subjects, self.metrics
         self.events = FleetEvents(bus, subjects, self._engine_name)
         self.fleet_subscriber = FleetSubscriber(
             bus,
@@ -272,9 +273,9 @@ class RouterService:
             log.info("settings were read again: %s", changes or "nothing differs")
         else:
             log.error("new settings are refused: %s", change.refused)
-        if self._bus is not None:
+        if self.bus is not None:
             try:
-                await self._bus.record(self._subjects.config(change.part), change)
+                await self.bus.record(self.subjects.config(change.part), change)
             except BusError as error:
                 log.warning("the outcome of the reload cannot be stored on the bus: %s", error)
         return change
@@ -563,10 +564,14 @@ class RouterService:
         return kept if kept is None or tenant is None or kept.ask.owner.tenant == tenant else None
 
     async def ask_planner(self, question: Message, seconds: float) -> Message:
-        """Return the planner's answer. BusError without one, or without a bus."""
-        if self._bus is None:
+        """Return the planner's answer about a plan, or else about its loop. BusError without one, or without
+        a bus.
+        """
+        if self.bus is None:
             raise BusError("this router has no bus")
-        return await self._bus.request(self._subjects.describe_plan, question, seconds)
+        planning = isinstance(question, DescribePlan)
+        subject = self.subjects.describe_plan if planning else self.subjects.loop
+        return await self.bus.request(subject, question, seconds)
 
     def forget_worker(self, worker_id: int) -> None:
         """Drop all state of an incarnation that will not return."""

@@ -94,6 +94,7 @@ def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
         subjects.kv_snapshot("*", "*", "*"),
         subjects.describe_profile,
         subjects.describe_plan,
+        subjects.loop,
         subjects.describe_reservations(),
         subjects.decision("*"),
     )

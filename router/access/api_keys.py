@@ -27,7 +27,7 @@ RIGHTS = {
     ROUTE: "/v1/route, reservations, and /v1/decisions of its tenant",
     METRICS: "/metrics, /v1/backends, /v1/status, and the details of /ready",
     DOCS: "/docs and /openapi.json",
-    ADMIN: "administration of the servers behind the router, draining them, /v1/events, and plans",
+    ADMIN: "administration of the servers behind the router, draining them, /v1/events, plans, and the loop",
     ANY_TENANT: "name another tenant in the tenant header, as a gateway does, and see what belongs to any",
     TRACE: "have the traces that its traceparent names continued, whether they are sampled included",
 }

@@ -18,6 +18,8 @@ from router.api.backend_record import DrainRequest
 from router.api.backend_routes import backend_statuses, drain_backend
 from router.api.event_routes import event_stream, selection, start
 from router.api.fleet_routes import fleet_record, planned
+from router.api.loop_record import PauseRequest
+from router.api.loop_routes import loop_record, pause_loop
 from router.api.openapi import completed
 from router.api.routes import RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, HotRoutes
 from router.http.asgi_response import AsgiResponse, Receive, Scope, Send, error_headers
@@ -28,7 +30,7 @@ from router.telemetry.tracing import Provider, RouterTracing
 log = logging.getLogger(__name__)
 
 _JSON = "application/json"
-_DRAIN_BYTES = 4096
+_SMALL_BYTES = 4096
 _TITLE = "Roost router"
 _DOCUMENT = "/openapi.json"
 _UNCACHED = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -120,6 +122,7 @@ def create_app(service: RouterService, *, tracer_provider: Provider | None = Non
         _add_model_routes,
         _add_decision_route,
         _add_backend_routes,
+        _add_loop_routes,
         _add_status_routes,
         _add_documentation,
     ):
@@ -205,6 +208,26 @@ def _add_backend_routes(app: FastAPI, service: RouterService) -> None:
         return _json(drain_backend(service, name, drain_request))
 
 
+def _add_loop_routes(app: FastAPI, service: RouterService) -> None:
+    @app.get("/v1/loop")
+    async def loop(request: Request) -> Response:
+        """Return the state of the automatic control loop."""
+        _admit(request, service, ADMIN)
+        return _json(await loop_record(service))
+
+    @app.post("/v1/loop/pause")
+    async def pause(request: Request) -> Response:
+        """Pause the automatic control loop, or resume it: {"paused": true, "reason": ""}."""
+        _admit(request, service, ADMIN)
+        try:
+            pause_request = msgspec.json.decode(await _small_body(request), type=PauseRequest)
+        except UNREADABLE as error:
+            raise ApiError(
+                400, f'the body must be {{"paused": true, "reason": ""}}: {error}', code="invalid_value"
+            ) from error
+        return _json(await pause_loop(service, pause_request))
+
+
 def _add_status_routes(app: FastAPI, service: RouterService) -> None:
     @app.get("/health")
     async def health() -> Response:
@@ -259,12 +282,12 @@ def _add_status_routes(app: FastAPI, service: RouterService) -> None:
 
 
 async def _small_body(request: Request) -> bytes:
-    """Read the body of a drain request. ApiError 413 when it is longer than one can be."""
+    """Read the body of an operator's request. ApiError 413 when it is longer than one can be."""
     body = b""
     async for piece in request.stream():
         body += piece
-        if len(body) > _DRAIN_BYTES:
-            raise ApiError(413, f"the body exceeds {_DRAIN_BYTES} bytes", code="body_too_large")
+        if len(body) > _SMALL_BYTES:
+            raise ApiError(413, f"the body exceeds {_SMALL_BYTES} bytes", code="body_too_large")
     return body or b"{}"
 
 

@@ -6,6 +6,7 @@ from router.access.api_keys import ADMIN, INFER, METRICS, ROUTE
 from router.api.backend_record import BackendStatus, DrainRequest
 from router.api.event_routes import END, EVENT_KINDS, GAP, HEARTBEAT_SECONDS
 from router.api.fleet_record import FleetRecord
+from router.api.loop_record import LoopRecord, PauseRequest
 from router.foreign_api.routes import documented_routes
 from router.scheduling.decision_record import DecisionRecord
 
@@ -46,6 +47,12 @@ id and is not repeated. The event `{GAP}` reports events that this reader misses
 `{END}` is the last event of a stream that the router ends. A comment follows {HEARTBEAT_SECONDS:g} s of
 silence. The data of an event is JSON: kind, engine, subject, publisher_id, sequence, published_at (Unix
 seconds of the sender), message (its fields: docs/asyncapi.yaml)."""
+
+_PLANNER_ERRORS = {
+    "409": "The planner refuses, with its reason",
+    "503": "No planner (no_planner)",
+    "504": "The planner did not answer in time, and may still apply the request (planner_silent)",
+}
 
 PLAIN = (
     Described(
@@ -97,6 +104,23 @@ PLAIN = (
         parameters=(_path("name", "Name of the backend"),),
         body=DrainRequest,
         errors={"400": "Bad body", "404": "Unknown backend", "409": "It has not answered yet"},
+    ),
+    Described(
+        "get",
+        "/v1/loop",
+        "Return the state of the automatic control loop, as the planner reports it",
+        ADMIN,
+        LoopRecord,
+        errors=_PLANNER_ERRORS,
+    ),
+    Described(
+        "post",
+        "/v1/loop/pause",
+        "Pause the automatic control loop until it is resumed, or resume it; running plans are completed",
+        ADMIN,
+        LoopRecord,
+        body=PauseRequest,
+        errors={"400": "Bad body", **_PLANNER_ERRORS},
     ),
     Described("get", "/v1/status", "Return the fleet as this router process sees it", METRICS, FleetRecord),
     Described(

@@ -14,6 +14,7 @@ from client import roost_client as module
 from deploy.http.server import HttpServer
 from deploy.http.sockets import listen, url_of
 from fleet.facts.engines import EngineLeft
+from fleet.requests.control_loop import LoopDescribed, SetLoopState
 from fleet.requests.plans import PlanDescribed
 from migration.model.plan_record import PlanRecord
 from router.access.api_keys import key_line
@@ -71,6 +72,28 @@ async def test_a_refusal_has_the_status_the_code_and_the_words_of_the_router(hou
         with pytest.raises(RoostError, match="model") as refused:
             await roost.decide(chat(model="other"))
         assert refused.value.status == 404
+
+
+async def test_the_loop_is_paused_and_resumed(house: House) -> None:
+    states: list[bool] = []
+
+    async def planner(request: Message) -> Message:
+        if isinstance(request, SetLoopState):
+            states.append(request.paused)
+        return LoopDescribed(
+            policy="weighted",
+            automatic=True,
+            paused=bool(states and states[-1]),
+            budget_bytes=1,
+            budget_seconds=2.0,
+            cycle_seconds=3.0,
+        )
+
+    async with house.bus.serve(house.subjects.loop, planner), RoostClient(house.url) as roost:
+        assert (await roost.loop()).paused is False
+        assert (await roost.pause_loop("load test")).paused is True
+        assert (await roost.resume_loop()).paused is False
+    assert states == [True, False]
 
 
 async def test_no_router_is_an_error_that_names_the_address() -> None:

@@ -365,7 +365,6 @@ async def test_the_claim_of_another_engine_cannot_be_taken(furnished: Server) ->
                 SUBJECTS.membership("a"),
                 SUBJECTS.placements("a"),
                 SUBJECTS.drains("a", 0),
-                SUBJECTS.loop,
                 SUBJECTS.migrate,
                 SUBJECTS.handover("a", 1, 0),
             ),
@@ -487,6 +486,7 @@ async def test_another_user_cannot_make_the_log_anew_with_other_rules(furnished:
         ("tracker", "router", SUBJECTS.describe_profile),
         ("planner", "operator", SUBJECTS.describe_plan),
         ("planner", "router", SUBJECTS.describe_plan),
+        ("planner", "router", SUBJECTS.loop),
     ],
 )
 async def test_large_answers_flow_within_the_rights_of_each_role(
