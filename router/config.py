@@ -124,6 +124,8 @@ class RouterConfig:
     """PEM file of certificate authorities for https:// ranks and backends, in addition to the system's; read
     again at a reload
     """
+    dashboard: bool = True
+    """serve the dashboard at /dashboard, whose data need the right `admin`"""
     passthrough_admin: tuple[str, ...] = ()
     """administrative paths of servers, such as /v1/load_lora_adapter, that are forwarded for callers with the
     right `admin`; the header x-roost-server names the server

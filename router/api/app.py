@@ -22,6 +22,7 @@ from router.api.loop_record import PauseRequest
 from router.api.loop_routes import loop_record, pause_loop
 from router.api.openapi import completed
 from router.api.routes import RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, HotRoutes
+from router.dashboard.routes import add_dashboard
 from router.http.asgi_response import AsgiResponse, Receive, Scope, Send, error_headers
 from router.openai_api.request_schema import CHAT_PATH, TEXT_PATH
 from router.service import RouterService
@@ -127,6 +128,8 @@ def create_app(service: RouterService, *, tracer_provider: Provider | None = Non
         _add_documentation,
     ):
         add_routes(app, service)
+    if service.config.dashboard:
+        add_dashboard(app, service)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     return app

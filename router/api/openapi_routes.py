@@ -7,10 +7,14 @@ from router.api.backend_record import BackendStatus, DrainRequest
 from router.api.event_routes import END, EVENT_KINDS, GAP, HEARTBEAT_SECONDS
 from router.api.fleet_record import FleetRecord
 from router.api.loop_record import LoopRecord, PauseRequest
+from router.dashboard.feed import END as FEED_END
+from router.dashboard.routes import TOPICS
+from router.dashboard.views.decisions import DecisionList
 from router.foreign_api.routes import documented_routes
 from router.scheduling.decision_record import DecisionRecord
 
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
+HTML = "text/html"
 OBJECT = {"type": "object"}
 STRING = {"type": "string"}
 
@@ -173,6 +177,52 @@ PLAIN = (
         errors={"503": "Not ready"},
     ),
     Described("get", "/metrics", "Return the metrics as Prometheus text", METRICS, STRING, TEXT),
+    Described(
+        "get", "/dashboard", "Return the page of the dashboard, which holds nothing", None, STRING, HTML
+    ),
+    Described(
+        "get",
+        "/dashboard/static/{name}",
+        "Return a file of that page",
+        None,
+        STRING,
+        TEXT,
+        (_path("name", "Name of the file; may hold slashes"),),
+        errors={"404": "No such file"},
+    ),
+    Described(
+        "get",
+        "/dashboard/feed",
+        "Views of the dashboard as server-sent events: the name of an event is its topic, its data the whole"
+        f" view as JSON, sent whenever it changes. `{FEED_END}` is the last event of a feed that the router"
+        " ends. Their form follows the page and may change with any version",
+        ADMIN,
+        STRING,
+        EVENTS,
+        (parameter("topics", f"Topics, separated by commas: {', '.join(TOPICS)}", required=True),),
+        errors={"400": "Unknown topic", "429": "Too many pages at this router"},
+    ),
+    Described(
+        "get",
+        "/dashboard/decisions",
+        "Return the newest decisions of this router process, as the dashboard lists them",
+        ADMIN,
+        DecisionList,
+        parameters=(
+            parameter("tenant", "Only this tenant's"),
+            parameter("model", "Only for this model"),
+            parameter("engine", "Only those that chose this engine"),
+        ),
+    ),
+    Described(
+        "get",
+        "/dashboard/decisions/{decision_id}",
+        "Return a recent decision of any router and tenant",
+        ADMIN,
+        DecisionRecord,
+        parameters=(_path("decision_id", "The answer's header x-roost-decision-id"),),
+        errors={"404": "Unknown or forgotten"},
+    ),
 )
 
 FORWARDED = tuple(

@@ -258,6 +258,11 @@ class Reservations:
             self._expire(now)
         return self._load.take(rows, axis=1)
 
+    def is_stale(self, key: Hashable, now: float) -> bool:
+        """Return True for a rank that has reported its load, but not lately, so that only bookings count."""
+        rank = self._ranks.get(key)
+        return rank is not None and rank.reported_at > -inf and rank.stale_at < now
+
     @property
     def open_bookings(self) -> int:
         return sum(len(rank.open) for rank in self._ranks.values())

@@ -5,13 +5,15 @@ State: the view, the reservations, the two prefix indices, the ranks' health, an
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 from weakref import ref
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.arrays import IntArray
 from fleet.completions import MAX_NAME, ApiError, shortened
 from fleet.prediction import Query
 from fleet.signatures import ClusterModel
@@ -94,6 +96,13 @@ class Attempt(msgspec.Struct, frozen=True):
     failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
 
 
+class BookedDecision(NamedTuple):
+    """A decision that was booked. booked_at: seconds on the router's clock."""
+
+    decision: Decision
+    booked_at: float
+
+
 FIRST_TRY = Attempt()
 _ELSEWHERE = "what this request refers to is on another server"
 NONE_BUSY: frozenset[RankKey] = frozenset()
@@ -137,7 +146,7 @@ class Scheduler(BookingObserver):
         """end of the time for which a rank that reported to be busy counts as saturated"""
         self._turns: dict[str, int] = {}
         """number of booked decisions by model"""
-        self._kept: OrderedDict[str, Decision] = OrderedDict()
+        self._kept: OrderedDict[str, BookedDecision] = OrderedDict()
         self._kept_bytes = 0
 
     @classmethod
@@ -280,9 +289,7 @@ class Scheduler(BookingObserver):
             self.reservations.load(target_table.rows, now),
             self.health.exclusions(target_table, now),
         )
-        full = saturated(
-            target_table, load, self._limits, self._reported_busy(now), self.speeds.known(target_table).queue
-        )
+        full = self.saturated(target_table, load, now)
         free = np.where(full, 0, self._limits.max_requests(target_table) - load[SEQUENCES])
         for excluded in (exclusions.every, exclusions.hard):
             allowed = np.ones(len(free), np.bool_)
@@ -290,6 +297,12 @@ class Scheduler(BookingObserver):
             if allowed.any():
                 return int(free[allowed].sum())
         return 0
+
+    def saturated(self, target_table: TargetTable, load: IntArray, now: float) -> NDArray[np.bool_]:
+        """Return the ranks that accept no further request, bool [targets]. load: int64 [AMOUNTS, targets]."""
+        return saturated(
+            target_table, load, self._limits, self._reported_busy(now), self.speeds.known(target_table).queue
+        )
 
     def arranged(self, decisions: Sequence[Decision], now: float) -> list[int]:
         """Return the order in which to decide anew for requests that get their places together, given the
@@ -318,7 +331,7 @@ class Scheduler(BookingObserver):
         size = target.engine.block_size
         blocks = -(-(ask.prompt_tokens + ask.output_tokens) // size)
         self.routed(decision, prompt)
-        self._keep(decision)
+        self._keep(BookedDecision(decision, now))
         self._turns[ask.model] = self._turns.get(ask.model, 0) + 1
         self._affinity.record_route(ask.keys.session, target.key, now)
         amounts = int(decision.uncached[decision.choice.chosen]), 1, blocks, ask.output_tokens
@@ -375,7 +388,17 @@ class Scheduler(BookingObserver):
 
     def kept(self, decision_id: str) -> Decision | None:
         """Return a booked decision if it is among the recent ones."""
-        return self._kept.get(decision_id)
+        kept = self._kept.get(decision_id)
+        return None if kept is None else kept.decision
+
+    @property
+    def kept_now(self) -> int:
+        """Number of recent decisions that can be read back."""
+        return len(self._kept)
+
+    def recent(self) -> Iterator[BookedDecision]:
+        """Yield the recent booked decisions, the newest first."""
+        return reversed(self._kept.values())
 
     def _rules_for(self, supposed: Supposed) -> PolicyRules:
         if supposed.without and self._rules.policy != "cost":
@@ -383,16 +406,16 @@ class Scheduler(BookingObserver):
             raise ApiError(400, message, param="without", code="invalid_value")
         return self._rules.without(supposed.without)
 
-    def _keep(self, decision: Decision) -> None:
+    def _keep(self, booked: BookedDecision) -> None:
         """Keep a decision for reading back. The oldest ones are evicted."""
-        self._kept[decision.id] = decision
-        self._kept_bytes += decision.nbytes
+        self._kept[booked.decision.id] = booked
+        self._kept_bytes += booked.decision.nbytes
         while (
             len(self._kept) > self._config.kept_decisions
             or self._kept_bytes > self._config.kept_decisions_bytes
         ):
             _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= oldest.nbytes
+            self._kept_bytes -= oldest.decision.nbytes
 
     def forget_worker(self, worker_id: int) -> None:
         """Drop an incarnation that has left."""

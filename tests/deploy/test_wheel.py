@@ -12,6 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = ("engine_adapter/vllm/plugin/", "engine_adapter/sglang/launcher/")
 PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "client", "deploy")
 BOARDS = {"deploy/dashboards/loop.json", "deploy/dashboards/router.json"}
+DASHBOARD = {
+    str(path.relative_to(ROOT)) for path in (ROOT / "router/dashboard/static").rglob("*") if path.is_file()
+}
 PRICES = {"migration/hardware/published_prices.json"}
 DEMO_MODEL = {
     f"deploy/demo_model/checkpoint/{name}"
@@ -33,9 +36,12 @@ def files() -> set[str]:
     return {file.distribution_path for file in builder.recurse_included_files()}
 
 
-def test_the_wheel_holds_boards_the_demo_model_and_marks_of_typed_packages(files: set[str]) -> None:
+def test_the_wheel_holds_boards_the_dashboard_the_demo_model_and_marks_of_typed_packages(
+    files: set[str],
+) -> None:
     data = {file for file in files if not file.endswith(".py")}
-    assert data == BOARDS | DEMO_MODEL | PRICES | {f"{package}/py.typed" for package in PACKAGES}
+    assert len(DASHBOARD) > 10
+    assert data == BOARDS | DASHBOARD | DEMO_MODEL | PRICES | {f"{package}/py.typed" for package in PACKAGES}
     assert f"{DEMO_CHECKPOINT.relative_to(ROOT)}/model.safetensors" in files
 
 

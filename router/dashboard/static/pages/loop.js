@@ -1,0 +1,10 @@
+import { h } from '../dom.js';
+
+export const title = 'Loop';
+export const topics = ['fleet'];
+
+/** Build the page. */
+export function mount(root) {
+  root.append(h('h1', {}, title), h('p', {}, 'This page is being built.'));
+  return { update() {} };
+}
