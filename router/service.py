@@ -312,6 +312,8 @@ class RouterService:
     ) -> tuple[Decision, Booking]:
         """Decide, book the load on the chosen rank at once, and record the decision's span."""
         started, lap = time.perf_counter(), self.metrics.lap()
+        if trace_id := request_log.trace_id:
+            need = msgspec.structs.replace(need, trace_id=trace_id)
         decision = self.decide(need, request_log.decision_id + suffix, attempt, lap)
         now = self.clock()
         timed = (

@@ -120,6 +120,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """what the prompt's blocks were hashed from"""
     prefill: RemotePrefill | None = None
     """None: the prompt was not sent to a prefill worker"""
+    trace_id: str = ""
+    """trace that the request belongs to; "": none is known"""
 
     @property
     def fetches_kv(self) -> bool:
@@ -406,6 +408,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             replaces=self.ask.replaces,
             cause=self.ask.cause,
             prefill=None if self.ask.prefill is None else self.ask.prefill.record(most),
+            trace_id=self.ask.trace_id or None,
             tenant=self.ask.owner.tenant or None,
             cache="shared" if self.shared_cache else "tenant" if self.ask.owner.salt else "common",
         )

@@ -178,6 +178,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     cause: str | None
     prefill: PrefillRecord | None = None
     """None: the prompt was not sent to a prefill worker"""
+    trace_id: str | None = None
+    """trace that the request belongs to, 32 hexadecimal digits; None: none is known"""
     tenant: str | None = None
     """tenant of the request, by its API key; None: the key names none"""
     cache: Literal["common", "tenant", "shared"] = "common"

@@ -86,6 +86,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     """further targets of a table that must not serve it, with reasons; None: there are none"""
     prefill: RemotePrefill | None = None
     """its prompt was sent to a prefill worker before; None: it was not"""
+    trace_id: str = ""
+    """trace that it belongs to, 32 hexadecimal digits; "": none is known"""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -250,6 +252,7 @@ class Scheduler(BookingObserver):
             owner=need.owner,
             hashed="ids" if need.prompt.ids else "text",
             prefill=need.prefill,
+            trace_id=need.trace_id,
         )
         overlap = self.kv.block_index.overlap(target_table, need.prompt)
         if lap is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from datetime import UTC, datetime
@@ -25,6 +26,8 @@ from router.telemetry.tracing import RequestTrace
 access = logging.getLogger("roost.access")
 _TOGETHER_SECONDS = 0.002
 """Time for which an ended request waits for others."""
+_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
+"""Beginning of a W3C `traceparent`."""
 
 
 class RequestEnd(StrEnum):
@@ -115,6 +118,14 @@ class RequestLog:
     def owner(self) -> Owner:
         """The tenant that owns the request's decisions."""
         return Owner(self.caller.tenant, self.salt)
+
+    @property
+    def trace_id(self) -> str:
+        """Trace that the request belongs to, 32 hexadecimal digits; "": none is known."""
+        if self.trace is not None:
+            return self.trace.id
+        named = _TRACE_PARENT.match(self.pass_on.get("traceparent", ""))
+        return "" if named is None else named[1]
 
     @property
     def client(self) -> str:

@@ -109,6 +109,11 @@ class RequestTrace:
         self._operation = operation
         self._within = trace.set_span_in_context(span, Context())
 
+    @property
+    def id(self) -> str:
+        """Id of the trace, 32 hexadecimal digits."""
+        return trace.format_trace_id(self._span.get_span_context().trace_id)
+
     def decoded(self, model: str, settings: Mapping[str, Value | None]) -> None:
         """Record the request once it is decoded; settings are names below `gen_ai.request.`."""
         model = shortened(model, MAX_NAME)

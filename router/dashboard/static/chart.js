@@ -1,6 +1,7 @@
 // Time series by uPlot, in the colours of the page, with a text alternative.
 
 import { h, setText } from './dom.js';
+import { time } from './format.js';
 
 const COLOURS = ['--series-1', '--series-2', '--series-3', '--series-4'];
 
@@ -51,7 +52,7 @@ export class TimeChart {
       legend: { show: false },
       cursor: { show: false },
       scales: { y: { range: (_, __, most) => [0, Math.max(most * 1.1, 1e-9)] } },
-      axes: [{ ...axis, space: 90 }, { ...axis, size: 52, space: 34, values: (_, ticks) => ticks.map(this.series[0].text) }],
+      axes: [{ ...axis, space: 90, values: (_, ticks) => ticks.map(time) }, { ...axis, size: 52, space: 34, values: (_, ticks) => ticks.map(this.series[0].text) }],
       series: [{}, ...this.series.map((one, at) => ({ label: one.label, stroke: colour(COLOURS[at]), width: 2, points: { show: false } }))],
     }, this.data, this.holder);
   }

@@ -26,7 +26,7 @@ _ABOUT_RANK: dict[RankState, tuple[Severity, str]] = {
     "outlier": ("warning", "ejected as an outlier"),
     "saturated": ("warning", "saturated: accepts no further request"),
     "stale": ("warning", "load reports have stopped: only this fleet's bookings count"),
-    "drain": ("info", "draining"),
+    "drain": ("info", "drained by an operator"),
 }
 
 
@@ -294,7 +294,7 @@ def _of_ranks(state: EngineState, view: EngineFigures, model: ModelNow) -> Itera
     for rank, rank_state in enumerate(view.ranks.state):
         if rank_state in _ABOUT_RANK:
             reason = model.exclusions.every.get((state.joined.worker_id, rank), "")
-            ranks.setdefault((rank_state, reason), []).append(rank)
+            ranks.setdefault((rank_state, reason.removeprefix("draining: ")), []).append(rank)
     for (rank_state, reason), members in ranks.items():
         severity, what = _ABOUT_RANK[rank_state]
         yield Problem(severity=severity, what=what, reason=reason, engine=view.engine, ranks=tuple(members))

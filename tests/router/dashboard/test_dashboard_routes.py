@@ -79,6 +79,21 @@ async def test_decisions_are_listed_found_and_opened_without_a_word_of_the_promp
         assert b"pomegranate" not in body
 
 
+async def test_a_decision_names_the_trace_of_its_request(
+    house: House, byte_archive: bytes, serve_rank: Serve
+) -> None:
+    rank = await serve_rank(MockRank(byte_archive))
+    await house.join("a", [rank.url], byte_archive)
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    named = await house.post(
+        "/v1/chat/completions", chat(), {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    )
+    unnamed = await house.post("/v1/chat/completions", chat())
+    for answer, expected in ((named, trace), (unnamed, None)):
+        record = (await house.get(f"{DECISIONS}/{answer.headers['x-roost-decision-id']}")).json
+        assert record["trace_id"] == expected
+
+
 async def test_an_unknown_topic_is_refused_by_name(house: House) -> None:
     answer = await house.get(f"{FEED}fleet,weather")
     assert answer.status == 400
