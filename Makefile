@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: up docs manifests plugin test test-slow test-long test-vllm test-vllm-slow record-vllm test-dynamo record-dynamo soak lint bench evidence venv clean
+.PHONY: up kernels docs manifests plugin test test-slow test-long test-vllm test-vllm-slow record-vllm test-dynamo record-dynamo soak lint bench evidence venv clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -16,7 +16,7 @@ help: ## this list
 venv: $(VENV)/.installed ## install everything into .venv, from exact pins
 
 # torch comes first and alone: its pin decides which build is taken, and nothing later may replace it.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Roost needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch (pinned; about 200 MB)"
@@ -30,16 +30,24 @@ $(BIN)/helm: tests/deploy/manifests/helm.txt | $(VENV)/.installed
 	@echo "installing Helm (pinned; 38 MB)"
 	@$(BIN)/python tests/deploy/manifests/install_helm.py
 
+# The installation compiles them too; a change of the sources needs only this.
+KERNELS := migration/solvers/kernels
+
+$(KERNELS)/_compiled.abi3.so: $(wildcard $(KERNELS)/*.[ch]) hatch_build.py | $(VENV)/.installed
+	@$(BIN)/python hatch_build.py || echo "the solvers' Python form will serve" >&2
+
+kernels: $(KERNELS)/_compiled.abi3.so ## compile the solvers' inner loops after a change of their C sources
+
 up: venv ## run NATS, one engine of two ranks and the router; ARGS="--engines 2" passes options on
 	@exec $(BIN)/roost up $(ARGS)
 
-test: venv $(BIN)/helm ## the fast tests, two at a time, under six minutes on two cores
+test: venv kernels $(BIN)/helm ## the fast tests, two at a time, under six minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # Whole fleets have the machine to themselves. Everything else runs two at a time.
 FLEETS := tests/system tests/faults
 
-test-slow: venv $(BIN)/helm ## soaks and long fault loops
+test-slow: venv kernels $(BIN)/helm ## soaks and long fault loops
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not long" --timeout 900 $(addprefix --ignore=,$(FLEETS)) $(ARGS)
 	@$(BIN)/python -m pytest -m "slow and not long" --timeout 900 $(FLEETS) $(ARGS)
 

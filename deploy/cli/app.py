@@ -12,6 +12,7 @@ from deploy.sections import SECTIONS
 from deploy.terminal.command_settings import running, settings_from
 from deploy.terminal.options import ConfigOption, JsonOption
 from deploy.terminal.output import fail, show
+from migration.solvers import kernels
 
 app = typer.Typer(
     name="roost",
@@ -31,6 +32,7 @@ def _version(given: bool) -> None:
             show(version("roost"))
         except PackageNotFoundError:
             show("not installed (running from a source folder)")
+        show(f"solvers: {f'in Python; {kernels.missing}' if kernels.missing else 'compiled'}")
         raise typer.Exit
 
 

@@ -1,5 +1,6 @@
 """The planner as a process."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,9 @@ from deploy.http.sockets import CannotListen
 from deploy.parts.part_tasks import PartTasks
 from migration.config import MigrationConfig
 from migration.service import MigrationService
+from migration.solvers import kernels
+
+logger = logging.getLogger(__name__)
 
 EXPECTED = (BusError, CannotListen)
 
@@ -25,6 +29,8 @@ async def serve(
     read: reads the settings at SIGHUP; raises ValueError or OSError if they are invalid. None: SIGHUP ends
     the process. Raises BusError if NATS cannot be reached at start.
     """
+    if kernels.missing:
+        logger.warning("solvers run in Python, several times slower: %s", kernels.missing)
     async with PartTasks() as tasks:
         service = MigrationService(*await tasks.connect(bus_config, "planner"), config)
         await tasks.start(service.run(), "planner")

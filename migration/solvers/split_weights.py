@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY, FULL, Split
+from migration.solvers import kernels
 
 ROUNDS = 40
 """Rounds of flow to convergence; within 0.001 of the optimum on graphs of up to 64 ranks."""
@@ -125,9 +126,31 @@ def diffused(
     through; None: nothing. enough: ranks below this load push nothing away; towards their neighbours they
     count as being at this level.
     """
-    rank, group, groups = parts.rank, parts.group, parts.groups
-    if not groups:
+    if not parts.groups:
         return served.copy()
+    library = kernels.compiled()
+    if library is None:
+        return _diffused(parts, served, rounds, own, enough)
+    found = np.empty(len(served))
+    library.flow(
+        parts.rank,
+        parts.group,
+        parts.alone,
+        parts.groups,
+        kernels.plain(served),
+        None if own is None else kernels.plain(own),
+        rounds,
+        enough,
+        found,
+    )
+    return found
+
+
+def _diffused(
+    parts: SplitResult, served: FloatArray, rounds: int, own: FloatArray | None, enough: float
+) -> FloatArray:
+    """Implement `diffused` in numpy."""
+    rank, group, groups = parts.rank, parts.group, parts.groups
     # A pipe's width limits the flow so that a rank with many replicas does not overshoot.
     width = _PACE / np.maximum(np.bincount(rank, minlength=len(parts.alone)), 1)[rank]
     part = width / np.bincount(group, width, groups).take(group)

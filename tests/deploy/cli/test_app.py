@@ -82,7 +82,9 @@ def test_a_section_of_the_settings_that_help_names_is_shown(command: str, sectio
 
 
 def test_the_version_is_printed() -> None:
-    assert roost("--version").exit_code == 0
+    shown = roost("--version")
+    assert shown.exit_code == 0
+    assert "solvers: " in shown.output
 
 
 def test_the_effective_configuration_is_printed_with_sources_and_reads_back(

@@ -160,4 +160,4 @@ def test_what_the_images_copy_is_let_through_to_the_build() -> None:
     kept = {line[1:] for line in ignored if line.startswith("!")}
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     packages = set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
-    assert kept == packages | {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    assert kept == packages | {"pyproject.toml", "hatch_build.py", "constraints.txt", "README.md", "LICENSE"}

@@ -1,0 +1,74 @@
+/* The extension module: its arguments, and the table of its kernels. */
+#include "kernels.h"
+
+#include <string.h>
+
+static bool read_array(Argument *into, PyObject *given, char letter, int number) {
+    static const char letters[] = "dflhb";
+    static const char *const formats[] = {"d", "f", "lq", "h", "?"};
+    bool written = letter < 'a';
+    const char *kind = strchr(letters, written ? letter + ('a' - 'A') : letter);
+    if (given == Py_None) return true;
+    int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (written ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(given, &into->view, flags)) return false;
+    into->held = true;
+    const char *format = into->view.format ? into->view.format : "B";
+    Py_ssize_t size = kind[0] == 'h' ? 2 : kind[0] == 'f' ? 4 : kind[0] == 'b' ? 1 : 8;
+    if (strlen(format) != 1 || !strchr(formats[kind - letters], format[0]) || into->view.itemsize != size) {
+        PyErr_Format(PyExc_ValueError, "argument %d: an array of type '%s', expected '%s'", number, format,
+                     formats[kind - letters]);
+        return false;
+    }
+    into->data = into->view.buf;
+    into->count = into->view.len / size;
+    return true;
+}
+
+bool read_arguments(Argument *into, PyObject *const *given, Py_ssize_t count, const char *spec) {
+    memset(into, 0, MOST_ARGUMENTS * sizeof *into);
+    if (count != (Py_ssize_t)strlen(spec)) {
+        PyErr_Format(PyExc_TypeError, "%d arguments, expected %d", (int)count, (int)strlen(spec));
+        return false;
+    }
+    for (Py_ssize_t at = 0; at < count; at++) {
+        if (spec[at] == 'n')
+            into[at].count = PyLong_AsLongLong(given[at]);
+        else if (spec[at] == 'x')
+            into[at].value = PyFloat_AsDouble(given[at]);
+        else if (!read_array(&into[at], given[at], spec[at], (int)at + 1))
+            return false;
+        if (PyErr_Occurred()) return false;
+    }
+    return true;
+}
+
+void release(Argument *arguments, const char *spec) {
+    for (size_t at = 0; at < strlen(spec); at++)
+        if (arguments[at].held) PyBuffer_Release(&arguments[at].view);
+}
+
+bool expect(bool holds, const char *message) {
+    if (!holds) PyErr_SetString(PyExc_ValueError, message);
+    return holds;
+}
+
+bool all_below(const int64_t *numbers, int64_t count, int64_t end, const char *message) {
+    bool holds = true;
+    for (int64_t at = 0; at < count; at++) holds &= (uint64_t)numbers[at] < (uint64_t)end;
+    return expect(holds, message);
+}
+
+#define METHOD(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
+
+static PyMethodDef methods[] = {
+    METHOD(flow),
+    {NULL, NULL, 0, NULL},
+};
+
+static int filled(PyObject *module) { return PyModule_AddStringConstant(module, "SOURCE", SOURCE); }
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)filled}, {0, NULL}};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_compiled", NULL, 0, methods, slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__compiled(void) { return PyModuleDef_Init(&definition); }
