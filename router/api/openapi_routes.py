@@ -10,6 +10,7 @@ from router.api.loop_record import LoopRecord, PauseRequest
 from router.dashboard.feed import END as FEED_END
 from router.dashboard.routes import TOPICS
 from router.dashboard.views.decisions import DecisionList
+from router.dashboard.views.experts import ExpertMaps
 from router.foreign_api.routes import documented_routes
 from router.scheduling.decision_record import DecisionRecord
 
@@ -222,6 +223,15 @@ PLAIN = (
         DecisionRecord,
         parameters=(_path("decision_id", "The answer's header x-roost-decision-id"),),
         errors={"404": "Unknown or forgotten"},
+    ),
+    Described(
+        "get",
+        "/dashboard/experts/{engine}",
+        "Return the maps of an engine: demand, replicas and expected load, by layer, expert and rank",
+        ADMIN,
+        ExpertMaps,
+        parameters=(_path("engine", "Name of the engine"),),
+        errors={"404": "No such engine reports experts"},
     ),
 )
 

@@ -14,8 +14,11 @@ from fleet.completions import ApiError
 from router.access.api_keys import ADMIN
 from router.dashboard.bundle import INDEX, StaticFile, read_bundle
 from router.dashboard.decisions_topic import DecisionsTopic
+from router.dashboard.experts_topic import ExpertsTopic
 from router.dashboard.feed import MAX_PAGES, DashboardFeed, end_frame
 from router.dashboard.fleet_topic import FleetTopic
+from router.dashboard.layouts_topic import LayoutsTopic
+from router.dashboard.loop_topic import LoopTopic
 from router.dashboard.views.decisions import DecisionFilter
 from router.service import RouterService
 
@@ -29,18 +32,19 @@ _SECURITY = {
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
 }
-TOPICS = (FleetTopic.name, DecisionsTopic.name)
+TOPICS = (FleetTopic.name, DecisionsTopic.name, ExpertsTopic.name, LoopTopic.name, LayoutsTopic.name)
 _UNCACHED = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 def add_dashboard(app: FastAPI, service: RouterService) -> None:
     """Add the routes to an application. The files are read now: OSError if they cannot be."""
     files = read_bundle()
-    decisions = DecisionsTopic(service)
-    feed = DashboardFeed((FleetTopic(service), decisions), lambda: service.refusing)
+    decisions, experts = DecisionsTopic(service), ExpertsTopic(service)
+    topics = (FleetTopic(service), decisions, experts, LoopTopic(service), LayoutsTopic(service))
     _add_files(app, files)
-    _add_feed(app, service, feed)
+    _add_feed(app, service, DashboardFeed(topics, lambda: service.refusing))
     _add_decisions(app, service, decisions)
+    _add_experts(app, service, experts)
 
 
 def _admit(request: Request, service: RouterService) -> None:
@@ -115,6 +119,14 @@ def _add_decisions(app: FastAPI, service: RouterService, decisions: DecisionsTop
         """Return a recent decision of any router, with every candidate and every cost term."""
         _admit(request, service)
         return _json(await service.decision(decision_id))
+
+
+def _add_experts(app: FastAPI, service: RouterService, experts: ExpertsTopic) -> None:
+    @app.get("/dashboard/experts/{engine}", include_in_schema=False)
+    async def maps(request: Request, engine: str) -> Response:
+        """Return the maps of one engine."""
+        _admit(request, service)
+        return _json(msgspec.json.encode(await experts.maps(engine)))
 
 
 def _json(content: bytes) -> Response:
