@@ -30,6 +30,7 @@ def base_url(url: str) -> str:
 _TAKEN = ("authorization", "traceparent", "tracestate", "x-request-id")
 """Headers with a fixed meaning, which settings may not claim."""
 MOST_PROCESSES = 256
+_ADDRESS = re.compile(r"([^:\s]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 _PATH = re.compile(r"/[A-Za-z0-9_./-]{1,255}")
 _HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -94,6 +95,9 @@ class RouterConfig:
     host: str = "127.0.0.1"
     """address to listen on; an address that other machines reach needs api_key_file and TLS"""
     port: Port = 8600
+    gateway_address: str | None = None
+    """HOST:PORT at which gateways find the endpoint picker (Envoy's ext-proc over gRPC); unset: there is none
+    """
     tls_cert: FilePath | None = None
     """PEM file of the server certificate with its intermediate certificates; read again at a reload"""
     tls_key: FilePath | None = None
@@ -339,6 +343,10 @@ class RouterConfig:
             raise ValueError(
                 f"private_port must be 0 (any free ports) or such that {self.processes} ports from it on"
                 f" exist, not {self.private_port}"
+            )
+        if self.gateway_address is not None and not _ADDRESS.fullmatch(self.gateway_address):
+            raise ValueError(
+                f"gateway_address = {self.gateway_address!r} must be HOST:PORT, e.g. 127.0.0.1:9002"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together; set both or neither")

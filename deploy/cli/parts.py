@@ -105,6 +105,15 @@ DynamoRouterOption = Annotated[
         " transports by Dynamo's variables DYN_... Needs no NATS of Roost's own.",
     ),
 ]
+GatewayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gateway",
+        metavar="HOST:PORT",
+        help="Pick endpoints for gateways here: Envoy's ext-proc over gRPC, as an InferencePool's"
+        " endpointPickerRef asks for it.",
+    ),
+]
 MigrationLimitOption = Annotated[
     int | None,
     typer.Option(
@@ -232,6 +241,7 @@ def router(
     nats: RouterServerOption = None,
     dynamo: DynamoRouterOption = None,
     migration_limit: MigrationLimitOption = None,
+    gateway: GatewayOption = None,
     access_log: AccessLogOption = None,
     spans: SpansOption = None,
     config: ConfigOption = None,
@@ -245,6 +255,7 @@ def router(
         ("router", "port"): ("--port", port),
         ("router", "host"): ("--host", host),
         ("router", "processes"): ("--processes", processes),
+        ("router", "gateway_address"): ("--gateway", gateway),
         **security_flags("router", tls_cert, tls_key, terminated=tls_terminated, insecure=insecure),
         **bus_flags(nats),
         **access_log_flag(access_log),

@@ -33,6 +33,7 @@ from router.service import RouterService
 
 if TYPE_CHECKING:
     from deploy.parts.dynamo_router import RouterInDynamo
+    from deploy.parts.gateway import GatewayDoor
 
 EXPECTED = (BusError, OSError, ValueError)
 _COLLECTED_AFTER = 10_000
@@ -84,10 +85,14 @@ async def serve(
         if bus is not None:
             await tasks.start(BusApi(bus, subjects, Decider(service)).run(), "answer requests on the bus")
         in_dynamo = None if dynamo is None else await _open_dynamo(tasks, service, dynamo)
+        if config.gateway_address is not None:
+            gateway = await _open_gateway(tasks, service, config.gateway_address)
         if private is not None:
             await _serve_http(tasks, app, private, service, tls)
             await tasks.until(service.readiness.done)
         await _serve_http(tasks, app, listener, service, tls)
+        if config.gateway_address is not None:
+            tasks.callback(gateway.begin_to_stop)
         tasks.push_async_callback(_begin_to_stop, service)
         if in_dynamo is not None:
             tasks.push_async_callback(in_dynamo.leave)
@@ -105,6 +110,15 @@ async def _open_dynamo(tasks: PartTasks, service: RouterService, config: DynamoC
     from deploy.parts.dynamo_router import RouterInDynamo
 
     return await RouterInDynamo.open(tasks, service, config, os.environ)
+
+
+async def _open_gateway(tasks: PartTasks, service: RouterService, address: str) -> "GatewayDoor":
+    # imports gRPC, which other routers do not need
+    from deploy.parts.gateway import GatewayDoor
+
+    door = await GatewayDoor.open(tasks, service, address)
+    log.info("gateways find the endpoint picker at %s", address)
+    return door
 
 
 def _collect_rarely() -> None:

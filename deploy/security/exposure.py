@@ -13,7 +13,7 @@ _TLS = "TLS ([{section}] tls_cert and tls_key, or --tls-terminated where {termin
 
 
 def missing_at_router(config: RouterConfig) -> str | None:
-    """Return what the router's listen address lacks, with the remedy; None: nothing."""
+    """Return what the router's listen addresses lack, with the remedy; None: nothing."""
     lacks = (
         []
         if config.api_key_file
@@ -21,7 +21,11 @@ def missing_at_router(config: RouterConfig) -> str | None:
     )
     if config.tls_cert is None and not config.tls_terminated:
         lacks.append(_TLS.format(section="router", terminated="a proxy in front speaks TLS with clients"))
-    return _complaint("the router", config.host, lacks)
+    found = _complaint("the router", config.host, lacks)
+    if found is None and config.gateway_address is not None:
+        host = config.gateway_address.rpartition(":")[0].strip("[]")
+        found = _complaint("the router's endpoint picker", host, lacks)
+    return found
 
 
 def missing_at_ranks(config: WorkerConfig, *, secret_is_made: bool = False) -> str | None:

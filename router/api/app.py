@@ -20,6 +20,7 @@ from router.api.event_routes import event_stream, selection, start
 from router.api.fleet_routes import fleet_record, planned
 from router.api.loop_record import PauseRequest
 from router.api.loop_routes import loop_record, pause_loop
+from router.api.model_record import model_list, model_record
 from router.api.openapi import completed
 from router.api.routes import RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, HotRoutes
 from router.dashboard.routes import add_dashboard
@@ -167,16 +168,14 @@ def _add_model_routes(app: FastAPI, service: RouterService) -> None:
     async def models(request: Request) -> Response:
         """List the models that a live engine serves, in OpenAI's form."""
         _admit(request, service, INFER)
-        return _json(
-            {"object": "list", "data": [_model(service, name) for name in service.view.models(live=True)]}
-        )
+        return _json(model_list(service))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
         """Return one model; 404 names those that exist."""
         _admit(request, service, INFER)
         service.scheduler.target_table(name)
-        return _json(_model(service, name))
+        return _json(model_record(service, name))
 
 
 def _add_decision_route(app: FastAPI, service: RouterService) -> None:
@@ -292,22 +291,6 @@ async def _small_body(request: Request) -> bytes:
         if len(body) > _SMALL_BYTES:
             raise ApiError(413, f"the body exceeds {_SMALL_BYTES} bytes", code="body_too_large")
     return body or b"{}"
-
-
-def _model(service: RouterService, name: str) -> dict[str, Any]:
-    """Return a model's entry: that of a static backend unchanged (root, parent, permission, created,
-    max_model_len), else Roost's own.
-    """
-    card = service.backends.card(name)
-    if card is not None:
-        return card
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started_at,
-        "owned_by": "roost",
-        "max_model_len": service.view.target_table(name).largest_context,
-    }
 
 
 def _json(content: Any, status: int = 200) -> Response:

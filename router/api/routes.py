@@ -158,12 +158,8 @@ class HotRoutes:
         path's right.
         """
         service = self.service
-        headers = {
-            name: value.decode("latin-1")
-            for raw, value in scope["headers"]
-            if (name := self._read.get(raw)) is not None
-        }
-        request_log = self._begin(path, headers, scope)
+        headers = self.known_headers(scope)
+        request_log = self.begin(path, headers, scope)
         fixed: Headers = [(b"x-request-id", request_log.request_id.encode())]
         watch = ClientWatch(receive)
         reply = AsgiResponse(send, watch.stop)
@@ -173,7 +169,7 @@ class HotRoutes:
             if service.refusing:
                 fixed.append((b"connection", b"close"))
                 raise not_ready("the router is stopping; ask again, on another connection")  # noqa: TRY301
-            self._admit(request_log, headers, right or (INFER if path in (CHAT_PATH, TEXT_PATH) else ROUTE))
+            self.admit(request_log, headers, right or (INFER if path in (CHAT_PATH, TEXT_PATH) else ROUTE))
             with service.body_budget.share(request_log.client) as share:
                 body = await read_body(scope, receive, service.config.max_body_bytes, share)
                 self._watches.start(watch, request_log.request_id)
@@ -202,7 +198,16 @@ class HotRoutes:
                 request_log.finish, outcome, service.clock(), service.metrics
             )
 
-    def _begin(self, path: str, headers: dict[str, str], scope: Scope) -> RequestLog:
+    def known_headers(self, scope: Scope) -> dict[str, str]:
+        """Return the headers that the router reads, by its own names for them."""
+        return {
+            name: value.decode("latin-1")
+            for raw, value in scope["headers"]
+            if (name := self._read.get(raw)) is not None
+        }
+
+    def begin(self, path: str, headers: dict[str, str], scope: Scope) -> RequestLog:
+        """Return the record of a request. headers: as `known_headers`."""
         given = headers.get("x-request-id", "")
         request_id = given if given and _REQUEST_ID.fullmatch(given) else self.service.new_request_id()
         request_log = RequestLog(request_id, self.service.new_decision_id(), path, self.service.clock())
@@ -230,9 +235,9 @@ class HotRoutes:
         try:
             return TRACE in self.service.credentials.caller(headers.get("authorization")).rights
         except ApiError:
-            return False  # `_admit` refuses the request next
+            return False  # `admit` refuses the request next
 
-    def _admit(self, request_log: RequestLog, headers: dict[str, str], right: str) -> None:
+    def admit(self, request_log: RequestLog, headers: dict[str, str], right: str) -> None:
         """Record the caller on the request log. ApiError 401 without a valid key, 403 for a key without the
         route's right.
         """
@@ -493,7 +498,7 @@ class HotRoutes:
                 code="invalid_value",
             )
         need = msgspec.structs.replace(
-            await self._need(request_log, body), supposed=supposed, external=reserve
+            await self.routing_request(request_log, body), supposed=supposed, external=reserve
         )
         if reserve:
             request_log.decision, booking = await self.service.wait_queue.admit(
@@ -504,8 +509,8 @@ class HotRoutes:
             request_log.decision = self.service.decide(need, request_log.decision_id)
         return request_log.decision
 
-    async def _need(self, request_log: RequestLog, body: bytes) -> RoutingRequest:
-        """Return the routing request of serving the first prompt once."""
+    async def routing_request(self, request_log: RequestLog, body: bytes) -> RoutingRequest:
+        """Return the routing request of serving the first prompt of a body once. ApiError as in `choose`."""
         lenient = await self._for_text_servers(request_log, body)
         # Nothing is forwarded here, so no server would refuse an unknown name.
         known = lenient is not None and lenient.model in (None, request_log.model)

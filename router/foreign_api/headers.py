@@ -74,6 +74,19 @@ def to_server(client: Headers, own: Headers, *, credentials: bool) -> Headers:
     return kept + own
 
 
+def changes_for_server(client: Headers, own: Headers, *, credentials: bool) -> tuple[Headers, list[bytes]]:
+    """Return what `to_server` changes, for a proxy that forwards the request itself: the headers to set, and
+    the names to remove. Pseudo-headers and the framing of its connections are the proxy's own.
+    """
+    kept = {name for name, _ in to_server(client, own, credentials=credentials)}
+    removed = {
+        name
+        for name, _ in client
+        if name not in kept and name not in _NEVER_TO_CLIENT and not name.startswith(b":")
+    }
+    return own, sorted(removed)
+
+
 def to_client(server: Iterable[tuple[bytes, bytes]], own: Headers) -> Headers:
     """Return a server's headers for the client. The router's own headers replace those of the same name."""
     lowered = [(name.lower(), value) for name, value in server]

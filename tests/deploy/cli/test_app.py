@@ -266,3 +266,17 @@ def test_a_router_in_dynamo_is_one_process() -> None:
 def test_a_router_does_not_share_a_namespace_with_dynamos_workers() -> None:
     said = refused(2, "router", "--dynamo", "roost", "--frontend-migration-limit", "0")
     assert "choose another namespace" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("address", ["9002", "somewhere:", "127.0.0.1:port"])
+def test_the_address_of_an_endpoint_picker_has_a_host_and_a_port(address: str) -> None:
+    said = " ".join(refused(2, "router", "--backend", "http://127.0.0.1:1", "--gateway", address).split())
+    assert address in said
+    assert "must be HOST:PORT" in said
+
+
+def test_an_endpoint_picker_for_other_machines_needs_keys_and_tls() -> None:
+    said = " ".join(
+        refused(2, "router", "--backend", "http://127.0.0.1:1", "--gateway", "0.0.0.0:9002").split()
+    )
+    assert "endpoint picker would listen on '0.0.0.0'" in said
