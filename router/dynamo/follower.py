@@ -21,6 +21,7 @@ from router.dynamo.wire.recovery import Blocks, decode_dump
 from router.dynamo.workers import (
     Roles,
     RoutedWorker,
+    Workers,
     engine_name,
     roles_of,
     tokenizer_digest,
@@ -90,6 +91,10 @@ class WorkerFollower:
         self._feed = feed
         self._calls = calls
         self._records: dict[str, tuple[bytes, Record | None]] = {}
+        self._discovered = Workers({}, {}, {})
+        """what the records say"""
+        self._owners: dict[str, int] = {}
+        """by record, the instance that renews it"""
         self._unreachable_since: dict[int, float] = {}
         """by worker, the renewal of its record at which a connection to it failed"""
         self._publishers: dict[tuple[int, int], int] = {}
@@ -132,28 +137,41 @@ class WorkerFollower:
             self.take(await self._feed.receive())
 
     def update(self, stored: dict[str, tuple[float, bytes]]) -> None:
-        """Apply the content of discovery: records by key, with the time of their last renewal."""
-        self._decode(stored)
+        """Apply the content of discovery: records by key, with the time of their last renewal. That is all
+        that most readings change.
+        """
+        if self._decode(stored):
+            self._discover()
         renewed: dict[int, float] = {}
-        for key, (_, record) in self._records.items():
-            if record is not None and (instance := getattr(record, "instance_id", None)) is not None:
-                renewed[instance] = max(renewed.get(instance, 0.0), stored[key][0])
-        workers = workers_of(
-            (record for _, record in self._records.values() if record is not None),
-            self._namespace,
-            self._config.own_endpoint,
-        )
-        for instance, reason in workers.unusable.items():
-            if instance not in self._warned:
-                self._warned.add(instance)
-                log.warning("a worker of Dynamo is not used: %s", reason)
-        for instance in self.workers.keys() - workers.serving.keys():
-            self._gone(instance)
-        for worker in self._resolved(workers.serving.values()):
+        for key, instance in self._owners.items():
+            renewed[instance] = max(renewed.get(instance, 0.0), stored[key][0])
+        for worker in self._resolved(self._discovered.serving.values()):
             self._present(worker, renewed.get(worker.instance_id, 0.0))
         self._serve(renewed)
         self._estimate_load()
-        self._feed.follow({address for one in workers.channels.values() if (address := one.address)})
+
+    def _discover(self) -> None:
+        """Read the changed records."""
+        records = {key: record for key, (_, record) in self._records.items() if record is not None}
+        self._owners = {
+            key: instance
+            for key, record in records.items()
+            if (instance := getattr(record, "instance_id", None)) is not None
+        }
+        self._discovered = found = workers_of(
+            records.values(), self._namespace, self._config.own_endpoint, self._config.shape
+        )
+        for instance, reason in found.unusable.items():
+            self._warn(instance, reason)
+        for instance in self.workers.keys() - found.serving.keys():
+            self._gone(instance)
+        self._feed.follow({address for one in found.channels.values() if (address := one.address)})
+
+    def _warn(self, instance: int, reason: str) -> None:
+        """Log once why a worker is not used."""
+        if instance not in self._warned:
+            self._warned.add(instance)
+            log.warning("a worker of Dynamo is not used: %s", reason)
 
     def _resolved(self, found: Iterable[RoutedWorker]) -> list[RoutedWorker]:
         """Return the workers with the engines whose ranks they serve. Those with the same tokenizer as an
@@ -161,18 +179,12 @@ class WorkerFollower:
         """
         workers = [self._of_fleet(worker) for worker in found]
         digests = {tokenizer_digest(one.card): one.joined.tokenizer for one in workers if one.in_fleet}
-        return [one if one.in_fleet else self._own(one, digests) for one in workers]
+        return [one if one.in_fleet else _with_tokenizer(one, digests) for one in workers]
 
     def _of_fleet(self, worker: RoutedWorker) -> RoutedWorker:
         named = worker.card.runtime_config.fleet_engine
         state = None if named is None else self._service.view.engine(named.worker_id)
         return worker if state is None else worker.of_fleet(state.joined)
-
-    def _own(self, worker: RoutedWorker, digests: Mapping[str, str | None]) -> RoutedWorker:
-        tokenizer = digests.get(tokenizer_digest(worker.card)) or worker.joined.tokenizer
-        return worker._replace(
-            joined=msgspec.structs.replace(worker.joined, shape=self._config.shape, tokenizer=tokenizer)
-        )
 
     def _serve(self, renewed: Mapping[int, float]) -> None:
         """Update `serving`. Of two workers with the same rank, the one that renewed its record last serves
@@ -212,14 +224,18 @@ class WorkerFollower:
         named = {"x-dynamo-worker-instance-id": str(worker.instance_id)}
         return named if dp_rank is None else {**named, "x-dynamo-dp-rank": str(dp_rank)}
 
-    def _decode(self, stored: dict[str, tuple[float, bytes]]) -> None:
-        """Decode what has changed."""
-        for key in self._records.keys() - stored.keys():
+    def _decode(self, stored: dict[str, tuple[float, bytes]]) -> bool:
+        """Decode what has changed. False: nothing has."""
+        gone = self._records.keys() - stored.keys()
+        for key in gone:
             del self._records[key]
+        changed = bool(gone)
         for key, (_, content) in stored.items():
             known = self._records.get(key)
             if known is None or known[0] != content:
                 self._records[key] = content, self._decoded(key, content)
+                changed = True
+        return changed
 
     def _decoded(self, key: str, content: bytes) -> Record | None:
         try:
@@ -231,7 +247,15 @@ class WorkerFollower:
 
     def _present(self, worker: RoutedWorker, renewed: float) -> None:
         """Add a worker, or record that it is alive."""
-        instance, view, now = worker.instance_id, self._service.view, self._service.clock()
+        if self.workers.get(worker.instance_id) is not worker and not self._admit(worker):
+            return
+        if not worker.in_fleet and self._may_live(worker.instance_id, renewed):
+            self._service.view.sign_of_life(worker.instance_id, self._service.clock())
+            self._service.wait_queue.wake()
+
+    def _admit(self, worker: RoutedWorker) -> bool:
+        """Add a worker, or replace what was known of it. False: it cannot be used."""
+        instance, how = worker.instance_id, "joined"
         known = self.workers.get(instance)
         if known is not None and known.keys != worker.keys:
             self._gone(instance)
@@ -242,18 +266,15 @@ class WorkerFollower:
             try:
                 self._subscriber.joined(worker.joined, self._snapshot)
             except ValueError as error:
-                log.warning("a worker of Dynamo is not used: %s", error)
-                return
-            how = "joined"
+                self._warn(instance, str(error))
+                return False
         self.workers[instance] = worker
         self._roles = roles_of(self.workers.values())
         if known is None:
             name = engine_name(worker.endpoint, instance)
             log.info("worker %s of Dynamo %s, with %d ranks", name, how, worker.ranks)
             self.found.set()
-        if not worker.in_fleet and self._may_live(instance, renewed):
-            view.sign_of_life(instance, now)
-            self._service.wait_queue.wake()
+        return True
 
     def _may_live(self, instance: int, renewed: float) -> bool:
         """Return True unless a connection failed since the worker last renewed its record: records of a dead
@@ -358,6 +379,16 @@ class WorkerFollower:
                 except (OSError, Malformed) as error:
                     raise BusError(f"Dynamo's index of {path} cannot be read: {error}") from error
         return known.blocks
+
+
+def _with_tokenizer(worker: RoutedWorker, digests: Mapping[str, str | None]) -> RoutedWorker:
+    """Return the worker with the digest that an engine of the fleet states of its tokenizer. digests: by
+    that of the card.
+    """
+    tokenizer = digests.get(worker.joined.tokenizer or "")
+    if tokenizer is None:
+        return worker
+    return worker._replace(joined=msgspec.structs.replace(worker.joined, tokenizer=tokenizer))
 
 
 def _from_rank(one: RoutedKvEvent, first: int) -> RoutedKvEvent:

@@ -1,6 +1,7 @@
 """Dynamo's discovery, as its file store and etcd hold it."""
 
 import asyncio
+import os
 import time
 from base64 import b64decode, b64encode
 from pathlib import Path
@@ -34,17 +35,23 @@ class FileStore:
         found: dict[str, tuple[float, bytes]] = {}
         oldest = time.time() - EXPIRED_SECONDS
         for bucket in _BUCKETS:
-            folder = self._folder / bucket
-            for path in folder.iterdir() if folder.is_dir() else ():
+            try:
+                entries = list(os.scandir(self._folder / bucket))
+            except FileNotFoundError:
+                continue
+            for entry in entries:
                 try:
-                    changed = path.stat().st_mtime
-                    if changed < oldest or path.name.startswith("."):
+                    changed = entry.stat().st_mtime
+                    if changed < oldest or entry.name.startswith("."):
                         continue
-                    known = self._known.get(f"{bucket}/{path.name}")
-                    content = path.read_bytes() if known is None or known[0] != changed else known[1]
+                    key = f"{bucket}/{entry.name}"
+                    known = self._known.get(key)
+                    content = (
+                        Path(entry.path).read_bytes() if known is None or known[0] != changed else known[1]
+                    )
                 except FileNotFoundError:  # deleted since it was listed
                     continue
-                found[f"{bucket}/{path.name}"] = changed, content
+                found[key] = changed, content
         return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from router.config import RouterConfig
 from router.dynamo.ports import CallContext
 from router.dynamo.wire.malformed import Malformed
-from router.dynamo.wire.requests import AnswerPiece, DynamoRequest, read_piece
+from router.dynamo.wire.requests import AnswerPiece, DynamoRequest, read_piece, take_joined
 from router.health.attempt_failures import AttemptFailure
 from router.upstream.rank_client import UpstreamFailed
 
@@ -61,8 +61,8 @@ class WorkerStream:
         self._task.cancel()
 
     async def next(self) -> AnswerPiece | None:
-        """Return the next piece; None: the stream has ended. UpstreamFailed when it fails, is silent for too
-        long, or ends without a finish reason.
+        """Return the next piece, joined with those that wait behind it if the request allows it. None: the
+        stream has ended. UpstreamFailed: it fails, is silent for too long, or ends without a finish reason.
         """
         while not self._pieces:
             if self._error is not None:
@@ -72,7 +72,7 @@ class WorkerStream:
             self._news = self._loop.create_future()
             await self._news
         _wake(self._room)
-        return self._pieces.popleft()
+        return take_joined(self._pieces) if self._request.joinable else self._pieces.popleft()
 
     async def _read_ahead(self, items: AsyncIterator[Any]) -> None:
         seconds = self._config.between_tokens_seconds

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from fleet.experts import ModelShape
 from fleet.facts.engines import Capabilities, EngineJoined
 from router.dynamo.wire.discovery import (
     KV_EVENTS,
@@ -127,10 +128,13 @@ class Workers(NamedTuple):
     unusable: Mapping[int, str]
 
 
-def workers_of(records: Iterable[Record], namespace: str, own: EndpointName) -> Workers:
+def workers_of(
+    records: Iterable[Record], namespace: str, own: EndpointName, shape: ModelShape | None = None
+) -> Workers:
     """Return the workers of a namespace, without the router's own endpoint.
 
-    An instance without a model card, or of which only the card is left, is no worker.
+    An instance without a model card, or of which only the card is left, is no worker. shape: of the model's
+    MoE layers; None: unknown.
     """
     served: set[tuple[EndpointName, int]] = set()
     cards: dict[tuple[EndpointName, int], DynamoCard] = {}
@@ -154,7 +158,7 @@ def workers_of(records: Iterable[Record], namespace: str, own: EndpointName) -> 
         if (endpoint, instance) in served:
             reason = unusable_because(card)
             if reason is None:
-                serving[instance] = _worker(endpoint, instance, card, has_index=instance in indexed)
+                serving[instance] = _worker(endpoint, instance, card, shape, has_index=instance in indexed)
             else:
                 unusable[instance] = f"{endpoint.path}/{instance:x}: {reason}"
     return Workers(serving, channels, unusable)
@@ -186,7 +190,9 @@ def _is_prefill(card: DynamoCard) -> bool:
     return card.worker_type == "prefill" or (card.worker_type is None and "prefill" in card.surfaces)
 
 
-def _worker(endpoint: EndpointName, instance: int, card: DynamoCard, *, has_index: bool) -> RoutedWorker:
+def _worker(
+    endpoint: EndpointName, instance: int, card: DynamoCard, shape: ModelShape | None, *, has_index: bool
+) -> RoutedWorker:
     limits = card.runtime_config
     publishes = limits.kv_event_publishing_enabled
     joined = EngineJoined(
@@ -204,6 +210,7 @@ def _worker(endpoint: EndpointName, instance: int, card: DynamoCard, *, has_inde
         max_context=card.context_length or _MAX_CONTEXT,
         max_batch_tokens=limits.max_num_batched_tokens or _MAX_BATCH_TOKENS,
         tokenizer=tokenizer_digest(card),
+        shape=shape,
         capabilities=Capabilities(
             kv_events=has_index if publishes is None else publishes,
             load=True,

@@ -4,6 +4,7 @@ request that continues a broken answer elsewhere. Pure.
 Fields that are not read here reach the worker, and the frontend, unchanged.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -28,11 +29,17 @@ _INEXACT: Mapping[str, tuple[Any, ...]] = {
 """Sampling options under which a continuation would not be exact, with the values under which it is."""
 
 
+_BY_TOKEN = frozenset({"tokens", "text", "cum_log_probs", "log_probs", "top_logprobs"})
+"""Fields of an item that belong to its tokens one by one."""
+
+
 class AnswerLimits(msgspec.Struct, frozen=True):
     """Limits of the answer. None: not stated."""
 
     max_tokens: _Tokens | None = None
     min_tokens: _Tokens | None = None
+    stop: Any = None
+    """texts at which the frontend ends the answer"""
 
 
 class RoutingConstraints(msgspec.Struct, frozen=True):
@@ -87,6 +94,10 @@ class DynamoRequest(NamedTuple):
     """sampling options under which no other worker could continue the answer exactly"""
     prefilled: bool
     """another router has already had its prompt computed, and says where the KV is"""
+    joinable: bool
+    """items of its answer may be joined. Not where the frontend looks for a text at which the answer ends: it
+    would count the tokens behind it in the same item
+    """
 
 
 def read_request(body: Any) -> DynamoRequest:
@@ -105,6 +116,7 @@ def read_request(body: Any) -> DynamoRequest:
         hints=read.routing or RoutingWishes(),
         wants_experts=EXPERTS in _extra_fields(body),
         prefilled=read.prefill_result is not None or read.bootstrap_info is not None,
+        joinable=not stop.stop,
         inexact=tuple(name for name, exact in _INEXACT.items() if options.get(name) not in exact),
     )
 
@@ -189,6 +201,36 @@ def read_piece(item: Any, emitted: int, prompt_tokens: int, *, wants_experts: bo
     return AnswerPiece(
         item, token_ids, reason is not None, _failure(reason), experts, _cached(usage, prompt_tokens)
     )
+
+
+def take_joined(pieces: deque[AnswerPiece]) -> AnswerPiece:
+    """Remove the first piece, and those after it that can go into one item with it. Return that item.
+
+    Every item costs router and frontend several switches between threads, however many tokens it has.
+    """
+    piece = pieces.popleft()
+    if not pieces or not _joins(piece, pieces[0]):
+        return piece
+    token_ids = list(piece.token_ids)
+    while pieces and _joins(piece, pieces[0]):
+        piece = pieces.popleft()
+        token_ids += piece.token_ids
+    return piece._replace(item={**piece.item, "token_ids": token_ids}, token_ids=token_ids)
+
+
+def _joins(one: AnswerPiece, following: AnswerPiece) -> bool:
+    """Return True if the item of a piece says nothing but its tokens, and what the following item says too,
+    whose fields do not belong to single tokens.
+    """
+    if one.experts is not None:
+        return False
+    after = following.item
+    for name, value in one.item.items():
+        if name != "token_ids" and value is not None:
+            same = isinstance(value, str | int) and name not in _BY_TOKEN and value == after.get(name)
+            if not same or name == "finish_reason":
+                return False
+    return all(after.get(name) is None for name in _BY_TOKEN)
 
 
 def _failure(reason: Any) -> str | None:

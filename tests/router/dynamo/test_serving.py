@@ -32,7 +32,7 @@ async def test_an_answer_comes_through_unchanged() -> None:
     async with dynamo_fleet(11, 12) as fleet:
         items = await fleet.ask(PROMPT)
     assert ids_of(items) == expected(PROMPT, 8)
-    assert [item["finish_reason"] for item in items] == [None] * 7 + ["length"]
+    assert items[-1]["finish_reason"] == "length"
     (served,) = fleet.calls.served
     assert served.body["routing"]["backend_instance_id"] == served.instance
     assert served.body["token_ids"] == PROMPT

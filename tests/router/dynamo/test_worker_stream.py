@@ -52,6 +52,29 @@ async def test_a_silent_worker_fails_after_its_last_piece(
     assert loop.time() == pytest.approx(limit)
 
 
+async def test_pieces_that_wait_go_to_the_frontend_together() -> None:
+    end = asyncio.Event()
+    end.set()
+    with stream_of(items_of(7, 8, 9, then=end)) as stream:
+        first = await stream.next()
+        assert first is not None
+        assert (first.item["token_ids"], first.finished) == ([7, 8, 9], True)
+        assert await stream.next() is None
+
+
+async def test_they_go_one_by_one_where_the_frontend_looks_for_a_stop_text() -> None:
+    end = asyncio.Event()
+    end.set()
+    request = read_request({"token_ids": [1], "stop_conditions": {"stop": ["x"]}})
+    got = []
+    with closing(
+        WorkerStream(items_of(7, 8, then=end), FakeContext(), request, 0, RouterConfig(), [])
+    ) as stream:
+        while (piece := await stream.next()) is not None:
+            got.append(piece.token_ids)
+    assert got == [[7], [8], []]
+
+
 async def test_a_worker_that_breaks_off_fails_after_its_last_piece() -> None:
     async def breaks_off() -> AsyncIterator[Any]:
         yield {"token_ids": [7]}

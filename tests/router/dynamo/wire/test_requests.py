@@ -1,12 +1,23 @@
 """Requests are read leniently, forwarded whole, and continued with the tokens that exist."""
 
 import random
+from collections import deque
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.dynamo.wire.malformed import Malformed
-from router.dynamo.wire.requests import error_item, length_item, read_piece, read_request, worker_request
+from router.dynamo.wire.requests import (
+    AnswerPiece,
+    error_item,
+    length_item,
+    read_piece,
+    read_request,
+    take_joined,
+    worker_request,
+)
 
 BODY: dict[str, Any] = {
     "model": "tiny",
@@ -147,6 +158,81 @@ def test_what_is_no_item_is_malformed(item: object) -> None:
 def test_items_of_our_own_are_items() -> None:
     assert read_piece(length_item(), 0, 3, wants_experts=False).finished
     assert read_piece(error_item("why"), 0, 3, wants_experts=False).failure == "why"
+
+
+def pieces_of(items: list[dict[str, Any]]) -> deque[AnswerPiece]:
+    return deque(read_piece(item, 0, 3, wants_experts=True) for item in items)
+
+
+def joined(*items: dict[str, Any]) -> list[dict[str, Any]]:
+    """The items that the frontend gets of items that wait together."""
+    waiting, found = pieces_of(list(items)), list[dict[str, Any]]()
+    while waiting:
+        piece = take_joined(waiting)
+        assert piece.token_ids == piece.item["token_ids"]
+        found.append(piece.item)
+    return found
+
+
+MOCKER = {"tokens": None, "text": None, "log_probs": None, "index": 0, "completion_usage": None}
+"""Fields of the items of Dynamo's mocker beside tokens and finish reason."""
+
+
+def test_items_of_nothing_but_tokens_are_joined_with_the_next_one() -> None:
+    usage = {"completion_usage": {"prompt_tokens": 3, "completion_tokens": 4}}
+    last = MOCKER | {"token_ids": [4], "finish_reason": "length"} | usage
+    items = [MOCKER | {"token_ids": ids, "finish_reason": None} for ids in ([1], [2, 3], [])]
+    assert joined(*items, last) == [last | {"token_ids": [1, 2, 3, 4]}]
+    assert joined(*items) == [MOCKER | {"token_ids": [1, 2, 3], "finish_reason": None}]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"log_probs": [-0.5]}, {"text": "a"}, {"tokens": ["a"]}, {"finish_reason": "stop"}, {"index": 1},
+     {"engine_data": {"routed_experts": "..."}}, {"disaggregated_params": {}}, {"something": {"new": 1}}],
+)  # fmt: skip
+def test_an_item_that_says_more_is_passed_on_as_it_is(more: dict[str, Any]) -> None:
+    telling = MOCKER | {"token_ids": [1]} | more
+    assert joined(telling, MOCKER | {"token_ids": [2]}) == [telling, MOCKER | {"token_ids": [2]}]
+
+
+def test_scores_stay_with_their_tokens() -> None:
+    items = [{"token_ids": [1], "log_probs": [-0.1]}, {"token_ids": [2], "log_probs": [-0.1]}]
+    assert joined(*items) == items
+    assert joined({"token_ids": [1]}, items[1]) == [{"token_ids": [1]}, items[1]]
+
+
+_FIELDS = st.fixed_dictionaries(
+    {"token_ids": st.lists(st.integers(0, 9), max_size=3)},
+    optional={
+        "index": st.sampled_from([None, 0, 1]),
+        "finish_reason": st.sampled_from([None, "stop"]),
+        "log_probs": st.sampled_from([None, [0.0]]),
+        "stop_reason": st.sampled_from([None, 7, "x"]),
+        "engine_data": st.sampled_from([None, {"a": 1}]),
+    },
+)
+
+
+@given(st.lists(_FIELDS, min_size=1, max_size=8))
+def test_no_token_and_no_field_is_lost(items: list[dict[str, Any]]) -> None:
+    found = joined(*items)
+    assert [one for item in found for one in item["token_ids"]] == [
+        one for item in items for one in item["token_ids"]
+    ]
+    for name in ("finish_reason", "log_probs", "engine_data"):
+        told = [one[name] for one in items if one.get(name) is not None]
+        assert [one[name] for one in found if one.get(name) is not None] == told
+    for name in ("index", "stop_reason"):
+        assert {one[name] for one in found if one.get(name) is not None} == {
+            one[name] for one in items if one.get(name) is not None
+        }
+    assert found[-1] == items[-1] | {"token_ids": found[-1]["token_ids"]}
+
+
+@pytest.mark.parametrize(("stop", "joinable"), [(None, True), ([], True), (["\n"], False)])
+def test_items_are_not_joined_where_the_frontend_looks_for_a_stop_text(stop: object, joinable: bool) -> None:
+    assert read_request(BODY | {"stop_conditions": {"stop": stop}}).joinable is joinable
 
 
 def scrambled(value: Any, chance: random.Random) -> Any:
