@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import BoolArray, FloatingArray
+from migration.solvers import kernels
 
 
 class HolderValue(NamedTuple):
@@ -76,6 +77,27 @@ def filled(
     """Refill every rank in turn: it keeps what only it holds, and fills its other slots with what adds most
     there."""
     held = held.copy()
+    library = kernels.compiled()
+    if library is None or not held.size or worth.own.dtype != np.float64:
+        return _filled(worth, held, slots, most, home, passes)
+    library.locality_filled(
+        kernels.plain(worth.own),
+        kernels.plain(worth.shared),
+        kernels.plain(worth.node),
+        held,
+        None if home is None else kernels.plain(home),
+        len(held),
+        slots,
+        most,
+        passes,
+    )
+    return held
+
+
+def _filled(
+    worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None, passes: int
+) -> BoolArray:
+    """Implement `filled` in numpy, in place."""
     count, near = held.sum(axis=1), worth.near(held)
     based = count if home is None else (held & home).sum(axis=1)
     for rank in [*range(held.shape[1])] * passes:
@@ -107,24 +129,43 @@ def _best(score: FloatingArray, slots: int) -> BoolArray:
 def _one_each(worth: HolderValue, slots: int, home: BoolArray | None) -> BoolArray:
     """Place one replica of every expert: each bids for its best rank with room, and ranks accept those of
     most regret first."""
+    library = kernels.compiled()
+    held, fits = np.zeros(worth.own.shape, bool), np.ones(1, bool)
+    if library is None or not held.size or worth.own.dtype != np.float64:
+        fits[0] = _one_each_in_numpy(worth, held, slots, home)
+    else:
+        library.locality_one_each(
+            kernels.plain(worth.own),
+            kernels.plain(worth.shared),
+            kernels.plain(worth.node),
+            held,
+            None if home is None else kernels.plain(home),
+            len(held),
+            slots,
+            fits,
+        )
+    if not fits[0]:
+        ranks, experts = worth.own.shape[1:]
+        raise ValueError(
+            f"locality: {experts} experts do not fit where they must be, with {slots} slots on each of"
+            f" {ranks} ranks"
+        )
+    return held
+
+
+def _one_each_in_numpy(worth: HolderValue, held: BoolArray, slots: int, home: BoolArray | None) -> bool:
+    """Implement `_one_each`. False: the experts do not fit."""
     value = worth.own if worth.flat else worth.own + worth.shared[:, worth.node]
     value = value if home is None else np.where(home, value, -np.inf)
     layers, ranks, experts = value.shape
-    held, room, left = (
-        np.zeros(value.shape, bool),
-        np.full((layers, ranks), slots),
-        np.ones((layers, experts), bool),
-    )
+    room, left = np.full((layers, ranks), slots), np.ones((layers, experts), bool)
     while left.any():
         # Full ranks are closed; every remaining expert bids for its best open rank.
         open_to = np.where((room > 0)[:, :, None], value, -np.inf)
         target = _spread(open_to, left)
         best = np.take_along_axis(open_to, target[:, None], 1)[:, 0]
         if not np.isfinite(best[left]).all():
-            raise ValueError(
-                f"locality: {experts} experts do not fit where they must be, with {slots} slots on each of"
-                f" {ranks} ranks"
-            )
+            return False
         # Regret: distance to the second-best open rank, infinite where there is none.
         np.put_along_axis(open_to, target[:, None], -np.inf, 1)
         second = open_to.max(axis=1)
@@ -141,7 +182,7 @@ def _one_each(worth: HolderValue, slots: int, home: BoolArray | None) -> BoolArr
             held[:, rank] |= mine
             room[:, rank] -= taken.sum(axis=1)
             left &= ~mine
-    return held
+    return True
 
 
 def _spread(value: FloatingArray, left: BoolArray) -> NDArray[np.intp]:

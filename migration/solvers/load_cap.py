@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import BoolArray, FloatArray, SlotTable
 from fleet.placement import EMPTY, Split
+from migration.solvers import kernels
 from migration.solvers.holder_value import HolderValue
 from migration.solvers.split_weights import ROUNDS, DemandPull, SplitResult, diffused, shared, split_of
 
@@ -102,6 +103,22 @@ def level(table: SlotTable, demand: NDArray[Any], ranks: int, node: NDArray[np.i
     far = np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas
     width = _PACE / np.maximum(np.bincount(parts.rank, minlength=len(parts.alone)), 1)[parts.rank]
     # Both pools flow in the same field of rank loads.
+    library = kernels.compiled()
+    if library is not None:
+        library.cap_levelled(
+            parts.rank,
+            parts.group,
+            None if wants.node is None else cell,
+            parts.alone,
+            parts.groups,
+            cells,
+            own,
+            width,
+            ROUNDS,
+            near,
+            far,
+        )
+        return LoadCap(wants, parts, own + near, own + near + far)
     for _ in range(ROUNDS):
         height = parts.of_rank(own + near + far)[parts.rank]
         far = _flowed(far, height, width, parts.group, parts.groups)
@@ -221,32 +238,90 @@ def _exchanged(
     )
     held = held_of(table, len(worth.node), demand_of_rank.shape[2])
     state = _Layers(
-        table.copy(), held, worth.near(held), held.sum(axis=1), each.copy(), load.copy(), demand_of_rank
+        table.copy(),
+        held,
+        worth.near(held),
+        held.sum(axis=1),
+        each.copy(),
+        load.copy(),
+        np.ascontiguousarray(demand_of_rank),
     )
     for _ in range(_STEPS):
         rows = np.flatnonzero(state.load.max(axis=1) > cap)
         if not len(rows):
             break
-        pairs = _pairs(state, rows)
-        _make(
-            state,
-            worth,
-            rows,
-            pairs,
-            _swaps(state, worth, pairs, cap, home),
-            _copies(state, worth, pairs, cap, most, home),
-        )
+        _make(state, worth, rows, _cheapest(state, worth, rows, cap, most, home))
     return state.table
+
+
+class _Cheapest(NamedTuple):
+    """The cheapest exchange, and the cheapest further replica, of the fullest rank of each of some layers."""
+
+    here: NDArray[np.intp]
+    """[rows, slots here]: slots of the fullest rank."""
+    there: NDArray[np.intp]
+    """[rows, slots there]: slots of others."""
+    swap: FloatArray
+    """[rows]: cost; inf: there is none."""
+    swap_at: NDArray[np.intp]
+    """[rows]: index in the flat [slots here, slots there]."""
+    copy: FloatArray
+    copy_at: NDArray[np.intp]
+
+
+def _cheapest(
+    state: _Layers,
+    worth: HolderValue,
+    rows: NDArray[np.intp],
+    cap: float,
+    most: NDArray[np.intp],
+    home: BoolArray | None,
+) -> _Cheapest:
+    loads, per = state.load[rows], state.table.shape[1] // state.load.shape[1]
+    ranks = np.sort(np.argsort(loads, axis=1, kind="stable")[:, :_PARTNERS], axis=1)
+    here = loads.argmax(axis=1)[:, None] * per + np.arange(per)
+    there = (ranks[:, :, None] * per + np.arange(per)).reshape(len(rows), -1)
+    library = kernels.compiled()
+    if library is None:
+        pairs = _pairs(state, rows, here, there)
+        swaps = _swaps(state, worth, pairs, cap, home).reshape(len(rows), -1)
+        copies = _copies(state, worth, pairs, cap, most, home).reshape(len(rows), -1)
+        return _Cheapest(here, there, *_least(swaps), *_least(copies))
+    costs, at = np.empty((2, len(rows))), np.empty((2, len(rows)), np.intp)
+    found = _Cheapest(here, there, costs[0], at[0], costs[1], at[1])
+    library.cap_pairs(
+        rows,
+        here,
+        there,
+        state.table,
+        state.held,
+        state.near,
+        state.replicas,
+        state.each,
+        state.load,
+        state.demand,
+        kernels.plain(worth.own),
+        kernels.plain(worth.shared),
+        worth.node,
+        home,
+        None if home is None else (state.held & home).sum(axis=1),
+        most,
+        cap,
+        *found[2:],
+    )
+    return found
+
+
+def _least(cost: FloatArray) -> tuple[FloatArray, NDArray[np.intp]]:
+    """Return (the least cost of each row, [rows]; its index)."""
+    at = cost.argmin(axis=1)
+    return cost[np.arange(len(cost)), at], at
 
 
 class _Pairs(NamedTuple):
     """Slots of each layer's fullest rank, against those of the emptiest ranks. All broadcast to [rows, slots
     here, slots there]."""
 
-    here: NDArray[np.intp]
-    """[rows, slots here] slots."""
-    there: NDArray[np.intp]
-    """[rows, slots there] slots."""
     row: NDArray[np.intp]
     source: NDArray[np.intp]
     """The fullest rank."""
@@ -266,12 +341,9 @@ class _Pairs(NamedTuple):
     """The other slot is empty."""
 
 
-def _pairs(state: _Layers, rows: NDArray[np.intp]) -> _Pairs:
-    loads, per = state.load[rows], state.table.shape[1] // state.load.shape[1]
-    full = loads.argmax(axis=1)
-    ranks = np.sort(np.argsort(loads, axis=1, kind="stable")[:, :_PARTNERS], axis=1)
-    here = full[:, None] * per + np.arange(per)
-    there = (ranks[:, :, None] * per + np.arange(per)).reshape(len(rows), -1)
+def _pairs(state: _Layers, rows: NDArray[np.intp], here: NDArray[np.intp], there: NDArray[np.intp]) -> _Pairs:
+    per = state.table.shape[1] // state.load.shape[1]
+    full = here[:, 0] // per
     at, row, source, target = (
         rows[:, None],
         rows[:, None, None],
@@ -285,8 +357,6 @@ def _pairs(state: _Layers, rows: NDArray[np.intp]) -> _Pairs:
     apart = (target != source) & (mine != EMPTY) & ~state.held[row, target, mine]
     sent, back = state.each[at, here][:, :, None], state.each[at, there][:, None, :]
     return _Pairs(
-        here,
-        there,
         row,
         source,
         target,
@@ -408,25 +478,17 @@ def _alone(state: _Layers, worth: HolderValue, row: Any, rank: Any, expert: Any,
     return np.asarray(own + worth.shared[row, at, expert] * (state.near[row, at, expert] == beside))
 
 
-def _make(
-    state: _Layers,
-    worth: HolderValue,
-    rows: NDArray[np.intp],
-    pairs: _Pairs,
-    swap: FloatArray,
-    copy: FloatArray,
-) -> None:
+def _make(state: _Layers, worth: HolderValue, rows: NDArray[np.intp], found: _Cheapest) -> None:
     """Make the cheaper of the best exchange and the best replica, per layer; update the loads."""
-    per, width = pairs.here.shape[1], pairs.there.shape[1]
+    per, width = found.here.shape[1], found.there.shape[1]
     for at, row in enumerate(rows.tolist()):
-        swapped, copied = int(swap[at].argmin()), int(copy[at].argmin())
-        exchange = bool(swap[at].flat[swapped] <= copy[at].flat[copied])
-        which = swapped if exchange else copied
-        if not np.isfinite((swap if exchange else copy)[at].flat[which]):
+        exchange = bool(found.swap[at] <= found.copy[at])
+        which = int((found.swap_at if exchange else found.copy_at)[at])
+        if not np.isfinite((found.swap if exchange else found.copy)[at]):
             # Nothing helps until the weights are computed again.
             state.load[row] = 0.0
             continue
-        mine, theirs = int(pairs.here[at, which // width]), int(pairs.there[at, which % width])
+        mine, theirs = int(found.here[at, which // width]), int(found.there[at, which % width])
         rank, other, expert = mine // per, theirs // per, int(state.table[row, mine])
         sent, returned = state.each[row, mine], state.each[row, theirs]
         if exchange:

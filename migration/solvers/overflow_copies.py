@@ -30,6 +30,7 @@ from fleet.arrays import BoolArray, FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY
 from migration.model.constraints import Constraints
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, joined
+from migration.solvers import kernels
 from migration.solvers.overflow_state import (
     OverflowRanks,
     OverflowView,
@@ -37,6 +38,7 @@ from migration.solvers.overflow_state import (
     over,
     overflow_ranks,
     overflow_view,
+    total,
     widen,
 )
 from migration.solvers.split_weights import SplitResult, diffused
@@ -306,6 +308,9 @@ def _lane_promises(
     could leave."""
     admit(state, row, expert)
     claims.parted[row, expert] = True
+    library = kernels.compiled()
+    if library is not None and len(row):
+        return _compiled_promises(library, state, view, row, expert, None, flow, claims.shut, claims.parted)
     # Promise of a slot: load it takes, less the load it displaces, less its learnt shortfall.
     worth = np.minimum(flow[:, None], view.space[row]) - view.stranded[row] - state.harm[row]
     worth[(view.space[row] <= LEAST) | (flow <= 0)[:, None]] = -np.inf
@@ -332,8 +337,12 @@ def _exchanges(state: OverflowRanks, view: OverflowView, leads: _Leads, before: 
     # First half: the slot on a crowded rank that serves least.
     high = view.loads > state.cap[:, None]
     into = np.full(len(rows), NOWHERE)
-    promise = _promises(
-        state, row, small[row], np.where(high[row[:, None], state.rank[row]], -state.served[row], -np.inf)
+    worth = np.where(high[row[:, None], state.rank[row]], -state.served[row], -np.inf)
+    library = kernels.compiled()
+    promise = (
+        _promises(state, row, small[row], worth)
+        if library is None or not len(row)
+        else _compiled_promises(library, state, view, row, small[row], worth)
     )
     found = promise.max(axis=1, initial=-np.inf) > -np.inf
     row = row[found]
@@ -422,6 +431,42 @@ def _promises(
     return np.where(spare[nth, held] & ~state.new[row] & ~holds[nth, state.rank[row]], worth, -np.inf)
 
 
+def _compiled_promises(
+    library: kernels.Kernels,
+    state: OverflowRanks,
+    view: OverflowView,
+    row: IndexArray,
+    expert: IndexArray,
+    worth: FloatArray | None,
+    flow: FloatArray | None = None,
+    shut: BoolArray | None = None,
+    parted: BoolArray | None = None,
+) -> FloatArray:
+    """Return `_promises`. worth: None: that of one more copy, as in `_lane_promises`."""
+    found = np.empty((len(row), state.expert.shape[1]))
+    library.overflow_promises(
+        row,
+        expert,
+        worth,
+        flow,
+        view.space,
+        state.table,
+        state.origin,
+        state.expert,
+        state.rank,
+        state.replicas,
+        state.least,
+        state.new,
+        shut,
+        parted,
+        view.stranded,
+        state.dead,
+        found,
+        state.harm,
+    )
+    return found
+
+
 def _best(promise: FloatArray, most: IndexArray) -> tuple[IndexArray, IndexArray]:
     """Return (row, element) of the best promises of each row, at most `most` [a] of them."""
     width = min(int(most.max()), promise.shape[1])
@@ -448,6 +493,36 @@ class _Trial(NamedTuple):
 
 def _tried(state: OverflowRanks, view: OverflowView, attempt: _Attempt) -> _Trial:
     """Simulate the flow of weights after the copies, from an estimated start."""
+    library = kernels.compiled()
+    if library is None or not len(attempt.row):
+        return _tried_in_numpy(state, view, attempt)
+    trial = _Trial(np.empty((len(attempt.row), state.served.shape[1])), np.empty(len(attempt.row)))
+    library.overflow_tried(
+        attempt.row,
+        attempt.element,
+        attempt.expert,
+        attempt.moved,
+        attempt.promise,
+        state.expert,
+        state.rank,
+        state.served,
+        state.load,
+        state.dead,
+        state.cap,
+        state.alone,
+        view.loads,
+        view.other,
+        view.parallel,
+        SETTLING,
+        LONG,
+        state.fails,
+        *trial,
+    )
+    return trial
+
+
+def _tried_in_numpy(state: OverflowRanks, view: OverflowView, attempt: _Attempt) -> _Trial:
+    """Implement `_tried` in numpy."""
     row, t = attempt.row, len(attempt.row)
     nth, each = np.arange(t), np.arange(t)[:, None]
     held, rank, served, whole = state.expert[row], state.rank[row], state.served[row], state.load[row]
@@ -461,7 +536,7 @@ def _tried(state: OverflowRanks, view: OverflowView, attempt: _Attempt) -> _Tria
         held[n, element] = -1
         # The replaced replica's load goes to its other holders, in proportion to their room.
         near = np.where(held[n] == gone[:, None], room[n], 0.0)
-        served[n] += near * (left / np.maximum(near.sum(axis=1), _TINY))[:, None]
+        served[n] += near * (left / np.maximum(total(near), _TINY))[:, None]
         served[n, element] = 0.0
         served[n] += _handed_back(state, view, row[n], element, held[n], served[n], left)
         # The expert's other holders hand over the moved part evenly.
@@ -476,7 +551,7 @@ def _tried(state: OverflowRanks, view: OverflowView, attempt: _Attempt) -> _Tria
             served[which], loads = _flowed(
                 held[which], rank[which], served[which], state.alone[row[which]], whole.shape[1], rounds
             )
-            excess[which] = over(loads, state.cap[row[which]], state.dead).sum(axis=1)
+            excess[which] = total(over(loads, state.cap[row[which]], state.dead))
     return _Trial(served, excess)
 
 

@@ -16,6 +16,7 @@ from fleet.arrays import BoolArray, FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY
 from migration.model.constraints import Constraints
 from migration.model.placement_changes import NOWHERE
+from migration.solvers import kernels
 from migration.solvers.split_weights import SplitResult
 
 HOMELESS = 0.2
@@ -82,7 +83,12 @@ class OverflowRanks:
 
     def excess(self) -> FloatArray:
         """[a]: load above the cap."""
-        return np.asarray(over(self.loads(), self.cap, self.dead).sum(axis=1))
+        return total(over(self.loads(), self.cap, self.dead))
+
+
+def total(values: FloatArray) -> FloatArray:
+    """[a]: sums of rows [a, n], added from the left as a compiled loop adds (numpy's own order differs)."""
+    return np.asarray(values.cumsum(axis=1)[:, -1])
 
 
 def over(loads: FloatArray, cap: FloatArray, dead: BoolArray) -> FloatArray:
@@ -210,6 +216,35 @@ class OverflowView(NamedTuple):
 
 
 def overflow_view(state: OverflowRanks) -> OverflowView:
+    library = kernels.compiled()
+    if library is None or not state.served.size:
+        return _overflow_view(state)
+    elements, of_ranks = state.served.shape, state.alone.shape
+    found = OverflowView(
+        np.empty(of_ranks),
+        np.empty(of_ranks),
+        np.empty(state.load.shape),
+        np.empty(elements),
+        np.empty(elements),
+        np.empty(elements, np.intp),
+        np.empty(elements),
+    )
+    library.overflow_view(
+        state.served,
+        state.rank,
+        state.expert,
+        state.dead,
+        state.cap,
+        state.load,
+        state.replicas,
+        state.alone,
+        *found,
+    )
+    return found
+
+
+def _overflow_view(state: OverflowRanks) -> OverflowView:
+    """Implement `overflow_view` in numpy."""
     ranks, experts = len(state.dead), state.load.shape[1]
     rows = np.arange(len(state.layer))[:, None]
     loads, y = state.loads(), state.served
@@ -277,6 +312,22 @@ def _pairs(state: OverflowRanks) -> tuple[IndexArray, FloatArray]:
 
 def admit(state: OverflowRanks, row: IndexArray, expert: IndexArray) -> None:
     """Make elements of the slots of experts with a single holder until now; a column is reserved for them."""
+    library = kernels.compiled()
+    if library is not None and state.slot.size:
+        library.overflow_admit(
+            row,
+            expert,
+            state.dead,
+            state.table,
+            state.load,
+            state.replicas,
+            state.slot,
+            state.rank,
+            state.expert,
+            state.served,
+            state.alone,
+        )
+        return
     new = (state.replicas[row, expert] == 1) & ~(state.expert[row] == expert[:, None]).any(axis=1)
     row, expert = row[new], expert[new]
     column = (state.slot[row] != NOWHERE).sum(axis=1)

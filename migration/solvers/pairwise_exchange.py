@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import BoolArray, FloatArray, IndexArray
+from migration.solvers import kernels
 from migration.solvers.holder_value import HolderValue
 
 _TINY = 1e-7
@@ -33,7 +34,9 @@ def exchange_experts(
     `migration.solvers.holder_value.held_by_worth`."""
     held = held.copy()
     # Half the memory traffic; ranking needs no higher precision.
-    worth = HolderValue(worth.own.astype(np.float32), worth.shared.astype(np.float32), worth.node)
+    worth = HolderValue(
+        worth.own.astype(np.float32, order="C"), worth.shared.astype(np.float32, order="C"), worth.node
+    )
     busy = np.arange(len(held))
     for _ in range(0, rounds, _CYCLE):
         part, mine, places = worth.at(busy), held[busy], None if home is None else home[busy]
@@ -53,6 +56,16 @@ def exchange_experts(
 def _swapped(worth: HolderValue, held: BoolArray, home: BoolArray | None) -> NDArray[np.bool_]:
     """Exchange sole replicas in place: all pairs of experts that are each other's best partner. bool
     [layers]: layers changed."""
+    library = kernels.compiled()
+    if library is None or not held.size:
+        return _swapped_in_numpy(worth, held, home)
+    changed = np.empty(len(held), bool)
+    library.locality_swapped(worth.own, worth.shared, worth.node, held, home, len(held), changed)
+    return changed
+
+
+def _swapped_in_numpy(worth: HolderValue, held: BoolArray, home: BoolArray | None) -> NDArray[np.bool_]:
+    """Implement `_swapped`."""
     sole = held.sum(axis=1) == 1
     where = held.argmax(axis=1)
     value = worth.own if worth.flat else worth.own + worth.shared[:, worth.node]
@@ -133,6 +146,26 @@ def _hand_overs(
     worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None
 ) -> _HandOvers:
     """Return the best hand-over of every rank, regardless of the others."""
+    library = kernels.compiled()
+    if library is None or not held.size:
+        return _hand_overs_in_numpy(worth, held, slots, most, home)
+    (layers, ranks, experts), kind = held.shape, worth.own.dtype
+    found = _HandOvers(
+        np.empty((layers, ranks), kind),
+        np.empty((layers, ranks), np.intp),
+        np.empty((layers, ranks), np.intp),
+        np.empty((layers, experts), np.intp),
+        np.empty((layers, ranks), np.intp),
+        np.empty((layers, ranks), bool),
+    )
+    library.locality_hand_overs(worth.own, worth.shared, worth.node, held, home, layers, slots, most, *found)
+    return found
+
+
+def _hand_overs_in_numpy(
+    worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None
+) -> _HandOvers:
+    """Implement `_hand_overs`."""
     win, lose = worth.marginal(held)
     count = held.sum(axis=1, keepdims=True)
     based = count if home is None else (held & home).sum(axis=1, keepdims=True)

@@ -12,6 +12,7 @@ import numpy as np
 
 from fleet.arrays import BoolArray, Float32Array, FloatArray, IndexArray
 from migration.model.placement_changes import ChangeKind
+from migration.solvers import kernels
 from migration.solvers.search_state import SearchState, penalty
 
 INVITING = 0.02
@@ -114,7 +115,7 @@ def _rows(state: SearchState, going: BoolArray, pace: RoundSize) -> _Rows:
     layers = np.arange(len(going))[:, None]
     allowed = -(-(state.over > 0.0).sum(axis=1) // pace.of) * going
     above = (state.over[layers, hot] > 0.0) & (np.arange(hot.shape[1]) < allowed[:, None])
-    layer, turn = above.nonzero()
+    layer, turn = (kernels.plain(part) for part in above.nonzero())
     width = above.sum(axis=1)
     begin = width.cumsum() - width
     dealing = np.full(state.over.shape, -1, np.intp)
@@ -211,6 +212,30 @@ class _Replicated(NamedTuple):
 
 
 def _replicated(state: SearchState) -> _Replicated:
+    library = kernels.compiled()
+    if library is None:
+        return _replicated_in_numpy(state)
+    found = [np.empty(state.expert.size, kind) for kind in (np.intp, np.intp, np.intp, float, float, float)]
+    rising, falling, count = np.empty(state.load.size), np.empty(state.load.size), np.empty(1, np.intp)
+    library.swap_replicated(
+        state.expert,
+        state.replicas,
+        state.each,
+        state.over,
+        state.pays,
+        state.per,
+        state.ranks,
+        *found,
+        rising,
+        falling,
+        count,
+    )
+    slot, rank, expert, each, replicas, rise = (part[: count[0]] for part in found)
+    return _Replicated(slot, rank, expert, each, replicas, rise, rising, falling)
+
+
+def _replicated_in_numpy(state: SearchState) -> _Replicated:
+    """Implement `_replicated`."""
     place = (state.expert + np.arange(0, state.load.size, state.empty + 1)[:, None]).ravel()
     slot = (state.replicas > 1.0).take(place).nonzero()[0]
     expert, rank = place[slot], slot // state.per
@@ -242,22 +267,9 @@ class _Spare(NamedTuple):
 
 
 def _spare(state: SearchState, rows: _Rows, many: _Replicated, most: int, turn: int) -> _Spare:
-    # Candidates: slots of partners with room, whose expert may lose a replica.
-    chosen = ((rows.dealing >= 0) & (state.over < 0.0)).take(many.rank).nonzero()[0]
-    chosen = chosen[((state.replicas > state.least) & ~state.fixed).take(many.expert[chosen])]
-    row = rows.dealing.take(many.rank[chosen])
-    # Group by relieved rank into rows of a rectangle, for array operations without a loop.
-    order = row.astype(np.int16).argsort(kind="stable")
-    chosen, row = chosen[order], row[order]
-    number = np.bincount(row, minlength=len(rows.layer))
-    column = np.arange(len(chosen)) - (number.cumsum() - number).repeat(number)
-    # Too many: every step-th, shifted with each turn so that all are seen in time.
-    step = -(-int(number.max(initial=1)) // most)
-    if step > 1:
-        some = (column % step == turn % step).nonzero()[0]
-        chosen, row, column = chosen[some], row[some], column[some] // step
+    chosen, row, column, columns = _spare_slots(state, rows, many, most, turn)
     slot, rank, expert, each = many.slot[chosen], many.rank[chosen], many.expert[chosen], many.each[chosen]
-    shape = (len(rows.layer), int(column.max(initial=0)) + 1)
+    shape = (len(rows.layer), columns)
     at = row * shape[1] + column
     of_layer = np.zeros(shape, np.intp)
     of_layer.ravel()[at] = slot - rows.layer[row] * state.expert.shape[1]
@@ -276,6 +288,58 @@ def _spare(state: SearchState, rows: _Rows, many: _Replicated, most: int, turn: 
     return _Spare(of_layer, without, cost, weight, (row[shared], column[shared], comes.astype(np.float32)))
 
 
+def _spare_slots(
+    state: SearchState, rows: _Rows, many: _Replicated, most: int, turn: int
+) -> tuple[IndexArray, IndexArray, IndexArray, int]:
+    """Return (slots, as indices of `many`; their row and column; number of columns).
+
+    These are slots of partners with room, whose expert may lose a replica, grouped by relieved rank into rows
+    of a rectangle.
+    """
+    library = kernels.compiled()
+    if library is None or not len(rows.layer):
+        return _spare_slots_in_numpy(state, rows, many, most, turn)
+    chosen, row, column = (np.empty(len(many.rank), np.intp) for _ in range(3))
+    size = np.empty(2, np.intp)
+    library.swap_spare(
+        rows.dealing,
+        state.over,
+        state.replicas,
+        state.least,
+        state.fixed,
+        many.rank,
+        many.expert,
+        len(rows.layer),
+        most,
+        turn,
+        chosen,
+        row,
+        column,
+        size,
+    )
+    count, columns = size.tolist()
+    return chosen[:count], row[:count], column[:count], columns
+
+
+def _spare_slots_in_numpy(
+    state: SearchState, rows: _Rows, many: _Replicated, most: int, turn: int
+) -> tuple[IndexArray, IndexArray, IndexArray, int]:
+    """Implement `_spare_slots`."""
+    chosen = ((rows.dealing >= 0) & (state.over < 0.0)).take(many.rank).nonzero()[0]
+    chosen = chosen[((state.replicas > state.least) & ~state.fixed).take(many.expert[chosen])]
+    row = rows.dealing.take(many.rank[chosen])
+    order = row.astype(np.int16).argsort(kind="stable")
+    chosen, row = chosen[order], row[order]
+    number = np.bincount(row, minlength=len(rows.layer))
+    column = np.arange(len(chosen)) - (number.cumsum() - number).repeat(number)
+    # Too many: every step-th, shifted with each turn so that all are seen in time.
+    step = -(-int(number.max(initial=1)) // most)
+    if step > 1:
+        some = (column % step == turn % step).nonzero()[0]
+        chosen, row, column = chosen[some], row[some], column[some] // step
+    return chosen, row, column, int(column.max(initial=0)) + 1
+
+
 class _Option(NamedTuple):
     """The best change of one kind: arrays [r]."""
 
@@ -288,21 +352,19 @@ def _option(worth: Float32Array, hot: IndexArray, cold: IndexArray) -> _Option:
     """Return the best of worth [r, h, c], of hot [r, h] and cold [r, c]."""
     at, flat = np.arange(len(worth)), worth.reshape(len(worth), -1)
     top = flat.argmax(axis=1)
-    return _Option(flat[at, top], hot[at, top // cold.shape[1]], cold[at, top % cold.shape[1]])
+    return _option_at(flat[at, top], top, hot, cold)
+
+
+def _option_at(worth: Float32Array, top: IndexArray, hot: IndexArray, cold: IndexArray) -> _Option:
+    """Return the change of hot [r, h] and cold [r, c] at an index [r] of the flat [h, c]."""
+    row, (first, second) = np.arange(len(top)), np.divmod(top, cold.shape[1])
+    return _Option(worth, hot[row, first], cold[row, second])
 
 
 def _one_copy(
     state: SearchState, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replicated
 ) -> tuple[_Option, _Option]:
     """Return the best replication and the best move into a spare slot."""
-    level = spare.without[:, None, :] + hot.each[:, :, None]
-    _bar_holders(state, hot, level, spare.slot)
-    move = penalty(level)
-    level -= hot.lighter[:, :, None]
-    replicate = penalty(level)
-    _correct(move, replicate, hot, spare)
-    _to_worth(move, hot.pays - hot.without - hot.barred, spare.cost, spare.weight)
-    move *= hot.weight[:, :, None]
     own = hot.pays - hot.shared
     others = many.falling.take(hot.expert) - own
     relief = (
@@ -311,8 +373,55 @@ def _one_copy(
         - hot.barred
         - _bar(hot.replicas >= state.max_replicas)
         - _bar(hot.has_giant[:, None] & ~hot.giant)
+    ).astype(np.float32)
+    relief_of_move = hot.pays - hot.without - hot.barred
+    library = kernels.compiled()
+    if library is None or not len(rows.layer):
+        return _one_copy_in_numpy(state, hot, spare, relief, relief_of_move)
+    worth, at = np.empty((2, len(relief)), np.float32), np.empty((2, len(relief)), np.intp)
+    library.swap_copy(
+        state.per,
+        state.ranks,
+        state.held,
+        hot.expert,
+        hot.each,
+        hot.lighter,
+        _held_elsewhere(hot),
+        hot.level,
+        hot.pays,
+        relief_of_move,
+        relief,
+        hot.weight,
+        spare.slot,
+        spare.without,
+        spare.cost,
+        spare.weight,
+        *spare.shared,
+        worth,
+        at,
     )
-    _to_worth(replicate, relief.astype(np.float32), spare.cost, spare.weight)
+    replicate, move = (_option_at(*found, hot.slot, spare.slot) for found in zip(worth, at, strict=True))
+    return replicate, move
+
+
+def _held_elsewhere(hot: _Hot) -> BoolArray:
+    """[r, h]: slots whose expert may change and has other holders."""
+    return np.asarray((hot.replicas > 1.0) & (hot.barred == 0.0))
+
+
+def _one_copy_in_numpy(
+    state: SearchState, hot: _Hot, spare: _Spare, relief: Float32Array, relief_of_move: Float32Array
+) -> tuple[_Option, _Option]:
+    """Implement `_one_copy`. relief [r, h]: by a replication, and by a move."""
+    level = spare.without[:, None, :] + hot.each[:, :, None]
+    _bar_holders(state, hot, level, spare.slot)
+    move = penalty(level)
+    level -= hot.lighter[:, :, None]
+    replicate = penalty(level)
+    _correct(move, replicate, hot, spare)
+    _to_worth(move, relief_of_move, spare.cost, spare.weight)
+    move *= hot.weight[:, :, None]
+    _to_worth(replicate, relief, spare.cost, spare.weight)
     return _option(replicate, hot.slot, spare.slot), _option(move, hot.slot, spare.slot)
 
 
@@ -326,7 +435,7 @@ def _to_worth(cost: Float32Array, relief: Float32Array, rise: Float32Array, weig
 
 def _bar_holders(state: SearchState, hot: _Hot, level: Float32Array, slot: IndexArray) -> None:
     """Bar, in level [r, h, c], an expert from slots [r, c] of ranks that hold it already."""
-    row, column = ((hot.replicas > 1.0) & (hot.barred == 0.0)).nonzero()
+    row, column = _held_elsewhere(hot).nonzero()
     if len(row):
         there = state.held.take((hot.expert[row, column] * state.ranks)[:, None] + (slot // state.per)[row])
         level[row, column] += _bar(there)
@@ -351,6 +460,42 @@ def _swap(state: SearchState, rows: _Rows, hot: _Hot, looks: int, turn: int) -> 
     reach = max(1, min(-(-looks // few**2), rows.cold.shape[1] // int(rows.width.max(initial=1))))
     rank = rows.cold[rows.layer[:, None], rows.turn[:, None] + rows.width[:, None] * np.arange(reach)]
     within = _some(state.per, few, turn // -(-state.per // few))
+    relief = hot.pays - hot.barred
+    library = kernels.compiled()
+    if library is None or not len(rows.layer):
+        return _swap_in_numpy(state, rows, hot, relief, rank, within)
+    worth, hot_at, cold = np.empty(len(relief), np.float32), *np.empty((2, len(relief)), np.intp)
+    library.swap_exchange(
+        rows.layer,
+        rows.rank,
+        kernels.plain(rank),
+        within,
+        state.per,
+        state.ranks,
+        state.expert,
+        state.each,
+        state.over,
+        state.pays,
+        state.held,
+        state.fixed,
+        state.fresh,
+        hot.expert,
+        hot.each,
+        _held_elsewhere(hot),
+        hot.level - hot.each,
+        relief,
+        np.float32(0.5) * hot.weight,
+        worth,
+        hot_at,
+        cold,
+    )
+    return _Option(worth, hot.slot[np.arange(len(hot_at)), hot_at], cold)
+
+
+def _swap_in_numpy(
+    state: SearchState, rows: _Rows, hot: _Hot, relief: Float32Array, rank: IndexArray, within: IndexArray
+) -> _Option:
+    """Implement `_swap`. relief: [r, h]; rank: [r, n], partners; within: slots of a partner to examine."""
     slot = ((rank * state.per)[:, :, None] + within).reshape(len(rank), -1)
     of_rank = (rank + (rows.layer * state.ranks)[:, None]).repeat(len(within), axis=1)
     at = slot + (rows.layer * state.expert.shape[1])[:, None]
@@ -372,7 +517,7 @@ def _swap(state: SearchState, rows: _Rows, hot: _Hot, looks: int, turn: int) -> 
     cost += penalty(after)
     _to_worth(
         cost,
-        hot.pays - hot.barred,
+        relief,
         (_bar(stays) - state.pays.take(of_rank)).astype(np.float32),
         _weight(state.fresh.take(at)),
     )

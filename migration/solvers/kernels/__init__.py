@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from numpy.typing import NDArray
 
-from fleet.arrays import FloatArray, IndexArray
+from fleet.arrays import FloatArray, FloatingArray, IndexArray
 
 
 class Kernels(Protocol):
@@ -39,6 +39,55 @@ class Kernels(Protocol):
         out: FloatArray,
     ) -> None:
         """`migration.solvers.split_weights.diffused`."""
+
+    def overflow_view(self, *arrays: NDArray[Any]) -> None:
+        """`migration.solvers.overflow_state.overflow_view`: the state's arrays, then those of the view."""
+
+    def overflow_admit(self, row: IndexArray, expert: IndexArray, *arrays: NDArray[Any]) -> None:
+        """`migration.solvers.overflow_state.admit`: then arrays of the state; the last five change."""
+
+    def overflow_promises(
+        self,
+        row: IndexArray,
+        expert: IndexArray,
+        worth: FloatArray | None,
+        flow: FloatArray | None,
+        *arrays: Any,
+    ) -> None:
+        """`migration.solvers.overflow_copies._promises`; with `flow`, those of `_lane_promises`."""
+
+    def swap_replicated(self, expert: IndexArray, *arguments: Any) -> None:
+        """`migration.solvers.swap_search._replicated`."""
+
+    def swap_spare(self, dealing: IndexArray, *arguments: Any) -> None:
+        """`migration.solvers.swap_search._spare_slots`."""
+
+    def swap_exchange(self, layer: IndexArray, *arguments: Any) -> None:
+        """`migration.solvers.swap_search._swap`: the best pair of slots for each rank."""
+
+    def swap_copy(self, slots: int, *arguments: Any) -> None:
+        """`migration.solvers.swap_search._one_copy`: the best pairs for each rank."""
+
+    def locality_filled(self, own: FloatArray, *arguments: Any) -> None:
+        """`migration.solvers.holder_value.filled`."""
+
+    def locality_one_each(self, own: FloatArray, *arguments: Any) -> None:
+        """`migration.solvers.holder_value._one_each`; the last array is False if the experts do not fit."""
+
+    def locality_swapped(self, own: FloatingArray, *arguments: Any) -> None:
+        """`migration.solvers.pairwise_exchange._swapped`, in single precision."""
+
+    def locality_hand_overs(self, own: FloatingArray, *arguments: Any) -> None:
+        """`migration.solvers.pairwise_exchange._hand_overs`, in single precision."""
+
+    def cap_levelled(self, rank: IndexArray, *arguments: Any) -> None:
+        """The rounds of `migration.solvers.load_cap.level`; near and far change."""
+
+    def cap_pairs(self, rows: IndexArray, *arguments: Any) -> None:
+        """`migration.solvers.load_cap._cheapest`."""
+
+    def overflow_tried(self, row: IndexArray, *arguments: Any) -> None:
+        """`migration.solvers.overflow_copies._tried`."""
 
 
 def _loaded() -> tuple[Kernels | None, str]:

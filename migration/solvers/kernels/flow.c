@@ -154,6 +154,30 @@ static bool work(Argument *arguments) {
     return true;
 }
 
+struct Flow {
+    Block block;
+    double scratch[];
+};
+
+Flow *flow_space(int64_t n, int64_t ranks, int64_t groups) {
+    Flow *flow = malloc(sizeof *flow + (size_t)(n * 3 + ranks + groups * 3) * sizeof(double));
+    if (!flow) return NULL;
+    flow->block = (Block){.ahead = flow->scratch};
+    Block *it = &flow->block;
+    it->width = it->ahead + n, it->part = it->width + n, it->load = it->part + n;
+    it->sums = it->load + ranks, it->total = it->sums + groups, it->scale = it->total + groups;
+    return flow;
+}
+
+void flow_few(Flow *flow, int64_t n, const int64_t *rank, const int64_t *group, int64_t ranks, int64_t groups,
+              const double *alone, const double *served, int64_t rounds, double *out) {
+    Block *it = &flow->block;
+    it->n = n, it->rank = rank, it->group = group, it->ranks = ranks, it->groups = groups;
+    it->alone = alone, it->loose = out;
+    memcpy(out, served, (size_t)n * sizeof *out);
+    diffuse(it, rounds, 0.0);
+}
+
 /* flow(rank [n], group [n], alone [ranks], groups, served [n], own [n] or None, rounds, enough, out [n]) */
 KERNEL(flow) {
     RUN("lldnddnxD",
@@ -162,5 +186,5 @@ KERNEL(flow) {
                "flow: arrays of slots differ in length") &&
             all_below(AS_L(0), COUNT(0), COUNT(2), "flow: no such rank") &&
             all_below(AS_L(1), COUNT(0), COUNT(3), "flow: no such group"),
-        ok = work(arguments));
+        ok = work(arguments), true);
 }

@@ -28,6 +28,8 @@ void release(Argument *arguments, const char *spec);
 bool expect(bool holds, const char *message);
 /* False, with ValueError set, unless all `count` numbers are at least 0 and below `end`. */
 bool all_below(const int64_t *numbers, int64_t count, int64_t end, const char *message);
+/* The same, at least `first`. */
+bool all_between(int64_t first, const int64_t *numbers, int64_t count, int64_t end, const char *message);
 
 #define AS_D(at) ((double *)arguments[at].data)
 #define AS_F(at) ((float *)arguments[at].data)
@@ -38,20 +40,42 @@ bool all_below(const int64_t *numbers, int64_t count, int64_t end, const char *m
 
 #define KERNEL(name) PyObject *name(PyObject *self, PyObject *const *given, Py_ssize_t count)
 
-/* A kernel's frame: `spec`, a check of shapes and indices (an expression), and the loops, which run without the
-   interpreter's lock and set `ok` to false where memory is short. */
-#define RUN(spec, check, work)                                                                                       \
+/* A kernel's frame: `spec`, a check of shapes and indices (an expression), the loops, which run without the
+   interpreter's lock and set `ok` to false where memory is short, and a check of what they found. */
+#define RUN(spec, check, work, verdict)                                                                              \
     Argument arguments[MOST_ARGUMENTS];                                                                              \
     (void)self;                                                                                                      \
     bool ok = read_arguments(arguments, given, count, spec) && (check);                                              \
     if (ok) {                                                                                                        \
         Py_BEGIN_ALLOW_THREADS work;                                                                                 \
         Py_END_ALLOW_THREADS if (!ok) PyErr_NoMemory();                                                              \
+        ok = ok && (verdict);                                                                                        \
     }                                                                                                                \
     release(arguments, spec);                                                                                        \
     if (!ok) return NULL;                                                                                            \
     Py_RETURN_NONE
 
+/* Flow among few slots, for other kernels. flow_space: memory for n slots, to be freed; NULL: there is none.
+   flow_few: arguments as those of `flow`, without own load. */
+typedef struct Flow Flow;
+Flow *flow_space(int64_t n, int64_t ranks, int64_t groups);
+void flow_few(Flow *flow, int64_t n, const int64_t *rank, const int64_t *group, int64_t ranks, int64_t groups,
+              const double *alone, const double *served, int64_t rounds, double *out);
+
 KERNEL(flow);
+KERNEL(overflow_view);
+KERNEL(overflow_promises);
+KERNEL(overflow_tried);
+KERNEL(overflow_admit);
+KERNEL(swap_exchange);
+KERNEL(swap_copy);
+KERNEL(swap_replicated);
+KERNEL(swap_spare);
+KERNEL(locality_filled);
+KERNEL(locality_swapped);
+KERNEL(locality_one_each);
+KERNEL(locality_hand_overs);
+KERNEL(cap_levelled);
+KERNEL(cap_pairs);
 
 #endif

@@ -52,16 +52,28 @@ bool expect(bool holds, const char *message) {
     return holds;
 }
 
-bool all_below(const int64_t *numbers, int64_t count, int64_t end, const char *message) {
+bool all_between(int64_t first, const int64_t *numbers, int64_t count, int64_t end, const char *message) {
     bool holds = true;
-    for (int64_t at = 0; at < count; at++) holds &= (uint64_t)numbers[at] < (uint64_t)end;
+    for (int64_t at = 0; at < count; at++) holds &= numbers[at] >= first && numbers[at] < end;
     return expect(holds, message);
+}
+
+bool all_below(const int64_t *numbers, int64_t count, int64_t end, const char *message) {
+    return all_between(0, numbers, count, end, message);
 }
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef methods[] = {
-    METHOD(flow),
+    METHOD(flow),           METHOD(overflow_view),  METHOD(overflow_promises),
+    METHOD(overflow_tried), METHOD(overflow_admit), METHOD(swap_exchange),
+    METHOD(swap_copy),      METHOD(swap_replicated), METHOD(swap_spare),
+    METHOD(locality_filled),
+    METHOD(locality_swapped),
+    METHOD(locality_one_each),
+    METHOD(locality_hand_overs),
+    METHOD(cap_levelled),
+    METHOD(cap_pairs),
     {NULL, NULL, 0, NULL},
 };
 

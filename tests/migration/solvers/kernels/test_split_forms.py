@@ -13,7 +13,7 @@ from migration.solvers.split_weights import reweight
 from tests.migration.solvers.kernels.cases import Case, cases
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.sampled_from([None, 1e3, 1e5]))
 def test_shares_are_the_same(case: Case, pairs: float | None) -> None:
     def found() -> list[NDArray[np.uint16]]:
@@ -24,7 +24,7 @@ def test_shares_are_the_same(case: Case, pairs: float | None) -> None:
     assert all(np.array_equal(one, two) for one, two in zip(found(), expected, strict=True))
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_few_copies_are_the_same(case: Case) -> None:
     with kernels.python_form():
