@@ -47,10 +47,15 @@ CASES: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
     "small": ("small", ()),
     "tls": (None, ("bus.caSecret=bus-ca", "nats.tlsSecret=nats-tls", "imagePullSecrets[0].name=pull")),
     "gateway": (None, ("gateway.enabled=true", "gateway.caConfigMap=roost-ca")),
+    "pool": ("vllm", ("gateway.enabled=true", "gateway.inferencePool.enabled=true")),
 }
 VERSIONS = ("1.31", "1.37")
 """The oldest that the chart is for, and the newest."""
-OTHER_GROUPS = {"monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"}
+OTHER_GROUPS = {
+    "monitoring.coreos.com/v1",
+    "gateway.networking.k8s.io/v1",
+    "inference.networking.k8s.io/v1",
+}
 """Custom resources, which Kubernetes' own schemas do not describe."""
 ROOSTS = {"router", "planner", "tracker", "agent"}
 Manifest = dict[str, Any]
@@ -91,7 +96,7 @@ def test_kubernetes_accepts_what_the_chart_renders(name: str, version: str) -> N
     known = [one for one in case(name) if one["apiVersion"] not in OTHER_GROUPS]
     for one in known:
         accepted(version, json.dumps(one, sort_keys=True))
-    assert (len(known) < len(case(name))) == (name in ("sglang", "gateway"))
+    assert (len(known) < len(case(name))) == (name in ("sglang", "gateway", "pool"))
 
 
 def test_the_check_finds_a_wrong_field() -> None:
@@ -164,7 +169,8 @@ def test_every_part_starts_with_the_options_and_variables_of_its_container(
             plugin = environment(next(one for one in pod["spec"]["containers"] if one["name"] == "server"))
             assert plugin["ROOST_AGENT"] == started.settings.part(VllmConfig).listen
             assert mounted(plugin["ROOST_SECRET_FILE"], tmp_path) == given["ROOST_VLLM_SECRET_FILE"]
-    assert seen == {"router", "planner", "tracker"} | ({name} & {"vllm", "sglang"})
+    engine = {"pool": "vllm"}.get(name, name)
+    assert seen == {"router", "planner", "tracker"} | ({engine} & {"vllm", "sglang"})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -336,3 +342,40 @@ def test_the_chart_refuses_versions_of_kubernetes_that_it_is_not_checked_with() 
 
 def test_every_example_is_tested() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.yaml")} <= set(CASES)
+
+
+# Endpoint picker
+
+
+def test_the_pool_has_the_servers_and_the_picker_that_exist() -> None:
+    (pool,), (route,) = of_kind("pool", "InferencePool"), of_kind("pool", "HTTPRoute")
+    spec, (rule,) = pool["spec"], route["spec"]["rules"]
+    (backend,) = rule["backendRefs"]
+    assert (backend["group"], backend["kind"], backend["name"]) == (
+        pool["apiVersion"].partition("/")[0],
+        pool["kind"],
+        pool["metadata"]["name"],
+    )
+    chosen = [
+        pod
+        for pod in templates("pool")
+        if spec["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    ]
+    servers = {
+        port["containerPort"]
+        for pod in chosen
+        for container in pod["spec"]["containers"]
+        for port in container.get("ports", ())
+    }
+    assert servers == {port["number"] for port in spec["targetPorts"]} == {8000}
+    picker = spec["endpointPickerRef"]
+    service = next(one for one in of_kind("pool", "Service") if one["metadata"]["name"] == picker["name"])
+    (port,) = (one for one in service["spec"]["ports"] if one["port"] == picker["port"]["number"])
+    router = next(container for _, container in containers("pool") if container["name"] == "router")
+    (named,) = (one for one in router["ports"] if one["name"] == port["targetPort"])
+    assert f"0.0.0.0:{named['containerPort']}" in command(router)
+
+
+def test_a_pool_takes_no_engines_that_need_a_router() -> None:
+    with pytest.raises(Refused, match="token ids"):
+        rendered("sglang", "gateway.enabled=true", "gateway.inferencePool.enabled=true")
