@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "client", "deploy")
-PAGES = ("*.md", "docs/*.md", "docs/decisions/*.md")
+PAGES = ("*.md", "docs/*.md", "docs/decisions/*.md", "docs/guides/*.md")
 QUOTES_OLD_WORDS = {ROOT / "docs/renamed.md"}
 
 BANNED = {
