@@ -52,6 +52,7 @@ PUBLISHED: dict[str, tuple[tuple[type, ...], str]] = {
     "clusters": ((messages.ClustersPublished,), "the tracker"),
     "tables": ((messages.TablesPublished,), "the tracker"),
     "shifts": ((messages.PopularityShifted,), "the tracker"),
+    "tracker_heartbeat": ((messages.TrackerHeartbeat,), "the tracker, once a second"),
     "profiles": ((messages.ProfilePublished,), "the tracker"),
     "demand": ((messages.DemandPublished,), "the tracker"),
     "homes": ((messages.HomesPublished,), "the planner"),

@@ -14,6 +14,7 @@ from fleet.facts.demand import (
     PopularityShifted,
     ProfilePublished,
     TablesPublished,
+    TrackerHeartbeat,
 )
 from fleet.facts.engines import ConfigChanged, EngineHeartbeat, EngineJoined, EngineLeft, RankDrained
 from fleet.facts.migrations import (
@@ -84,6 +85,7 @@ AnyEvent = (
     | ClustersPublished
     | TablesPublished
     | PopularityShifted
+    | TrackerHeartbeat
     | PopularityDescribed
     | ProfilePublished
     | DemandPublished

@@ -17,6 +17,7 @@ from bus.joins import verified_members
 from bus.protocol.codec import LARGE
 from bus.protocol.sequence import MessageOrder, Sequences
 from bus.protocol.subjects import Subjects
+from fleet.event import PROTOCOL
 from fleet.facts.activity import CountsImported, ExpertsActivated, RequestsFinished, RequestsProfiled
 from fleet.facts.demand import (
     ClustersPublished,
@@ -25,6 +26,7 @@ from fleet.facts.demand import (
     PopularityShifted,
     ProfilePublished,
     TablesPublished,
+    TrackerHeartbeat,
 )
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.facts.placements import PlacementCommitted
@@ -47,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 WARN_SECONDS = 60.0
 """Minimum interval between two log lines about the same reason for rejection."""
+_BEAT_SECONDS = 1.0
 STOP_SECONDS = 5.0
 """Time limit for writing the state at shutdown."""
 SNAPSHOT_SECONDS = 5.0
@@ -125,6 +128,7 @@ class TrackerService:
             TablesPublished: bus.publisher(subjects.tables),
             PopularityShifted: bus.publisher(subjects.shifts),
         }
+        self._heartbeat = bus.publisher(subjects.tracker_heartbeat)
 
     async def run(self) -> None:
         """Receive, learn, publish and answer. BusError if the bus is unreachable at the start."""
@@ -153,6 +157,7 @@ class TrackerService:
                 tasks.create_task(
                     self._publish(telemetry, requests), name="publishes profiles, demands and shifts"
                 )
+                tasks.create_task(self._beat(), name="publishes heartbeats")
                 tasks.create_task(self._publish_learnt(), name="publishes clusters and tables")
                 tasks.create_task(self._fit(), name="refits clusters")
                 if self._state_file is not None:
@@ -325,6 +330,12 @@ class TrackerService:
                 with self._tracing.saying(shift) as traced:
                     await self._send(traced)
             self._measure(now, sum(subscription.dropped for subscription in subscriptions))
+
+    async def _beat(self) -> None:
+        """Tell programs and `roost doctor` that this tracker is alive, and its protocol."""
+        while True:
+            await self._heartbeat.publish(TrackerHeartbeat(protocol=PROTOCOL, reports=self.reports))
+            await asyncio.sleep(_BEAT_SECONDS)
 
     async def _publish_learnt(self) -> None:
         """Publish changed clusters, and the changes of the tables."""

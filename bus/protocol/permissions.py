@@ -106,6 +106,8 @@ def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
         subjects.requests_read,
         subjects.clusters,
         subjects.tables,
+        subjects.shifts,
+        subjects.tracker_heartbeat,
         subjects.homes,
         subjects.reservations,
     )
@@ -119,7 +121,14 @@ def _router(subjects: Subjects, names: StoreNames, _: str) -> Rights:
 
 def _tracker(subjects: Subjects, names: StoreNames, _: str) -> Rights:
     """Subscribes to reports of ranks and routers; publishes what it learns from them."""
-    publishes = (subjects.profiles, subjects.demand, subjects.clusters, subjects.tables, subjects.shifts)
+    publishes = (
+        subjects.profiles,
+        subjects.demand,
+        subjects.clusters,
+        subjects.tables,
+        subjects.shifts,
+        subjects.tracker_heartbeat,
+    )
     hears = (
         subjects.experts(),
         subjects.heartbeats(),

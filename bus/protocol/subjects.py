@@ -132,6 +132,10 @@ class Subjects:
         return f"{self._roost}.tracker.shift"
 
     @property
+    def tracker_heartbeat(self) -> str:
+        return f"{self._roost}.tracker.heartbeat"
+
+    @property
     def profiles(self) -> str:
         return f"{self._roost}.tracker.profile"
 
@@ -258,6 +262,7 @@ class Subjects:
             self.clusters,
             self.tables,
             self.shifts,
+            self.tracker_heartbeat,
             self.homes,
             *self.stored,
         )

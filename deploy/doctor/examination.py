@@ -125,6 +125,8 @@ async def on_bus(bus: Bus, subjects: Subjects, subject: Examined) -> list[Deploy
     protocols = {f"engine {joined.engine}": joined.protocol for joined in engines}
     if (planner := await probes.planner_protocol(bus, subjects)) is not None:
         protocols["the planner"] = planner
+    if heard.tracker_protocol is not None:
+        protocols["the tracker"] = heard.tracker_protocol
     found += judge.judge_protocols(protocols)
     doors = [
         (f"{joined.engine}/{rank}", url)

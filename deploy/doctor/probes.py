@@ -22,6 +22,7 @@ from bus.protocol.subjects import Subjects, engine_of
 from deploy.doctor.judgements import DoorReport, SecretFile, SpaceReport
 from deploy.security.tls import CertificateError, ServerTls
 from fleet.completions import PROTOCOL_HEADER
+from fleet.facts.demand import TrackerHeartbeat
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.requests.control_loop import DescribeLoop, LoopDescribed
 from fleet.requests.demand import DescribeProfile
@@ -54,6 +55,8 @@ class HeardMessages:
         """
         self.beating: set[str] = set()
         """engines that sent a heartbeat"""
+        self.tracker_protocol: int | None = None
+        """protocol that the tracker states; None: it has sent no heartbeat"""
 
     @property
     def offsets(self) -> dict[str, float]:
@@ -73,6 +76,8 @@ class HeardMessages:
         self._offsets[publisher] = max(self._offsets.get(publisher, offset), offset)
         if isinstance(received.message, EngineHeartbeat):
             self.beating.add(received.message.engine)
+        if isinstance(received.message, TrackerHeartbeat):
+            self.tracker_protocol = received.message.protocol
 
 
 async def listen(bus: Bus, subjects: Subjects, seconds: float) -> HeardMessages:

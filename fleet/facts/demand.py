@@ -82,6 +82,15 @@ class PopularityShifted(Event, frozen=True, kw_only=True):
     """W3C trace context of this shift's span; the reaction to the shift continues the trace"""
 
 
+class TrackerHeartbeat(Event, frozen=True, kw_only=True):
+    """Heartbeat of the tracker, once a second. Not stored."""
+
+    protocol: int
+    """`fleet.event.PROTOCOL` of the tracker"""
+    reports: int
+    """activation reports that this process has learnt from"""
+
+
 class ProfilePublished(Event, frozen=True, kw_only=True):
     """The tracker's global profile of a model: expert probabilities per layer. Not stored; `DescribeProfile`
     requests it.

@@ -47,11 +47,12 @@ def _path(name: str, about: str) -> dict[str, Any]:
 
 _EVENT_TEXT = f"""Events of the fleet, as server-sent events. Stored kinds have an id, their position in the
 log, which is the same at every router: send the last one as Last-Event-ID (browsers do), and nothing is lost
-or doubled. Telemetry (EngineHeartbeat, KvMetrics, HomesPublished) arrives only when asked for by kind, has no
-id and is not repeated. The event `{GAP}` reports events that this reader misses, with their number if known;
-`{END}` is the last event of a stream that the router ends. A comment follows {HEARTBEAT_SECONDS:g} s of
-silence. The data of an event is JSON: kind, engine, subject, publisher_id, sequence, published_at (Unix
-seconds of the sender), message (its fields: docs/asyncapi.yaml)."""
+or doubled. Telemetry (EngineHeartbeat, TrackerHeartbeat, KvMetrics, HomesPublished, PopularityShifted)
+arrives only when asked for by kind, has no id and is not repeated. The event `{GAP}` reports events that this
+reader misses, with their number if known; `{END}` is the last event of a stream that the router ends. A
+comment follows {HEARTBEAT_SECONDS:g} s of silence. The data of an event is JSON: kind, engine, subject,
+publisher_id, sequence, published_at (Unix seconds of the sender), message (its fields:
+docs/asyncapi.yaml)."""
 
 _PLANNER_ERRORS = {
     "409": "The planner refuses, with its reason",

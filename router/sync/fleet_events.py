@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from bus import Bus, BusError, Received
 from bus.protocol.subjects import Subjects
+from fleet.facts.demand import PopularityShifted, TrackerHeartbeat
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineHeartbeat
 from fleet.facts.placements import HomesPublished
@@ -25,7 +26,16 @@ log = logging.getLogger(__name__)
 
 STORED_KINDS = tuple(kind.__name__ for kind in STORED)
 """Kinds that have a position in the log, and can be resumed."""
-TELEMETRY_KINDS = tuple(kind.__name__ for kind in (EngineHeartbeat, KvMetrics, HomesPublished))
+TELEMETRY_KINDS = tuple(
+    kind.__name__
+    for kind in (
+        EngineHeartbeat,
+        KvMetrics,
+        HomesPublished,
+        PopularityShifted,
+        TrackerHeartbeat,
+    )
+)
 """Kinds that a router receives besides, and that hold nothing of a request. They are not stored."""
 MAX_READERS = 64
 _STORED_WAITING = 8

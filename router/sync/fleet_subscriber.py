@@ -92,15 +92,19 @@ class FleetSubscriber:
             tables = await stack.enter_async_context(
                 self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING)
             )
+            told = await stack.enter_async_context(
+                self._bus.subscribe(subjects.shifts, subjects.tracker_heartbeat)
+            )
             self.listening.set()
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             tasks.create_task(self._follow(subjects.membership()), name="follows joins and leaves")
             tasks.create_task(self._follow(subjects.placements()), name="follows placements")
             tasks.create_task(self._follow(subjects.drains()), name="follows drains")
             tasks.create_task(self._listen(beats), name="listens to heartbeats and loads")
+            tasks.create_task(self._pass_on(told), name="passes the tracker's telemetry on to programs")
             tasks.create_task(self._listen_kv(kv), name="listens to KV events")
             tasks.create_task(
-                self._watch_drops(kv, beats, tables),
+                self._watch_drops(kv, beats, tables, told),
                 name="counts dropped messages, and measures the replicas",
             )
             tasks.create_task(self._describe_unknown(), name="describes unknown engines")
@@ -139,6 +143,11 @@ class FleetSubscriber:
     async def _listen(self, subscription: Subscription) -> None:
         async for received in subscription:
             self.handle(received.message)
+            self._heard(received)
+
+    async def _pass_on(self, subscription: Subscription) -> None:
+        """Give programs what routing does not use."""
+        async for received in subscription:
             self._heard(received)
 
     async def _listen_kv(self, kv: Subscription) -> None:

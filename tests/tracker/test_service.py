@@ -10,12 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from bus import BusError
+from bus import BusError, Received, Subscription
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
+from fleet.event import PROTOCOL
 from fleet.experts import ModelShape
 from fleet.facts.activity import ExpertsActivated
-from fleet.facts.demand import DemandPublished, ProfilePublished
+from fleet.facts.demand import DemandPublished, ProfilePublished, TrackerHeartbeat
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.popularity import ExpertCounts
 from fleet.requests.demand import DescribeProfile
@@ -107,6 +108,25 @@ async def test_reports_become_profiles_and_demands_on_the_bus() -> None:
     assert isinstance(demand, DemandPublished)
     assert (demand.worker_id, demand.rank) == (1, 0)
     assert demand.tokens_per_second == pytest.approx(10.0, rel=0.1)
+
+
+async def test_a_heartbeat_each_second_says_how_many_reports_were_learnt_from() -> None:
+    bus = MemoryBus()
+    await bus.record(SUBJECTS.membership("a"), joined())
+    async with serving(bus), bus.subscribe(SUBJECTS.tracker_heartbeat) as beats:
+        await bus.publisher(SUBJECTS.experts("a")).publish(report(expert=0))
+        await asyncio.sleep(2.5)
+        said = [received.message async for received in first(beats, 2)]
+    assert said == [TrackerHeartbeat(protocol=PROTOCOL, reports=1)] * 2
+
+
+async def first(subscription: Subscription, count: int) -> AsyncIterator[Received]:
+    """The next messages of a subscription."""
+    async for received in subscription:
+        yield received
+        count -= 1
+        if not count:
+            return
 
 
 async def test_a_profile_can_be_asked_for_before_and_after_the_first_report() -> None:

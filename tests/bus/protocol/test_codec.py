@@ -43,7 +43,7 @@ from fleet.facts.activity import (
     RequestsProfiled,
     SampledProfile,
 )
-from fleet.facts.demand import DemandPublished, KeyedRows, TablesPublished
+from fleet.facts.demand import DemandPublished, KeyedRows, TablesPublished, TrackerHeartbeat
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvMetrics, KvRemoved, KvStored, RoutedKvEvent
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.facts.placements import HomesPublished
@@ -112,6 +112,7 @@ OUTCOMES = st.builds(
 EVENTS: st.SearchStrategy[Message] = st.one_of(
     st.builds(EngineLeft, engine=NAMES, worker_id=U64, reason=NAMES),
     st.builds(EngineHeartbeat, engine=NAMES, worker_id=U64, epoch=U64),
+    st.builds(TrackerHeartbeat, protocol=U64, reports=U64),
     st.builds(
         ExpertsActivated,
         engine=NAMES,

@@ -26,6 +26,7 @@ from deploy.http.sockets import listen, url_of
 from deploy.security.credentials import ServerCredentials
 from deploy.security.tls import ServerTls
 from fleet.event import PROTOCOL
+from fleet.facts.demand import TrackerHeartbeat
 from fleet.facts.engines import EngineHeartbeat, EngineLeft
 from router.api.app import create_app
 from router.api.bus_api import BusApi
@@ -187,6 +188,8 @@ async def test_dead_engines_wrong_clocks_newer_parts_and_closed_doors_are_found(
         examining = asyncio.create_task(examination.on_bus(bus, SUBJECTS, subject))
         while not examining.done():
             beat(bus, "late", time.time() - 100.0)
+            tracker = encode("tracker", TrackerHeartbeat(protocol=PROTOCOL + 1, reports=0))
+            bus.broker.deliver(SUBJECTS.tracker_heartbeat, seal(9, 0, time.time(), "tracker", tracker))
             future = b"\x81\xa4kind\xa6Future"
             bus.broker.deliver(SUBJECTS.homes, seal(8, 0, time.time(), "homes", future))
             await asyncio.sleep(0.05)
@@ -194,13 +197,15 @@ async def test_dead_engines_wrong_clocks_newer_parts_and_closed_doors_are_found(
     assert "engine dead has joined and sent no heartbeat" in about(found, "engines")[0]
     assert len(about(found, "engines")) == 1
     assert any("engine late is 100 s behind" in one for one in about(found, "clocks"))
-    newer, apart = sorted(about(found, "versions"))
+    newer, apart, tracker_apart = sorted(about(found, "versions"))
+    assert f"the tracker speaks protocol {PROTOCOL + 1}" in tracker_apart
     assert "that this version does not know" in newer
     assert f"engine late speaks protocol {PROTOCOL + 2}" in apart
     assert f"late/0 at {closed} does not answer" in about(found, "doors")[0]
     assert {one.what for one in found if one.level == "note"} == {
         "no planner answers: experts stay where they are",
         "no tracker answers: experts are not predicted, and demand is not learnt",
+        f"the tracker speaks protocol {PROTOCOL + 1}; this version of Roost speaks {PROTOCOL}",
     }
 
 

@@ -16,6 +16,8 @@ from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
 from deploy.http.server import HttpServer
 from deploy.http.sockets import listen, url_of
+from fleet.event import PROTOCOL
+from fleet.facts.demand import TrackerHeartbeat
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineLeft, RankDrained
 from router.access.api_keys import key_line
@@ -162,11 +164,24 @@ async def test_telemetry_arrives_when_asked_for_and_has_no_id(house: House) -> N
         assert (record["engine"], record["message"]["running"]) == ("a", 3)
 
 
+async def test_the_tracker_is_heard_as_well(house: House) -> None:
+    async with reading(house, "?kind=TrackerHeartbeat") as stream:
+        publisher = house.bus.publisher(house.subjects.tracker_heartbeat)
+        await publisher.publish(TrackerHeartbeat(protocol=PROTOCOL, reports=12))
+        event = await stream.event()
+    assert event["event"] == "TrackerHeartbeat"
+    assert json.loads(event["data"])["message"] == {
+        "kind": "TrackerHeartbeat",
+        "protocol": PROTOCOL,
+        "reports": 12,
+    }
+
+
 def test_the_kinds_on_offer_are_those_that_hold_nothing_of_requests() -> None:
     assert set(event_routes.EVENT_KINDS) == {
         *("EngineJoined", "EngineLeft", "PlacementCommitted", "MigrationPlanned", "MigrationStaged"),
         *("MigrationCommitted", "MigrationAborted", "PlanEvaluated", "RankDrained", "ConfigChanged"),
-        *("EngineHeartbeat", "KvMetrics", "HomesPublished"),
+        *("EngineHeartbeat", "KvMetrics", "HomesPublished", "TrackerHeartbeat", "PopularityShifted"),
     }
 
 
