@@ -5,6 +5,7 @@ window's sample and scored on the next window's, and on decode steps drawn after
 row combines all seeds.
 
     python -m benchmarks.placement --quick
+    python -m benchmarks.against REV placement    # both commits in one run: ratios of times, equal plans
 """
 
 import json
@@ -17,13 +18,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.rig.placements import balance, cover, drift, few_copies, locality, plans
+from benchmarks.rig.placements import balance, cover, decisions, drift, few_copies, locality, plans
 from benchmarks.rig.placements.cases import Row
 from benchmarks.rig.report import AsJson, Check, Quick, Target, hardware
 
 PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "balance": balance.rows,
     "cover": cover.rows,
+    "decisions": decisions.rows,
     "drift": drift.rows,
     "least": few_copies.rows,
     "locality": locality.rows,

@@ -45,7 +45,7 @@ EVEN_COPIES = {
     "full change, Zipf": {8: 4.0, 32: 23.0, 64: 29.0},
 }
 SPLIT_COPIES = {8: 1.0, 32: 3.0, 64: 4.0}
-QUICKLY_MS, LATER_MS, REWEIGHT_MS = 20.0, 60.0, 20.0
+QUICKLY_MS, LATER_MS, REWEIGHT_MS = 20.0, 60.0, 5.0
 QUICK_SKEWS, QUICK_DRIFTS = ("zipf", "lognormal"), ("noise", "jitter10", "mix25", "full")
 
 Values = NDArray[np.float64]
