@@ -38,10 +38,30 @@ static void add_loads(const Layer *it, const double *served, double *into) {
     for (int64_t at = 0; at < it->ranks; at++) into[at] = it->alone[at] + into[at];
 }
 
-static double excess(const Layer *it, const double *loads) {
-    double sum = 0.0;
-    for (int64_t at = 0; at < it->ranks; at++) sum += it->dead[at] ? 0.0 : above(loads[at] - it->cap);
+/* Add as numpy adds a row: in eight interleaved sums up to 128 numbers, and longer rows by halves. */
+static double add_row(const double *values, int64_t count) {
+    double sums[8], sum = 0.0;
+    int64_t at = 8;
+    if (count < 8) {
+        for (at = 0; at < count; at++) sum += values[at];
+        return sum;
+    }
+    if (count > 128) {
+        int64_t half = count / 2 - count / 2 % 8;
+        return add_row(values, half) + add_row(values + half, count - half);
+    }
+    memcpy(sums, values, sizeof sums);
+    for (; at < count - count % 8; at += 8)
+        for (int of = 0; of < 8; of++) sums[of] += values[at + of];
+    sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    for (; at < count; at++) sum += values[at];
     return sum;
+}
+
+/* Changes the loads into what lies above the cap. */
+static double excess(const Layer *it, double *loads) {
+    for (int64_t at = 0; at < it->ranks; at++) loads[at] = it->dead[at] ? 0.0 : above(loads[at] - it->cap);
+    return add_row(loads, it->ranks);
 }
 
 static int64_t root_of(int64_t *parent, int64_t at) {
@@ -254,14 +274,13 @@ static void hand_back(const Layer *it, const Trial *trial, const int64_t *other,
 static void make_copy(const Layer *it, const Trial *trial, const double *loads, const int64_t *other,
                       const double *parallel, int64_t element, int64_t expert, double moved) {
     int64_t gone = trial->held[element];
-    double left = trial->served[element], near = 0.0;
+    double left = trial->served[element], *near = trial->handed;
     trial->held[element] = -1;
     /* The replaced replica's load goes to its other holders, in proportion to their room. */
     for (int64_t at = 0; at < it->m; at++)
-        if (trial->held[at] == gone) near += above(it->cap - loads[it->rank[at]]) + 1e-3;
-    double each = left / most(near, TINY);
-    for (int64_t at = 0; at < it->m; at++)
-        if (trial->held[at] == gone) trial->served[at] += (above(it->cap - loads[it->rank[at]]) + 1e-3) * each;
+        near[at] = trial->held[at] == gone ? above(it->cap - loads[it->rank[at]]) + 1e-3 : 0.0;
+    double each = left / most(add_row(near, it->m), TINY);
+    for (int64_t at = 0; at < it->m; at++) trial->served[at] += near[at] * each;
     trial->served[element] = 0.0;
     hand_back(it, trial, other, parallel[element], element, left);
     /* The expert's other holders hand over the moved part evenly. */
