@@ -76,12 +76,17 @@ NONE = PlacementChanges(
 def made(table: SlotTable, changes: PlacementChanges) -> SlotTable:
     """Return the table after these changes, applied in order. The argument is not modified."""
     after = table.copy()
-    for layer, slot, expert, other_slot, other_expert in zip(
-        *(part.tolist() for part in changes[1:6]), strict=True
-    ):
-        after[layer, slot] = expert
-        if other_slot != NOWHERE:
-            after[layer, other_slot] = other_expert
+    two = changes.other_slot != NOWHERE
+    which = np.repeat(np.arange(len(two)), 1 + two)
+    second = np.zeros(len(which), bool)
+    second[1:] = which[1:] == which[:-1]
+    at = changes.layer[which].astype(np.intp) * table.shape[1] + np.where(
+        second, changes.other_slot[which], changes.slot[which]
+    )
+    # Of several changes of a slot the last one counts.
+    slots, last = np.unique(at[::-1], return_index=True)
+    expert = np.where(second, changes.other_expert[which], changes.expert[which])[::-1]
+    after.reshape(-1)[slots] = expert[last]
     return after
 
 

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.arrays import BoolArray, SlotTable
+from fleet.arrays import BoolArray, FloatArray, SlotTable
 from fleet.placement import EMPTY
 from migration.model.constraints import UNLIMITED, Constraints
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, made, taken, within
+from migration.solvers import kernels
 from migration.solvers.load_cap import held_of, level
 from migration.solvers.locality_placement import LocalityProblem
 
@@ -55,23 +56,17 @@ def ordered_diff(
             f" {room.ranks} ranks of {room.slots} slots"
         )
     missing, extra = _apart(table, target, demand.shape[2], room, limits)
-    found: list[tuple[int, float, _Row]] = []
-    for layer in np.flatnonzero(missing.any(axis=(1, 2))).tolist():
-        least = 1 if limits.min_replicas is None else limits.min_replicas[layer]
-        state = _Layer(
-            table[layer],
-            _Value(demand[:, layer], room),
-            missing[layer],
-            extra[layer],
-            np.broadcast_to(least, demand.shape[2:]),
-            limits.live,
-        )
-        rows = state.rows()
-        # Gains are not monotone: cut at the last point that has nearly all of the gain.
-        reached = np.cumsum([0.0, *(gain for gain, _ in rows)])
-        end = int(np.flatnonzero(reached >= reached.max() * _WHOLE)[-1])
-        found += [(layer, gain, row) for gain, row in rows[:end]]
-    changes = _changes(found)
+    layers = np.flatnonzero(missing.any(axis=(1, 2)))
+    if not len(layers):
+        return NONE
+    found = _series(_problem(table, missing, extra, layers, demand, room, limits))
+    # Gains are not monotone: cut at the last point that has nearly all of the gain.
+    keep, end = np.zeros(len(found.gain), bool), 0
+    for count in found.changes.tolist():
+        begin, end = end, end + count
+        reached = np.cumsum([0.0, *found.gain[begin:end]])
+        keep[begin : begin + int(np.flatnonzero(reached >= reached.max() * _WHOLE)[-1])] = True
+    changes = taken(_changes(np.repeat(layers, found.changes), found), keep)
     return _levelled(
         table, changes if limits.max_copies is None else within(changes, limits.max_copies), demand, room
     )
@@ -90,18 +85,109 @@ def _apart(
     return missing, extra
 
 
-class _Value:
-    """Worth of replicas in one layer. demand: [ranks, experts]."""
+class _Problem(NamedTuple):
+    """Layers that differ from the target. First axis: layers, unless stated otherwise."""
 
-    def __init__(self, demand: NDArray[Any], room: LocalityProblem) -> None:
-        nodes = int(room.node.max()) + 1
-        rank, node = room.prices if nodes > 1 else (1.0, 0.0)
-        self._own: list[list[float]] = (rank * np.asarray(demand, np.float64)).tolist()
-        self._shared: list[list[float]] = [
-            (node * demand[room.node == at].sum(axis=0, dtype=np.float64)).tolist() for at in range(nodes)
-        ]
-        self._node: list[int] = room.node.tolist()
-        self._near = [[0] * demand.shape[1] for _ in range(nodes)]
+    table: SlotTable
+    """int16 [layers, slots]."""
+    own: FloatArray
+    """float64 [ranks, layers, experts]: worth of a replica to its own rank."""
+    shared: FloatArray
+    """float64 [nodes, layers, experts]: worth of a node's first replica to the node."""
+    node: NDArray[np.intp]
+    """[ranks]."""
+    missing: BoolArray
+    """[layers, ranks, experts]: only in the target."""
+    extra: BoolArray
+    """[layers, ranks, experts]: only in the table."""
+    least: NDArray[np.int64]
+    """[layers, experts]: replicas that must stay."""
+    live: NDArray[np.bool_] | None
+    """[ranks]."""
+
+
+class _Series(NamedTuple):
+    """Changes of all layers, one layer after the other."""
+
+    rows: NDArray[np.int64]
+    """[n, 5]: as `_Row`."""
+    gain: FloatArray
+    """[n]."""
+    changes: NDArray[np.int64]
+    """[layers]: number of a layer's changes."""
+
+
+def _problem(
+    table: SlotTable,
+    missing: BoolArray,
+    extra: BoolArray,
+    layers: NDArray[np.intp],
+    demand: NDArray[Any],
+    room: LocalityProblem,
+    limits: Constraints,
+) -> _Problem:
+    nodes = int(room.node.max()) + 1
+    rank, node = room.prices if nodes > 1 else (1.0, 0.0)
+    demand = demand[:, layers]
+    least = np.asarray(1 if limits.min_replicas is None else limits.min_replicas[layers], np.int64)
+    return _Problem(
+        table[layers],
+        np.ascontiguousarray(rank * np.asarray(demand, np.float64)),
+        np.stack([node * demand[room.node == at].sum(axis=0, dtype=np.float64) for at in range(nodes)]),
+        room.node,
+        missing[layers],
+        extra[layers],
+        np.array(np.broadcast_to(least, (len(layers), demand.shape[2]))),
+        limits.live,
+    )
+
+
+def _series(problem: _Problem) -> _Series:
+    """Return each layer's changes, best first."""
+    library = kernels.compiled()
+    if library is None:
+        return _series_in_python(problem)
+    most = int(np.count_nonzero(problem.missing))
+    found = _Series(np.empty((most, 5), np.int64), np.empty(most), np.empty(len(problem.table), np.int64))
+    library.ordered_series(
+        kernels.plain(problem.table),
+        *(kernels.plain(part) for part in problem[1:7]),
+        None if problem.live is None else kernels.plain(problem.live),
+        len(problem.table),
+        _LOOK,
+        *found,
+    )
+    count = int(found.changes.sum())
+    return found._replace(rows=found.rows[:count], gain=found.gain[:count])
+
+
+def _series_in_python(problem: _Problem) -> _Series:
+    series = [
+        _Layer(
+            problem.table[layer],
+            _Value(problem.own[:, layer], problem.shared[:, layer], problem.node),
+            problem.missing[layer],
+            problem.extra[layer],
+            problem.least[layer],
+            problem.live,
+        ).rows()
+        for layer in range(len(problem.table))
+    ]
+    return _Series(
+        np.array([row for rows in series for _, row in rows], np.int64).reshape(-1, 5),
+        np.array([gain for rows in series for gain, _ in rows]),
+        np.array([len(rows) for rows in series]),
+    )
+
+
+class _Value:
+    """Worth of replicas in one layer. own: [ranks, experts]; shared: [nodes, experts]."""
+
+    def __init__(self, own: FloatArray, shared: FloatArray, node: NDArray[np.intp]) -> None:
+        self._own: list[list[float]] = own.tolist()
+        self._shared: list[list[float]] = shared.tolist()
+        self._node: list[int] = node.tolist()
+        self._near = [[0] * shared.shape[1] for _ in range(len(shared))]
 
     def count(self, rank: int, expert: int, by: int) -> None:
         """Record that a replica came, or went."""
@@ -273,19 +359,16 @@ class _Layer:
         return (gain, (int(ChangeKind.SWAP), slot, expert, theirs, back)), {rank, other}
 
 
-def _changes(found: list[tuple[int, float, _Row]]) -> PlacementChanges:
-    if not found:
-        return NONE
-    rows = np.array([row for *_, row in found])
-    kind, slot, expert, other_slot, other_expert = rows.T
+def _changes(layer: NDArray[np.intp], series: _Series) -> PlacementChanges:
+    kind, slot, expert, other_slot, other_expert = series.rows.T
     return PlacementChanges(
         kind.astype(np.uint8),
-        np.array([layer for layer, *_ in found], np.int32),
+        layer.astype(np.int32),
         slot.astype(np.int32),
         expert.astype(np.int16),
         other_slot.astype(np.int32),
         other_expert.astype(np.int16),
-        np.array([gain for _, gain, _ in found]),
+        series.gain,
     )
 
 
@@ -294,16 +377,18 @@ def _levelled(
 ) -> PlacementChanges:
     """Cut the ends of layers' series that make a rank too full for any weights: by a quarter until none
     does."""
-    cap = 1.0 / room.balance
-    while changes:
-        layers = np.unique(changes.layer)
-        before, after = table[layers], made(table, changes)[layers]
-        fullest = [
-            level(one, demand[:, layers], room.ranks, room.node).load.max(axis=1) for one in (before, after)
-        ]
-        over = layers[fullest[1] > np.maximum(cap, fullest[0]) * (1.0 + 1e-3)]
-        if not len(over):
-            break
+
+    def fullest(after: SlotTable, layers: NDArray[np.intp]) -> FloatArray:
+        load = level(after[layers], demand[:, layers], room.ranks, room.node).load
+        return np.asarray(load.max(axis=1))
+
+    over = np.unique(changes.layer).astype(np.intp)
+    allowed = np.full(len(table), np.inf)
+    if len(over):
+        allowed[over] = np.maximum(1.0 / room.balance, fullest(table, over)) * (1.0 + 1e-3)
+    while len(over):
+        # Only layers whose series was cut are evaluated again.
+        over = over[fullest(made(table, changes), over) > allowed[over]]
         keep = np.ones(len(changes.kind), bool)
         for layer in over.tolist():
             members = np.flatnonzero(changes.layer == layer)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from importlib import import_module, resources
 from typing import Any, Protocol, cast
 
+import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray, FloatingArray, IndexArray
@@ -85,6 +86,9 @@ class Kernels(Protocol):
 
     def cap_pairs(self, rows: IndexArray, *arguments: Any) -> None:
         """`migration.solvers.load_cap._cheapest`."""
+
+    def ordered_series(self, table: NDArray[np.int16], *arguments: Any) -> None:
+        """`migration.solvers.ordered_diff._series`: the last three arrays are written."""
 
     def overflow_tried(self, row: IndexArray, *arguments: Any) -> None:
         """`migration.solvers.overflow_copies._tried`."""

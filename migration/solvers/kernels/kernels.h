@@ -77,5 +77,6 @@ KERNEL(locality_one_each);
 KERNEL(locality_hand_overs);
 KERNEL(cap_levelled);
 KERNEL(cap_pairs);
+KERNEL(ordered_series);
 
 #endif

@@ -74,6 +74,7 @@ static PyMethodDef methods[] = {
     METHOD(locality_hand_overs),
     METHOD(cap_levelled),
     METHOD(cap_pairs),
+    METHOD(ordered_series),
     {NULL, NULL, 0, NULL},
 };
 

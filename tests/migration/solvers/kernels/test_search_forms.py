@@ -14,6 +14,7 @@ from migration.solvers.full_placement import full_placement
 from migration.solvers.holder_value import HolderValue, filled, held_by_worth
 from migration.solvers.load_cap import held_of, levelled
 from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, locality_placement
+from migration.solvers.ordered_diff import ordered_diff
 from migration.solvers.pairwise_exchange import exchange_experts
 from tests.migration.solvers.kernels.cases import Case, cases
 
@@ -73,6 +74,22 @@ def test_placements_by_worth_are_the_same_where_experts_have_homes(case: Case, s
     with kernels.python_form():
         expected = found()
     assert all(np.array_equal(one, two) for one, two in zip(found(), expected, strict=True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(by_rank=True), st.booleans(), st.integers(0, 2**32))
+def test_changes_towards_a_placement_are_the_same(case: Case, ties: bool, seed: int) -> None:
+    node = np.zeros(case.ranks, np.intp) if case.node is None else case.node
+    room = LocalityProblem(node, case.table.shape[1] // case.ranks, LocalityPrices(1.0, 1.5), balance=0.8)
+    demand = case.demand.round(1) if ties else case.demand
+    # Of equal worth, or made for the demand: without gains there would be exchanges alone.
+    other = np.random.default_rng(seed).permutation(case.experts).astype(np.int16)
+    shuffled = np.where(case.table < 0, case.table, other[case.table]).astype(np.int16)
+    for target in (locality_placement(demand, room).table, shuffled):
+        with kernels.python_form():
+            expected = ordered_diff(case.table, target, demand, room, case.limits)
+        found = ordered_diff(case.table, target, demand, room, case.limits)
+        assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
 def test_the_forms_agree_on_a_placement_of_full_size() -> None:
