@@ -11,6 +11,10 @@ held-out documents, domains mixed at random.
 - joint routing, static placement: the router prices expert traffic; experts stay.
 - full loop: the planner migrates experts and publishes homes, the router routes to them.
 
+Beside them stands an oracle (`rig.live.oracle`): the best alternation of homes and placement on the recorded
+routings of the measured requests, and the best homes under the placement in which the full loop ended. The
+distance between the two is the placement's, the rest is the routing's.
+
 The deciding figures are the ranks' dispatch reports (`DispatchMeasured`) and client-side measurements.
 Further parts (--only): flip, homogeneous, alternating.
 
@@ -24,20 +28,25 @@ byte budget is kept.
 import asyncio
 import statistics
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
 import typer
 
 from benchmarks.rig.live.client import Lengths
 from benchmarks.rig.live.document_traffic import Texts, texts
+from benchmarks.rig.live.oracle import best_alternation, best_ranks, recorded
 from benchmarks.rig.live.parts import alternating, flip, homogeneous
 from benchmarks.rig.live.run import (
     CADENCE,
     EPLB,
     LINK_SECONDS,
     LOOP,
+    MEASURED_SEED,
     POLICIES,
     RANKS,
     SLOTS,
@@ -50,6 +59,7 @@ from benchmarks.rig.live.run import (
     phase,
 )
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
+from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
 FEWER, BALANCE, PARTS = 0.20, 0.08, ("policies", "flip", "homogeneous", "alternating")
@@ -184,6 +194,36 @@ def judge(report: LiveReport, found: dict[str, list[Phase]], *, quick: bool) -> 
     ]
 
 
+def add_oracle(
+    report: LiveReport,
+    found: dict[str, list[Phase]],
+    ended: list[Placement],
+    traffic: Texts,
+    much: Plenty,
+    seed: int,
+) -> None:
+    """Add rows of what hindsight would have reached. ended: placement of the full loop after each round."""
+    torch.set_num_threads(1)  # waiting threads of tiny products cost more than they compute
+    several = []
+    for number, placement in enumerate(ended):
+        requests = traffic.requests(much.prompt, seed + number + MEASURED_SEED, 0)
+        routings = recorded(islice(requests, much.count), much.output)
+        best = best_alternation(routings, ranks=RANKS, slots=SLOTS)
+        several.append((best.remote_ranks, best_ranks(routings, placement).remote_ranks))
+    (best_of_all, best_there), blank = np.median(several, axis=0), [""] * (len(_COLUMNS) - 2)
+    report.add("oracle: homes and placement in hindsight", float(best_of_all), *blank)
+    report.add("oracle: homes in hindsight, the loop's placement", float(best_there), *blank)
+    loop, eplb = (
+        statistics.median(one.sent.remote_ranks for one in found[policy.name]) for policy in (LOOP, EPLB)
+    )
+    report.notes.append(
+        "oracle: of the remote ranks that EPLB + KV-only reaches, hindsight saves"
+        f" {1 - best_of_all / eplb:.1%}"
+        f" and the full loop {1 - loop / eplb:.1%}; of the distance, {best_there - best_of_all:.3f} is the"
+        f" placement's and {loop - best_there:.3f} the routing's"
+    )
+
+
 def spread(values: list[float], unit: str = "") -> str:
     """Return the median, and the range if there are several values."""
     middle = f"{statistics.median(values):+.3g}{unit}" if unit != "x" else f"{statistics.median(values):.3f}x"
@@ -212,7 +252,8 @@ async def run(
             report.notes.append(
                 f"{much.warm:g} s of each policy to get going, then {much.count} requests measured"
             )
-            judge(report, await policies(fleet, traffic, much, rounds, seed, plot, quick=quick), quick=quick)
+            found = await policies(fleet, traffic, much, rounds, seed, plot, quick=quick)
+            judge(report, found, quick=quick)
         for name, part in (("flip", flip), ("homogeneous", homogeneous), ("alternating", alternating)):
             if name in parts:
                 told = await part(fleet, traffic, much, seed, scale)
@@ -225,6 +266,8 @@ async def run(
                 "a quick run is too short for the loop to close: it shows that everything works, and its"
                 " figures are held to no target"
             )
+    if "policies" in parts:
+        add_oracle(report, found, fleet.ended[LOOP.name], traffic, much, seed)
 
 
 def setting(fleet: Live, much: Plenty, traffic: Texts) -> list[str]:

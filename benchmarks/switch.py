@@ -13,7 +13,7 @@ once. Time beside the bytes is time in which no rank copies or compares.
 (twice), all are sharded, and layers turn over to and fro alternate in one run. A tenth of the measured speed,
 with verification, is the limit of the reads, and the threads that copy have the lowest priority (`niceness`).
 
-**KV** (`--only kv`). An engine with all layers sharded changes its attention to and fro under load
+**KV** (`--kv`). An engine with all layers sharded changes its attention to and fro under load
 (`rig.turns.kv_switches`), with 10, 50 and 90 % of its KV pages in use. A *pause* of a stream is its longest
 gap over a switch minus its median gap.
 
@@ -358,6 +358,7 @@ def main(
     as_json: bool = AsJson,
     check: bool = Check,
     only: str = typer.Option("", help="copies, handovers, streaming or kv; empty: all"),
+    kv: bool = typer.Option(False, "--kv", help="the same as --only kv: switches of attention alone"),
     rounds: int = typer.Option(None, help="rounds of the copies"),
     stretches: int = typer.Option(None, help="stretches of five switches of attention, per filling"),
     seconds: float = typer.Option(None, help="seconds in which layers turn under load"),
@@ -370,7 +371,7 @@ def main(
         f"Switches of layout, {RANKS} ranks",
         ["what", "runs", "median ms", "longest ms", "GB/s a rank", "ratio"],
     )
-    shape = SMALL if quick else FULL
+    shape, only = SMALL if quick else FULL, "kv" if kv else only
     if only in ("", "copies"):
         ways = ("plain", "plain again", "landed", "verified", "gloo")
         shared = copy_times(shape, "shared", ways, rounds or (4 if quick else 20))

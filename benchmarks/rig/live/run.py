@@ -133,6 +133,8 @@ class Live:
     joined: EngineJoined
     settings: Settings
     notes: list[str] = field(default_factory=list)
+    ended: dict[str, list[Placement]] = field(default_factory=dict)
+    """placement at the end of each phase, by policy"""
     _offsets: Iterator[int] = field(default_factory=lambda: cycle(range(16)))
 
     @property
@@ -312,7 +314,9 @@ async def phase(live: Live, policy: Policy, traffic: Texts, much: Plenty, seed: 
     """Run from the reset on: warm-up, then the measured requests, the same for every policy."""
     await live.reset()
     await live.use(policy)
-    return await further(live, policy.name, traffic, much, seed)
+    found = await further(live, policy.name, traffic, much, seed)
+    live.ended.setdefault(policy.name, []).append(live.placement)
+    return found
 
 
 async def further(live: Live, name: str, traffic: Texts, much: Plenty, seed: int) -> Phase:
