@@ -126,16 +126,16 @@ def scoring(roost: Roost, asked: Prompts, turns: int) -> float:
     """Return the median microseconds of `router.scheduling.decision.decide` alone: hashes, overlaps and
     signature are given."""
     given: list[tuple[Any, Any]] = []
-    decide = scheduler.decide
+    decide = scheduler.decide  # type: ignore[attr-defined]
 
     def listening(*positional: Any, **named: Any) -> Any:
         given.append((positional, named))
         return decide(*positional, **named)
 
-    scheduler.decide = listening  # type: ignore[assignment]
+    scheduler.decide = listening  # type: ignore[assignment, attr-defined]
     for ids in asked.ids:
         roost.decide(ids)
-    scheduler.decide = decide
+    scheduler.decide = decide  # type: ignore[attr-defined]
     taken = []
     for turn in range(turns):
         positional, named = given[turn % len(given)]

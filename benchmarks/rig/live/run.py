@@ -197,8 +197,8 @@ class Live:
         course = await carried_out(
             self.bus, self.subjects, order, wait=True, began=lambda _: None, say=lambda _: None
         )
-        if course.given_up is not None:
-            raise RuntimeError(f"plan {course.accepted.plan} was given up: {course.given_up.reason}")
+        if course.aborted is not None:
+            raise RuntimeError(f"plan {course.accepted.plan} was aborted: {course.aborted.reason}")
         async with asyncio.timeout(SETTLED_SECONDS):
             while self.placement.epoch != course.epoch:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)

@@ -61,8 +61,8 @@ def rows(quick: bool) -> list[Row]:
     skews = ("topheavy",) if quick else SKEWS
     seeds = 1 if quick else 3
     found = [
-        _placed_row(*case, seeds, quick)
-        for case in product(skews, SPECIAL[:2] if quick else SPECIAL, LEAKS, MOST)
+        _placed_row(skew, special, leak, most, seeds, quick)
+        for skew, special, leak, most in product(skews, SPECIAL[:2] if quick else SPECIAL, LEAKS, MOST)
     ]
     found += [
         _wide_row(skew, ranks, special, quick)
