@@ -1,31 +1,34 @@
 """HTTP server protocol with limits: it cuts connections whose head, body, answer or idle time exceeds them.
 
-uvicorn's protocol on httptools bounds none of these. It joins the pieces of a header field as they come
-(quadratic work on the event loop), parses all of the rest of a read, and has a timer only between two
-requests. In this protocol
+uvicorn's protocol on httptools bounds none of these. httptools joins the pieces of a header field as they
+come (quadratic work on the event loop), and uvicorn parses all of the rest of a read and has a timer only
+between two requests. In this protocol
 
 - every read is parsed in slices, and the bytes of heads, trailers and chunk headers are counted, so the work
   per byte is bounded;
-- deadlines are plain numbers that `sweep` compares once a second, so requests create and cancel no timers;
+- deadlines are plain numbers that the server compares once a second, so requests create and cancel no timers;
 - a connection is half-closed first, and further input is dropped for a moment: a close with unread input
   would make the kernel send a reset, which can overtake the answer that states the error.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections import deque
 from enum import Enum
 from math import inf
 from typing import Any, cast
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from deploy.http.connection_gate import ConnectionGate
+from deploy.http.declined_upgrade import ReadOn, repeated_head
+from deploy.http.exchange import HttpExchange, split_url
 from deploy.http.limits import Count, HttpLimits
+from deploy.http.refusal import Refusal
 from deploy.http.write_coalescing import WriteCoalescing
-from fleet.completions import ApiError
 
 SLICE_BYTES = 16 * 1024
 """Bytes parsed in one turn of the event loop. Bodies of a stated length are exempt, since they cost almost
@@ -55,15 +58,7 @@ class Phase(Enum):
 _HEAD, _BODY, _SENT, _IDLE, _REFUSED = Phase
 
 
-class _Refused(Exception):
-    """Raised by the parser's callbacks: the request exceeds a limit."""
-
-    def __init__(self, status: int, cause: str, text: str) -> None:
-        super().__init__(text)
-        self.status, self.cause, self.text = status, cause, text
-
-
-class LimitedProtocol(HttpToolsProtocol):
+class LimitedProtocol(asyncio.Protocol):
     """One connection. `count` is called with the cause when the connection is cut: head_too_large,
     url_too_long, malformed, pipelined, slow_head, slow_body, unread_answer, shed or too_many_connections."""
 
@@ -75,9 +70,29 @@ class LimitedProtocol(HttpToolsProtocol):
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        if not config.loaded:
+            config.load()
+        self._app = config.loaded_app
+        self.loop = asyncio.get_running_loop()
+        self._parser: httptools.HttpRequestParser
+        self._new_parser(self)
+        self._server_state = server_state
+        self._connections = server_state.connections
+        self._tasks = server_state.tasks
+        self._scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": config.asgi_version, "spec_version": "2.3"},
+            "root_path": "",
+        }
+        """what the requests of this connection have in common"""
+        self._app_state = app_state
+        self._pipeline: deque[HttpExchange] = deque()
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._awaits_continue = False
+        self._read: HttpExchange | None = None
+        """the exchange whose request was read last"""
         self._limits = limits
         self._count = count
         self._gate = gate
@@ -88,8 +103,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """bytes since the last body piece or the last head"""
         self._dropped = 0
         self._unparsed = bytearray()
-        self._running: RequestResponseCycle | None = None
-        """the exchange that is being answered; `self.cycle`, of uvicorn's base class, is the one read last"""
+        self._running: HttpExchange | None = None
+        """the exchange that is being answered"""
         self._keep_alive = True
         """keep-alive of the request read last, by its head"""
         self._upgrading = False
@@ -98,6 +113,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._silent = True
         """True until the first byte arrives"""
 
+    def _new_parser(self, callbacks: object) -> None:
+        self._parser = httptools.HttpRequestParser(callbacks)
+        # as uvicorn does: data after a request that closes the connection must not prevent its answer
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
     # The connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -105,27 +125,40 @@ class LimitedProtocol(HttpToolsProtocol):
         self._wire = WriteCoalescing(
             real, self.loop, linger_seconds=self._limits.write_seconds, has_input=self._has_input
         )
-        super().connection_made(self._wire)
+        self.transport = self._wire
+        self._flow = FlowControl(self._wire)
+        self._scope |= {
+            "server": get_local_addr(self._wire),
+            "client": get_remote_addr(self._wire),
+            "scheme": "https" if is_ssl(self._wire) else "http",
+        }
+        self._connections.add(self)  # type: ignore[arg-type]
         if self._gate.closed:
             self._wire.abort()
-        elif len(self.connections) > self._gate.limit:
-            self._make_room_or_refuse(len(self.connections) - self._gate.limit)
+        elif len(self._connections) > self._gate.limit:
+            self._make_room_or_refuse(len(self._connections) - self._gate.limit)
 
     def _make_room_or_refuse(self, excess: int) -> None:
         """Shed a connection to make room for this one, or refuse this one."""
-        if self._gate.make_room(self.connections, self, self.loop.time()):  # type: ignore[arg-type]
+        if self._gate.make_room(self._connections, self, self.loop.time()):  # type: ignore[arg-type]
             return
         if excess > self._gate.limit // 4:  # refused connections stay open for a moment
             self._count("too_many_connections")
             self._wire.abort()
         else:
             self._refuse(
-                _Refused(503, "too_many_connections", "too many connections are open; try again later")
+                Refusal(503, "too_many_connections", "too many connections are open; try again later")
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._leave_running()
+        self._connections.discard(self)
+        for exchange in (self._running, self._read):
+            if exchange is not None and not exchange.response_complete:
+                exchange.disconnected = True
+                exchange.notify()
+        self._flow.resume_writing()
+        if exc is None:
+            self._wire.close()
         self._due = self._write_due = inf
         self._unparsed.clear()
 
@@ -136,7 +169,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Drop the running exchange: its client has gone, or counts as gone."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
-            self._running.message_event.set()
+            self._running.notify()
 
     def shutdown(self) -> None:
         """Close after the running request: the server stops. A request that is being received is still
@@ -160,7 +193,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Close now: another connection needs the place."""
         self._count("shed")
         self._wire.abort()
-        self.connections.discard(self)
+        self._connections.discard(self)
 
     # Input
 
@@ -188,7 +221,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wire.hold_reading()
             self.loop.call_soon(self._parse_slice)
         else:
-            self._wire.let_read(paused=self.flow.read_paused)
+            self._wire.let_read(paused=self._flow.read_paused)
 
     def _parse_first(self, size: int) -> None:
         piece = bytes(self._unparsed[:size])
@@ -197,47 +230,42 @@ class LimitedProtocol(HttpToolsProtocol):
             self._parse(piece)
 
     def _has_plain_body(self) -> bool:
-        return self._phase is _BODY and all(name != b"transfer-encoding" for name, _ in self.scope["headers"])
+        return (
+            self._phase is _BODY
+            and self._read is not None
+            and all(name != b"transfer-encoding" for name, _ in self._read.scope["headers"])
+        )
 
     def _parse(self, data: bytes) -> None:
         before = self._phase
         self._overhead += len(data)
         try:
-            self.parser.feed_data(data)
+            self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._read_on(data[upgrade.args[0] :])
+            if self._read is not None:
+                self._read_on(self._read, data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
             refused = error.__context__
-            if not isinstance(refused, _Refused):
-                refused = _Refused(400, "malformed", "this is no HTTP/1.1 request that can be read")
+            if not isinstance(refused, Refusal):
+                refused = Refusal(400, "malformed", "this is no HTTP/1.1 request that can be read")
             self._refuse(refused)
             return
         if self._overhead > self._limits.head_bytes:
             self._refuse(
                 self._head_too_large()
                 if self._phase is _HEAD
-                else _Refused(400, "malformed", "too much between two chunks of the body")
+                else Refusal(400, "malformed", "too much between two chunks of the body")
             )
         elif self._phase is not before:
             self._due = self._deadline()
 
-    def _read_on(self, rest: bytes) -> None:
-        """Continue with HTTP/1.1 after a head with an upgrade request, where the parser stops. The body is
-        still to come.
-
-        Java's HttpClient and `curl --http2` send such requests by default. A new parser gets a head with the
-        same framing and without the upgrade.
-        """
-        framing = [
-            b"%s: %s\r\n" % field
-            for field in self.scope["headers"]
-            if field[0] in (b"content-length", b"transfer-encoding")
-        ]
+    def _read_on(self, exchange: HttpExchange, rest: bytes) -> None:
+        """Continue after a head with an upgrade request, where the parser stopped."""
         self._upgrading = False
         self._due = self._deadline()
-        self.parser = httptools.HttpRequestParser(_ReadOn(self))
-        self._parse(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n" + rest)
+        self._new_parser(ReadOn(self))
+        self._parse(repeated_head(exchange.scope["headers"]) + rest)
 
     def _deadline(self) -> float:
         if self._phase is _SENT or self._phase is _REFUSED:
@@ -256,93 +284,128 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._phase = _HEAD
-        super().on_message_begin()
+        self._url, self._headers, self._awaits_continue = b"", [], False
 
     def on_url(self, url: bytes) -> None:
-        self.url += url
-        if len(self.url) > self._limits.url_bytes:
-            raise _Refused(414, "url_too_long", f"the URL is longer than {self._limits.url_bytes} bytes")
+        self._url += url
+        if len(self._url) > self._limits.url_bytes:
+            raise Refusal(414, "url_too_long", f"the URL is longer than {self._limits.url_bytes} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = True
-        self.headers.append((name, value))
-        if len(self.headers) > self._limits.head_fields:
-            raise _Refused(431, "head_too_large", f"the head has more than {self._limits.head_fields} fields")
+            self._awaits_continue = True
+        self._headers.append((name, value))
+        if len(self._headers) > self._limits.head_fields:
+            raise Refusal(431, "head_too_large", f"the head has more than {self._limits.head_fields} fields")
 
     def on_headers_complete(self) -> None:
         if self._overhead > self._limits.head_bytes and self._head_bytes() > self._limits.head_bytes:
             raise self._head_too_large()
-        if len(self.pipeline) >= MAX_PIPELINED:
-            raise _Refused(
+        if len(self._pipeline) >= MAX_PIPELINED:
+            raise Refusal(
                 429,
                 "pipelined",
                 f"more than {MAX_PIPELINED} requests wait on this connection; wait for answers",
             )
         self._overhead = 0
         self._phase = _BODY
-        super().on_headers_complete()
-        self._upgrading = self.parser.should_upgrade()
-        self._keep_alive = self.cycle.keep_alive
-        self.cycle.keep_alive = False  # if the answer ends before the body arrives, the rest is not read
-        self.headers = []  # trailers are read and dropped
+        exchange = self._read = self._exchange()
+        running = self._running
+        if running is None or running.response_complete:
+            self._start(exchange)
+        else:
+            self._flow.pause_reading()
+            self._pipeline.appendleft(exchange)
+        self._headers = []  # trailers are read and dropped
+
+    def _exchange(self) -> HttpExchange:
+        """Return the exchange of the head that has just been read."""
+        parser = self._parser
+        version = parser.get_http_version()
+        path, raw_path, query = split_url(self._url)
+        scope = {
+            **self._scope,
+            "http_version": version,
+            "method": parser.get_method().decode("ascii"),
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": self._headers,
+            "state": self._app_state.copy(),
+        }
+        self._upgrading = parser.should_upgrade()
+        self._keep_alive = version != "1.0" and parser.should_keep_alive()
+        # keep_alive: if the answer ends before the body arrives, the rest is not read
+        return HttpExchange(
+            scope,
+            self._wire,
+            self._flow,
+            self.on_response_complete,
+            keep_alive=False,
+            awaits_continue=self._awaits_continue,
+        )
 
     def _head_bytes(self) -> int:
-        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        return len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
 
-    def _head_too_large(self) -> _Refused:
-        return _Refused(431, "head_too_large", f"the head is longer than {self._limits.head_bytes} bytes")
+    def _head_too_large(self) -> Refusal:
+        return Refusal(431, "head_too_large", f"the head is longer than {self._limits.head_bytes} bytes")
 
     def on_body(self, body: bytes) -> None:
         self._overhead = 0
-        cycle = self.cycle
-        if not cycle.response_complete:
-            cycle.body += body
-            if len(cycle.body) > READ_AHEAD_BYTES:
-                self.flow.pause_reading()
-            cycle.message_event.set()
+        exchange = self._read
+        if exchange is not None and not exchange.response_complete:
+            exchange.body.append(body)
+            exchange.body_bytes += len(body)
+            if exchange.body_bytes > READ_AHEAD_BYTES:
+                self._flow.pause_reading()
+            exchange.notify()
 
     def on_message_complete(self) -> None:
         if self._upgrading:
             return
         self._overhead = 0
         self._phase = _SENT
-        cycle = self.cycle
-        if not cycle.response_started:
-            cycle.keep_alive = self._keep_alive and not self._draining
-        if not cycle.response_complete:
-            cycle.more_body = False
-            cycle.message_event.set()
+        exchange = self._read
+        if exchange is None:
+            return
+        if not exchange.response_started:
+            exchange.keep_alive = self._keep_alive and not self._draining
+        if not exchange.response_complete:
+            exchange.more_body = False
+            exchange.notify()
 
     # Answers
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
+    def _start(self, exchange: HttpExchange) -> None:
+        self._running = exchange
+        task = self.loop.create_task(exchange.run(self._app))
+        task.add_done_callback(self._tasks.discard)
+        self._tasks.add(task)
 
     def on_response_complete(self) -> None:
         """End the exchange as uvicorn does, without its timer: this protocol has deadlines instead."""
-        self.server_state.total_requests += 1
-        if self._phase is _BODY and self._running is self.cycle:
+        self._server_state.total_requests += 1
+        if self._phase is _BODY and self._running is self._read:
             self._phase, self._due = _REFUSED, inf  # drop the rest of the body: the connection is closing
             self._unparsed.clear()
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
+        self._flow.resume_reading()
+        if self._pipeline:
+            self._start(self._pipeline.pop())
         elif self._phase is _SENT:
             self._phase = _IDLE
             self._due = self._deadline()
 
     def pause_writing(self) -> None:
         self._write_due = self.loop.time() + self._limits.write_seconds
-        super().pause_writing()
+        self._flow.pause_writing()
 
     def resume_writing(self) -> None:
         self._write_due = inf
-        super().resume_writing()
+        self._flow.resume_writing()
 
     # End of a connection
 
@@ -356,16 +419,16 @@ class LimitedProtocol(HttpToolsProtocol):
             self._due = inf
             if self._phase is _BODY:
                 self._refuse(
-                    _Refused(408, "slow_body", f"the body was not here after {self._limits.body_seconds:g} s")
+                    Refusal(408, "slow_body", f"the body was not here after {self._limits.body_seconds:g} s")
                 )
             elif self._phase is _HEAD and not self._silent:
                 self._refuse(
-                    _Refused(408, "slow_head", f"the head was not here after {self._limits.head_seconds:g} s")
+                    Refusal(408, "slow_head", f"the head was not here after {self._limits.head_seconds:g} s")
                 )
             else:
                 self.transport.close()
 
-    def _refuse(self, refused: _Refused) -> None:
+    def _refuse(self, refused: Refusal) -> None:
         """Send the error and close. An answer that is being sent is finished first, and replaces the
         error."""
         self._count(refused.cause)
@@ -374,51 +437,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed.clear()
         running = self._running
         if running is not None and not running.response_complete:
-            if not own_body or running is not self.cycle:
+            if not own_body or running is not self._read:
                 running.keep_alive = False
-                self.pipeline.clear()
+                self._pipeline.clear()
                 return
             self._leave_running()
             if running.response_started:
                 self._wire.close_gently()
                 return
-        body = ApiError(refused.status, refused.text, code=refused.cause).body()
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
-            body
-        )
-        self.transport.write(STATUS_LINE[refused.status] + head + body)
+        self.transport.write(refused.response())
         self._wire.close_gently()
-
-
-class _ReadOn:
-    """Callbacks for the parser after a declined upgrade: ignores the repeated head and forwards the rest to
-    the protocol."""
-
-    def __init__(self, protocol: LimitedProtocol) -> None:
-        self._protocol = protocol
-        self._known = True
-        self.on_body, self.on_message_complete = protocol.on_body, protocol.on_message_complete
-
-    def on_message_begin(self) -> None:
-        if not self._known:
-            self._protocol.on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        if not self._known:
-            self._protocol.on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._known:
-            self._protocol.on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        if self._known:
-            self._known = False
-        else:
-            self._protocol.on_headers_complete()
-
-
-def sweep(connections: Iterable[Any], now: float) -> None:
-    """Cut the connections whose deadline has passed."""
-    for connection in list(connections):
-        connection.enforce(now)

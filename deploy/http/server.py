@@ -12,7 +12,7 @@ import uvicorn
 
 from deploy.descriptors import are_exhausted, max_connections
 from deploy.http.connection_gate import ConnectionGate
-from deploy.http.limited_protocol import LimitedProtocol, sweep
+from deploy.http.limited_protocol import LimitedProtocol
 from deploy.http.limits import LIMITS, Count, CutConnections, HttpLimits
 from deploy.http.sockets import BACKLOG, url_of
 from deploy.security.tls import ServerTls
@@ -80,7 +80,9 @@ class _Server(uvicorn.Server):
         await self.stopping.wait()
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        sweep(self.server_state.connections, loop.time())
+        now = loop.time()
+        for connection in list(self.server_state.connections):
+            cast("LimitedProtocol", connection).enforce(now)
         if are_exhausted():
             self._count("out_of_descriptors")
         self._sweeping = loop.call_later(SWEEP_SECONDS, self._sweep, loop)
@@ -147,12 +149,6 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(_LOOK_SECONDS)
 
 
-def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """Drop uvicorn's traceback of an application that was cancelled at the end of a stop: that is not an
-    error."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
-
-
 class HttpServer:
     """Serve an application while the context lasts. Leaving it waits for open requests, at most
     `drain_seconds`.
@@ -186,8 +182,6 @@ class HttpServer:
             backlog=BACKLOG,
         )
         self._server = _Server(config, gate, drain_seconds, self._cut.count, tls, limits.head_seconds)
-        # addFilter adds the same function only once
-        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "HttpServer":
