@@ -65,13 +65,7 @@ def to_server(client: Headers, own: Headers, *, credentials: bool) -> Headers:
     `own` only.
     """
     never = _NEVER_TO_SERVER if credentials else _NEVER_WITHOUT_KEY
-    replaced = _replaced(client, own)
-    kept = [
-        field
-        for field in client
-        if field[0] not in never and field[0] not in replaced and not field[0].startswith(_OURS)
-    ]
-    return kept + own
+    return _kept(client, own, never, _OURS) + own
 
 
 def changes_for_server(client: Headers, own: Headers, *, credentials: bool) -> tuple[Headers, list[bytes]]:
@@ -90,8 +84,7 @@ def changes_for_server(client: Headers, own: Headers, *, credentials: bool) -> t
 def to_client(server: Iterable[tuple[bytes, bytes]], own: Headers) -> Headers:
     """Return a server's headers for the client. The router's own headers replace those of the same name."""
     lowered = [(name.lower(), value) for name, value in server]
-    replaced = _replaced(lowered, own)
-    return [field for field in lowered if field[0] not in _NEVER_TO_CLIENT and field[0] not in replaced] + own
+    return _kept(lowered, own, _NEVER_TO_CLIENT) + own
 
 
 def value_of(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
@@ -102,12 +95,21 @@ def value_of(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
     return ""
 
 
-def _replaced(headers: Headers, own: Headers) -> set[bytes]:
-    """Return the names to remove in addition to the fixed ones: the router's own, and those listed in
-    Connection.
+def _kept(headers: Headers, own: Headers, never: frozenset[bytes], ours: bytes | None = None) -> Headers:
+    """Return the headers that are forwarded: neither in `never`, nor the router's own, nor listed in
+    Connection, nor beginning with `ours`.
     """
-    names = {name for name, _ in own}
-    for name, value in headers:
-        if name == b"connection":
-            names.update(option.strip().lower() for option in value.split(b","))
-    return names
+    replaced = {name for name, _ in own}
+    kept = []
+    listed = b""
+    for field in headers:
+        name = field[0]
+        if name in never:
+            if name == b"connection":
+                listed += b"," + field[1]
+        elif name not in replaced and (ours is None or not name.startswith(ours)):
+            kept.append(field)
+    if listed:
+        hops = {option.strip().lower() for option in listed.split(b",")}
+        kept = [field for field in kept if field[0] not in hops]
+    return kept
