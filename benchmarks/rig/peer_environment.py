@@ -97,9 +97,9 @@ def find(failed: dict[str, str]) -> Peers:
     missing: dict[str, str] = {}
     smg = FOLDER / "bin" / "smg"
     if not smg.exists():
-        missing["smg"] = failed.get(SMG, f"{SMG} is not in {FOLDER.name}; run with --install")
+        missing["smg"] = failed.get(SMG, f"{SMG} is not in {FOLDER.name}; run without --no-install")
     if not python.exists():
-        missing["dynamo"] = f"{DYNAMO} is not in {FOLDER.name}; run with --install"
+        missing["dynamo"] = f"{DYNAMO} is not in {FOLDER.name}; run without --no-install"
     else:
         tried = subprocess.run(
             [str(python), "-c", "import dynamo.frontend, dynamo.mocker"],
@@ -110,7 +110,7 @@ def find(failed: dict[str, str]) -> Peers:
         if tried.returncode:
             why = "; ".join(f"{what}: {reason}" for what, reason in failed.items() if what != SMG)
             last = (tried.stderr.strip().splitlines() or ["no reason"])[-1]
-            missing["dynamo"] = why or f"its frontend cannot be imported ({last}); run with --install"
+            missing["dynamo"] = why or f"its frontend cannot be imported ({last}); run without --no-install"
     return Peers(None if "smg" in missing else smg, None if "dynamo" in missing else python, missing)
 
 
