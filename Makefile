@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: up kernels docs manifests plugin test test-slow test-long test-vllm test-vllm-slow record-vllm test-dynamo record-dynamo soak lint bench evidence venv clean
+.PHONY: browser up kernels docs manifests plugin test test-slow test-long test-vllm test-vllm-slow record-vllm test-dynamo record-dynamo soak lint bench evidence venv clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -40,6 +40,11 @@ kernels: $(KERNELS)/_compiled.abi3.so ## compile the solvers' inner loops after 
 
 up: venv ## run NATS, one engine of two ranks and the router; ARGS="--engines 2" passes options on
 	@exec $(BIN)/roost up $(ARGS)
+
+# The tests of the dashboard drive it; without one they are skipped.
+browser: ## install Chromium for the tests of the dashboard (Debian, as root)
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
+		|| { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
 
 test: venv kernels $(BIN)/helm ## the fast tests, two at a time, under six minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

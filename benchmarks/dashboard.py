@@ -11,7 +11,6 @@ browser share this machine.
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -21,6 +20,7 @@ import numpy as np
 import typer
 
 from benchmarks.rig.decisions import OUTPUT, Prompts, Roost, clusters, prompts, tables
+from benchmarks.rig.live.browser import missing, open_browser
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median
 from deploy.http.server import HttpServer
 from deploy.http.sockets import listen, url_of
@@ -34,7 +34,6 @@ LIMIT_MS, FIRST_VIEW_SECONDS = 10.0, 1.0
 RATE = 50.0
 """decisions per second"""
 PROMPT = 1024
-BROWSER = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 
 
 class Pages(NamedTuple):
@@ -99,18 +98,10 @@ async def measured(url: str, topics: tuple[str, ...], pages: int, seconds: float
     return Pages(got[0] / rounds / (seconds + 1.0) / pages, 1000.0 * median(extra) / seconds)
 
 
-def chromium() -> str | None:
-    """Return the path of a Chromium; None: there is none."""
-    return shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-async def first_views(url: str, path: str, times: int) -> list[float]:
+async def first_views(url: str, times: int) -> list[float]:
     """Return the seconds from opening the page to the first row of its table, each in a new profile."""
-    from playwright.async_api import async_playwright
-
     found = []
-    async with async_playwright() as browsers:
-        browser = await browsers.chromium.launch(executable_path=path, args=list(BROWSER))
+    async with open_browser() as browser:
         for _ in range(times):
             page = await (await browser.new_context()).new_page()
             began = time.perf_counter()
@@ -118,7 +109,6 @@ async def first_views(url: str, path: str, times: int) -> list[float]:
             await page.wait_for_selector("tbody th")
             found.append(time.perf_counter() - began)
             await page.context.close()
-        await browser.close()
     return found
 
 
@@ -155,13 +145,10 @@ async def fleet(report: Report, ranks: int, *, quick: bool) -> None:
 
 
 async def _view(report: Report, url: str, ranks: int, *, quick: bool) -> None:
-    path = chromium()
-    if path is None:
-        report.notes.append(
-            "no first view: there is no Chromium on this machine (Debian: apt install chromium)"
-        )
+    if reason := missing():
+        report.notes.append(f"no first view: {reason}")
         return
-    seconds = median(await first_views(url, path, 3 if quick else 9))
+    seconds = median(await first_views(url, 3 if quick else 9))
     report.targets.append(
         Target(f"{ranks} ranks: first view", seconds, FIRST_VIEW_SECONDS, at_least=False, unit=" s")
     )

@@ -161,6 +161,7 @@ async def _up(settings: Configuration, read: Read) -> None:
 def _print_summary(settings: Configuration, fleet: Fleet) -> None:
     """Print the running parts and a first request to try."""
     out, model = console(), served_model(settings)
+    dashboard = f"{fleet.router_url}/dashboard" if settings.part(RouterConfig).dashboard else None
     ranks, engines = engine_ranks(settings), settings.part(UpConfig).engines
     out.print(
         f"\n[bold]Roost is up[/bold]: {counted(engines, 'engine')} of {counted(ranks, 'rank')}"
@@ -168,12 +169,13 @@ def _print_summary(settings: Configuration, fleet: Fleet) -> None:
     )
     for name, place in (
         ("router", fleet.router_url),
+        ("dashboard", dashboard),
         ("NATS", without_secrets(fleet.nats_url)),
         ("logs", fleet.run.path),
         ("logins", fleet.logins),
     ):
         if place is not None:
-            out.print(f"  {name:7} {place}")
+            out.print(f"  {name:9} {place}")
     if fleet.router_urls:
         out.print(f"  each router process alone, for /metrics and /health: {' '.join(fleet.router_urls)}")
     for launcher in fleet.engines:

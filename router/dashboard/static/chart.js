@@ -51,8 +51,8 @@ export class TimeChart {
       height: this.height,
       legend: { show: false },
       cursor: { show: false },
-      scales: { y: { range: (_, __, most) => [0, Math.max(most * 1.1, 1e-9)] } },
-      axes: [{ ...axis, space: 90, values: (_, ticks) => ticks.map(time) }, { ...axis, size: 52, space: 34, values: (_, ticks) => ticks.map(this.series[0].text) }],
+      scales: { y: { range: (_, __, most) => [0, most > 0 ? most * 1.1 : 1] } },
+      axes: [{ ...axis, size: 28, space: 90, values: (_, ticks) => ticks.map(time) }, { ...axis, size: 52, space: 34, values: (_, ticks) => ticks.map(this.series[0].text) }],
       series: [{}, ...this.series.map((one, at) => ({ label: one.label, stroke: colour(COLOURS[at]), width: 2, points: { show: false } }))],
     }, this.data, this.holder);
   }

@@ -3,7 +3,8 @@
 import { h, setText } from './dom.js';
 import { digits } from './format.js';
 
-const COLOURS = ['--series-1', '--series-2', '--series-3', '--series-4'];
+const LAYOUTS = ['ep', 'experts-tp', 'tp']; // in the order of their colours, everywhere on the page
+const seriesOf = (layout) => LAYOUTS.indexOf(layout) + 1 || LAYOUTS.length + 1;
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** update(curves, marked): curves are { layout, sequences, step_ms }; marked: a number of sequences. */
@@ -38,7 +39,7 @@ export class CurveChart {
     const width = this.holder.clientWidth;
     if (!this.last?.curves.length || !width) return;
     const { curves, marked } = this.last;
-    curves.forEach((one, at) => this.keys.append(h('span', { class: `key key-${at + 1}` }), `${one.layout}  `));
+    curves.forEach((one) => this.keys.append(h('span', { class: `key key-${seriesOf(one.layout)}` }), `${one.layout}  `));
     const sequences = [...new Set(curves.flatMap((one) => one.sequences))].sort((a, b) => a - b);
     const data = [sequences, ...curves.map((one) => sequences.map((x) => {
       const at = one.sequences.indexOf(x);
@@ -52,7 +53,7 @@ export class CurveChart {
         { ...axis, size: 30, labelSize: 18, label: 'decoding sequences', values: (_, values) => values.map((value) => (value === null ? '' : String(value))) },
         { ...axis, size: 46, labelSize: 18, label: 'decode step (ms)', values: (_, values) => values.map((value) => digits(value)) },
       ],
-      series: [{}, ...curves.map((one, at) => ({ label: one.layout, stroke: colour(COLOURS[at]), width: 2, spanGaps: true, points: { show: true, size: 5 } }))],
+      series: [{}, ...curves.map((one) => ({ label: one.layout, stroke: colour(`--series-${seriesOf(one.layout)}`), width: 2, spanGaps: true, points: { show: true, size: 5 } }))],
       hooks: { draw: [(plot) => mark(plot, marked)] },
     }, data, this.holder);
   }

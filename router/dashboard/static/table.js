@@ -2,8 +2,17 @@
 
 import { h, setText } from './dom.js';
 
+/** What columns mean, closed until it is asked for; null: none needs words. */
+function glossary(columns) {
+  const explained = columns.filter((column) => column.about);
+  if (!explained.length) return null;
+  return h('details', { class: 'glossary' }, h('summary', {}, 'What the columns mean'),
+    h('dl', {}, explained.map((column) => [h('dt', {}, column.title), h('dd', {}, column.about)])));
+}
+
 /**
- * columns: { title, unit, numeric, value(row) -> text or element, sort(row) -> number or text, class(row) }.
+ * columns: { title, unit, numeric, about, value(row) -> text or element, sort(row) -> number or text,
+ * class(row) }. about: what the column means, listed below the table where it is asked for.
  * key(row) -> text. detail(row) -> element, shown below a row when it is opened; its `update(row)` is called
  * with every change. most: rows shown before "show all".
  */
@@ -18,7 +27,7 @@ export class Table {
     this.more = h('button', { type: 'button', class: 'small', hidden: true, onclick: () => this.showAll() });
     const table = h('table', {}, h('caption', {}, caption),
       h('thead', {}, h('tr', {}, detail ? h('td', { class: 'opener' }) : null, this.heads)), this.body);
-    root.append(h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': caption }, table), this.more);
+    root.append(h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': caption }, table), this.more, glossary(columns) ?? '');
     this.drawHeads();
   }
 

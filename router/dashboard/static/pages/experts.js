@@ -48,22 +48,22 @@ const ENGINES = (address) => [
     sort: (row) => row.engine,
   },
   { title: 'Model', value: (row) => row.model, sort: (row) => row.model },
-  { title: 'Epoch', numeric: true, value: (row) => count(row.epoch), sort: (row) => row.epoch },
+  { title: 'Epoch', numeric: true, about: 'Number of handovers so far.', value: (row) => count(row.epoch), sort: (row) => row.epoch },
   { title: 'Ranks', numeric: true, value: (row) => count(row.ranks), sort: (row) => row.ranks },
   { title: 'Layers × experts', value: (row) => `${row.layers} × ${row.experts}` },
-  { title: 'Replicated experts', numeric: true, value: (row) => count(row.replicated), sort: (row) => row.replicated },
+  { title: 'Replicated experts', numeric: true, about: 'Experts of a layer of which several ranks hold a copy.', value: (row) => count(row.replicated), sort: (row) => row.replicated },
   { title: 'Most replicas', numeric: true, value: (row) => count(row.most_replicas), sort: (row) => row.most_replicas },
   { title: 'Empty slots', numeric: true, value: (row) => count(row.empty_slots), sort: (row) => row.empty_slots },
   { title: 'Sharded layers', value: (row) => row.sharded || 'none' },
   { title: 'Demand', unit: 'tokens/s', numeric: true, value: (row) => short(row.tokens_per_second), sort: (row) => row.tokens_per_second },
-  { title: 'Remote demand', numeric: true, value: (row) => percent(row.remote), sort: (row) => row.remote ?? -1 },
+  { title: 'Remote demand', numeric: true, about: 'Share of expert activations that the rank of the request does not hold, and must send to others.', value: (row) => percent(row.remote), sort: (row) => row.remote ?? -1 },
 ];
 
 const LAYERS = [
   { title: 'Layer', numeric: true, value: (row) => String(row.layer), sort: (row) => row.layer },
-  { title: 'Hottest expert', unit: '× even share', numeric: true, value: (row) => digits(row.skew), sort: (row) => row.skew },
+  { title: 'Hottest expert', unit: '× even share', numeric: true, about: 'Demand for the most popular expert of the layer; 1 would be an even share.', value: (row) => digits(row.skew), sort: (row) => row.skew },
   { title: 'Top tenth of experts', numeric: true, value: (row) => percent(row.top_tenth), sort: (row) => row.top_tenth },
-  { title: 'Expected balance', numeric: true, value: (row) => digits(row.balance), sort: (row) => row.balance },
+  { title: 'Expected balance', numeric: true, about: 'Mean over highest load that this placement gives the ranks: 1 is even.', value: (row) => digits(row.balance), sort: (row) => row.balance },
   { title: 'Busiest rank', numeric: true, value: (row) => String(row.busiest), sort: (row) => row.busiest },
   {
     title: 'Most popular experts: demand, and where they are',

@@ -53,11 +53,11 @@ const ENGINES = [
   { title: 'Kind', value: (row) => (row.static ? `${row.kind || 'openai'} (static)` : row.kind || '–'), sort: (row) => row.kind },
   { title: 'Ranks', numeric: true, value: (row) => count(row.ranks.state.length), sort: (row) => row.ranks.state.length },
   { title: 'Requests', numeric: true, value: (row) => count(sum(row.ranks.requests)), sort: (row) => sum(row.ranks.requests) },
-  { title: 'Prefill queue', unit: 'tokens', numeric: true, value: (row) => short(sum(row.ranks.prefill_tokens)), sort: (row) => sum(row.ranks.prefill_tokens) },
-  { title: 'KV filled', numeric: true, value: (row, cell) => meter(cell, filling(row)), sort: (row) => filling(row) ?? -1 },
+  { title: 'Prefill queue', unit: 'tokens', numeric: true, about: 'Prompt tokens of its requests that are not computed yet.', value: (row) => short(sum(row.ranks.prefill_tokens)), sort: (row) => sum(row.ranks.prefill_tokens) },
+  { title: 'KV filled', numeric: true, about: 'Share of the KV blocks that requests hold. Kept prefixes do not count: they give way.', value: (row, cell) => meter(cell, filling(row)), sort: (row) => filling(row) ?? -1 },
   { title: 'Fullest rank', numeric: true, value: (row) => percent(fullest(row)), sort: (row) => fullest(row) ?? -1 },
-  { title: 'Layout', value: (row) => row.layout ?? '–', sort: (row) => row.layout ?? '' },
-  { title: 'Epoch', numeric: true, value: (row) => epoch(row), sort: (row) => row.epoch ?? -1 },
+  { title: 'Layout', about: 'Attention (dp: data-parallel, tp: tensor-parallel), and whether each expert is whole on one rank or sharded over all.', value: (row) => row.layout ?? '–', sort: (row) => row.layout ?? '' },
+  { title: 'Epoch', numeric: true, about: 'Number of handovers so far: changes of the placement of experts or of the layout.', value: (row) => epoch(row), sort: (row) => row.epoch ?? -1 },
   { title: 'Node', value: (row) => row.node, sort: (row) => row.node },
 ];
 

@@ -43,10 +43,10 @@ const ENGINES = (address) => [
   },
   { title: 'Layout', value: (row) => form(row, row.layers), sort: (row) => form(row, row.layers) },
   { title: 'Epoch', numeric: true, value: (row) => count(row.epoch), sort: (row) => row.epoch ?? -1 },
-  { title: 'Choice', value: (row) => (!row.choice ? 'not known' : row.choice.automatic ? `automatic (${row.choice.policy})` : 'by hand'), sort: (row) => String(row.choice?.automatic) },
+  { title: 'Choice', about: 'automatic: the planner switches when staying has cost more than a switch; by hand: only roost layout --set does.', value: (row) => (!row.choice ? 'not known' : row.choice.automatic ? `automatic (${row.choice.policy})` : 'by hand'), sort: (row) => String(row.choice?.automatic) },
   { title: 'Decoding sequences', numeric: true, value: (row) => count(row.choice?.running), sort: (row) => row.choice?.running ?? -1 },
   { title: 'Waiting', numeric: true, value: (row) => count(row.choice?.waiting), sort: (row) => row.choice?.waiting ?? -1 },
-  { title: 'Largest regret', numeric: true, value: (row) => (regret(row)[1] ? `${ms(regret(row)[0])} (${regret(row)[1]})` : '–'), sort: (row) => regret(row)[0] },
+  { title: 'Largest regret', numeric: true, about: 'Time that the work since the last switch would have taken less in the best other layout.', value: (row) => (regret(row)[1] ? `${ms(regret(row)[0])} (${regret(row)[1]})` : '–'), sort: (row) => regret(row)[0] },
 ];
 
 function shareOfCost(option) {
@@ -58,8 +58,8 @@ const OPTIONS = [
   { title: 'Possible', value: (row) => (row.refusal ? `no: ${row.refusal}` : 'yes') },
   { title: 'Decode step now', numeric: true, value: (row) => (row.step_seconds === null ? 'unknown' : `${ms(row.step_seconds)} ± ${percent(row.deviation)}${row.uncertain ? ', uncertain' : ''}`) },
   { title: 'Regret so far', numeric: true, value: (row) => (row.refusal ? '–' : ms(row.regret_seconds)) },
-  { title: 'Cost of a switch', numeric: true, value: (row) => ms(row.cost_seconds) },
-  { title: 'Regret of its cost', numeric: true, value: (row) => percent(shareOfCost(row)) },
+  { title: 'Cost of a switch', numeric: true, about: 'Time that a switch would take from requests.', value: (row) => ms(row.cost_seconds) },
+  { title: 'Regret of its cost', numeric: true, about: 'At 100 % the planner switches, if the choice is automatic.', value: (row) => percent(shareOfCost(row)) },
 ];
 
 function crossings(choice) {
@@ -73,7 +73,7 @@ export function mount(root, { args, address, go }) {
   const verdict = h('p', { class: 'verdict' });
   const overview = h('section', { 'aria-label': 'Engines' });
   const choice = h('select', { id: 'engine' });
-  const about = h('ul', { class: 'facts' });
+  const about = h('ul', { class: 'notes' });
   const charts = h('div', { class: 'charts' });
   const options = h('section', { 'aria-label': 'Options' });
   const curveTable = h('section', { 'aria-label': 'Curves' });

@@ -112,24 +112,24 @@ const PLANS = [
   { title: 'Engine', value: (row) => row.engine, sort: (row) => row.engine },
   { title: 'Plan', value: (row) => row.plan, sort: (row) => row.plan },
   { title: 'By', value: (row) => (row.policy ? `${ORIGINS[row.origin]} (${row.policy})` : ORIGINS[row.origin]), sort: (row) => row.origin },
-  { title: 'Outcome', value: (row, cell) => badge(cell, ...outcome(row)), sort: (row) => outcome(row)[1] },
+  { title: 'Outcome', about: 'committed: all handovers are in force; kept or harmful: the verdict after measurement.', value: (row, cell) => badge(cell, ...outcome(row)), sort: (row) => outcome(row)[1] },
   { title: 'Handovers', numeric: true, value: (row) => (row.handovers ? `${row.done} of ${row.handovers}` : '–'), sort: (row) => row.handovers },
   { title: 'Bytes', numeric: true, value: (row) => bytes(row.bytes), sort: (row) => row.bytes },
-  { title: 'Step predicted', numeric: true, value: (row) => signed(change(row.predicted_before, row.predicted_after)), sort: (row) => change(row.predicted_before, row.predicted_after) ?? 9 },
-  { title: 'Step measured', numeric: true, value: (row) => signed(change(row.measured_before, row.measured_after)), sort: (row) => change(row.measured_before, row.measured_after) ?? 9 },
+  { title: 'Step predicted', numeric: true, about: 'Change of the step time that the plan promised; none for plans of operators.', value: (row) => signed(change(row.predicted_before, row.predicted_after)), sort: (row) => change(row.predicted_before, row.predicted_after) ?? 9 },
+  { title: 'Step measured', numeric: true, about: 'Change of the step time that was measured after it. A harmful plan is rolled back.', value: (row) => signed(change(row.measured_before, row.measured_after)), sort: (row) => change(row.measured_before, row.measured_after) ?? 9 },
 ];
 
 const engineColumns = (loop) => [
   { title: 'Engine', value: (row) => row.engine, sort: (row) => row.engine },
   { title: 'Epoch', numeric: true, value: (row) => count(row.epoch), sort: (row) => row.epoch },
-  { title: 'Trust in predictions', numeric: true, value: (row) => percent(row.plan_discount), sort: (row) => row.plan_discount },
-  { title: 'Bytes in this budget interval', numeric: true, value: (row, cell) => budget(cell, row.spent_bytes, loop().budget_bytes), sort: (row) => row.spent_bytes },
+  { title: 'Trust in predictions', numeric: true, about: 'Factor on predicted gains. It falls when plans gain less than was promised, and recovers in hours.', value: (row) => percent(row.plan_discount), sort: (row) => row.plan_discount },
+  { title: 'Bytes in this budget interval', numeric: true, about: 'Copied by automatic plans, against what they may copy.', value: (row, cell) => budget(cell, row.spent_bytes, loop().budget_bytes), sort: (row) => row.spent_bytes },
   { title: 'Bytes in all', numeric: true, value: (row) => bytes(row.moved_bytes), sort: (row) => row.moved_bytes },
-  { title: 'Step at start', numeric: true, value: (row) => seconds(row.at_start), sort: (row) => row.at_start?.step_seconds ?? 0 },
+  { title: 'Step at start', numeric: true, about: 'Step time in the first window that was measured since the engine started.', value: (row) => seconds(row.at_start), sort: (row) => row.at_start?.step_seconds ?? 0 },
   { title: 'Step now', numeric: true, value: (row) => seconds(row.measured), sort: (row) => row.measured?.step_seconds ?? 0 },
-  { title: 'Balance', numeric: true, value: (row) => (row.measured ? digits(row.measured.balance) : '–'), sort: (row) => row.measured?.balance ?? 0 },
-  { title: 'Homes', numeric: true, value: (row) => count(row.homes), sort: (row) => row.homes },
-  { title: 'Resting experts', numeric: true, value: (row) => count(row.resting), sort: (row) => row.resting },
+  { title: 'Balance', numeric: true, about: 'Mean over highest load of the ranks: 1 is even.', value: (row) => (row.measured ? digits(row.measured.balance) : '–'), sort: (row) => row.measured?.balance ?? 0 },
+  { title: 'Homes', numeric: true, about: 'Groups of requests for which the engine has preferred ranks.', value: (row) => count(row.homes), sort: (row) => row.homes },
+  { title: 'Resting experts', numeric: true, about: 'Experts that moved lately and stay for a while, so that nothing moves back and forth.', value: (row) => count(row.resting), sort: (row) => row.resting },
   { title: 'Last decision', value: (row) => `${row.decided_at ? `${time(row.decided_at)} ` : ''}${row.decided || 'none yet'}${row.on_request ? ' (on request only)' : ''}` },
 ];
 

@@ -15,6 +15,16 @@ const REASONS = {
   temperature: 'It was drawn, by the setting temperature_ms.',
   only: 'It was the only candidate.',
 };
+const TERMS = {
+  prefill: 'computing the prompt tokens that are not cached there',
+  queue: 'the work that is ahead of it there',
+  decode: 'emitting its tokens beside the running requests',
+  experts: 'reaching the ranks and nodes that hold its predicted experts',
+  distinct: 'reading experts that no other request of a step needs',
+  sharded: 'the collective operations of sharded layers',
+  lockstep: 'the delay of all other ranks, which wait for the slowest of each step',
+  handover: 'a migration in progress',
+};
 const SHOWN = 16; // candidates drawn before "show all"
 const PAUSE = 2000; // milliseconds between two searches
 
@@ -48,15 +58,15 @@ function list(root, { api, address, announce }) {
       { title: 'Decision', value: (row, cell) => (cell.link ??= h('a', { href: address('requests', row.id), class: 'mono' }, row.id)) },
       { title: 'Time', value: (row) => time(row.at) },
       { title: 'Rank', value: (row) => `${row.engine}/${row.rank}` },
-      { title: 'Why', value: (row) => row.why },
+      { title: 'Why', value: (row) => row.why, about: 'cheapest: the lowest predicted cost; tie: several had it; home: the rank that is to hold the experts of such requests; session: the rank of the conversation; only: there was no other.' },
       { title: 'Model', value: (row) => row.model },
       { title: 'Tenant', value: (row) => row.tenant || '–' },
       { title: 'Prompt', unit: 'tokens', numeric: true, value: (row) => count(row.prompt_tokens) },
-      { title: 'Cached', numeric: true, value: (row) => percent(row.cached_tokens / row.prompt_tokens) },
-      { title: 'Predicted cost', numeric: true, value: (row) => milliseconds(row.score_ms) },
-      { title: 'Next best', numeric: true, value: (row) => (row.margin_ms === null ? '–' : `${row.margin_ms < 0 ? '−' : '+'}${milliseconds(Math.abs(row.margin_ms))}`) },
+      { title: 'Cached', numeric: true, about: 'Share of the prompt whose KV the rank holds already.', value: (row) => percent(row.cached_tokens / row.prompt_tokens) },
+      { title: 'Predicted cost', numeric: true, about: 'Milliseconds that the request adds there, for itself and for others. Open a decision for its terms.', value: (row) => milliseconds(row.score_ms) },
+      { title: 'Next best', numeric: true, about: 'How much more the next rank would have cost.', value: (row) => (row.margin_ms === null ? '–' : `${row.margin_ms < 0 ? '−' : '+'}${milliseconds(Math.abs(row.margin_ms))}`) },
       { title: 'Candidates', numeric: true, value: (row) => count(row.candidates) },
-      { title: 'Attempt', numeric: true, value: (row) => (row.cause ? `${row.attempt} (${row.cause})` : String(row.attempt)) },
+      { title: 'Attempt', numeric: true, about: 'Above 1: an earlier attempt failed, with its cause.', value: (row) => (row.cause ? `${row.attempt} (${row.cause})` : String(row.attempt)) },
     ],
   });
   let newest = null;
@@ -196,11 +206,11 @@ function candidates(record, terms) {
       { title: 'Candidate', value: (one) => `${one.engine}/${one.rank}${`${one.engine}/${one.rank}` === record.chosen ? ' ✓' : ''}`, class: (one) => (`${one.engine}/${one.rank}` === record.chosen ? 'chosen' : '') },
       { title: 'Terms', value: (one) => { if (!bars.has(one)) bars.set(one, bar(one)); return bars.get(one); } },
       { title: 'Score', unit: record.unit === 'ms' ? 'ms' : '', numeric: true, value: (one) => digits(one.score) },
-      ...terms.map((term) => ({ title: term, unit: 'ms', numeric: true, value: (one) => (one.terms_ms[term] === null ? '–' : digits(one.terms_ms[term])) })),
-      { title: 'Cached blocks', numeric: true, value: (one) => `${one.overlap_approximate ? '≈' : ''}${count(one.overlap_blocks)}` },
+      ...terms.map((term) => ({ title: term, unit: 'ms', numeric: true, about: `${TERMS[term] ?? 'a term of the cost'}; – where no speed is known.`, value: (one) => (one.terms_ms[term] === null ? '–' : digits(one.terms_ms[term])) })),
+      { title: 'Cached blocks', numeric: true, about: 'KV blocks of the prompt that the rank holds; ≈ where they are estimated.', value: (one) => `${one.overlap_approximate ? '≈' : ''}${count(one.overlap_blocks)}` },
       { title: 'Requests there', numeric: true, value: (one) => count(one.load.requests) },
-      { title: 'Local experts', numeric: true, value: (one) => percent(one.local_share) },
-      { title: 'Speed', value: (one) => one.speed },
+      { title: 'Local experts', numeric: true, about: 'Share of the predicted expert activations that the rank serves itself.', value: (one) => percent(one.local_share) },
+      { title: 'Speed', about: 'Whether the speed behind the terms is stated by the engine, measured, or unknown.', value: (one) => one.speed },
     ],
   });
   table.update(record.candidates);
