@@ -114,12 +114,11 @@ async def faultless_browser() -> AsyncIterator[WatchedBrowser]:
 
 
 async def accessibility_faults(page: "Page") -> list[str]:
-    """Return the serious and critical faults that axe-core finds in a page, with their elements."""
+    """Return the faults that axe-core finds in a page, of any gravity, with their elements."""
     from axe_playwright_python.async_playwright import Axe
 
     found = (await Axe().run(page)).response["violations"]
     return [
-        f"{fault['id']}: {fault['help']}: {[node['html'][:120] for node in fault['nodes']]}"
+        f"{fault['impact']}: {fault['id']}: {fault['help']}: {[node['html'][:120] for node in fault['nodes']]}"
         for fault in found
-        if fault["impact"] in ("serious", "critical")
     ]

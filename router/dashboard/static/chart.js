@@ -3,6 +3,7 @@
 import { h, setText } from './dom.js';
 import { time } from './format.js';
 
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6]; // between lines of a count's axis
 const COLOURS = ['--series-1', '--series-2', '--series-3', '--series-4'];
 
 function colour(name) {
@@ -10,12 +11,12 @@ function colour(name) {
 }
 
 /**
- * A line chart of the last minutes. title: of the figure; series: [{ label, text(value) }]; seconds: how much
- * is kept. `add(unix, values)` adds a point; `describe()` is read to those who cannot see the lines.
+ * A line chart of the last minutes. title: of the figure; series: [{ label, text(value) }]; whole: values are
+ * counts; seconds: how much is kept. `add(unix, values)` adds a point; `describe()` is read to those who cannot see the lines.
  */
 export class TimeChart {
-  constructor(root, { title, series, seconds = 300, height = 150 }) {
-    Object.assign(this, { title, series, seconds, height });
+  constructor(root, { title, series, whole = false, seconds = 300, height = 150 }) {
+    Object.assign(this, { title, series, whole, seconds, height });
     this.data = [[], ...series.map(() => [])];
     this.holder = h('div', { class: 'plot', 'aria-hidden': 'true' });
     this.text = h('p', { class: 'legend' });
@@ -52,7 +53,7 @@ export class TimeChart {
       legend: { show: false },
       cursor: { show: false },
       scales: { y: { range: (_, __, most) => [0, most > 0 ? most * 1.1 : 1] } },
-      axes: [{ ...axis, size: 28, space: 90, values: (_, ticks) => ticks.map(time) }, { ...axis, size: 52, space: 34, values: (_, ticks) => ticks.map(this.series[0].text) }],
+      axes: [{ ...axis, size: 28, space: 90, values: (_, ticks) => ticks.map(time) }, { ...axis, size: 52, space: 34, ...(this.whole ? { incrs: WHOLE } : {}), values: (_, ticks) => ticks.map(this.series[0].text) }],
       series: [{}, ...this.series.map((one, at) => ({ label: one.label, stroke: colour(COLOURS[at]), width: 2, points: { show: false } }))],
     }, this.data, this.holder);
   }

@@ -122,8 +122,8 @@ export function mount(root, { api, args, address, go }) {
     rows: 'layer', columns: 'rank', unit: '× mean of the ranks', text: times,
     read: (layer, rank, value) => `Layer ${layer}, rank ${rank}: ${times(value)} the mean load`,
   });
-  const layers = new Table(ofLayers, { caption: 'Layers', columns: LAYERS, key: (row) => String(row.layer), most: 12 });
-  const ranks = new Table(ofRanks, { caption: 'Ranks', columns: RANKS, key: (row) => String(row.rank), most: 16 });
+  const layers = new Table(ofLayers, { caption: 'Layers of the engine', columns: LAYERS, key: (row) => String(row.layer), most: 12 });
+  const ranks = new Table(ofRanks, { caption: 'Ranks of the engine', columns: RANKS, key: (row) => String(row.rank), most: 16 });
 
   function replicas(layer, expert) {
     const copies = Math.round(now.replicas.levels[layer * now.replicas.columns + expert] * now.replicas.unit);

@@ -134,7 +134,7 @@ export function mount(root, { announce }) {
     engines: tile(tiles, 'Engines live'), ranks: tile(tiles, 'Ranks live'), requests: tile(tiles, 'Requests at ranks'),
     waiting: tile(tiles, 'Waiting for a place'), prefill: tile(tiles, 'Prefill queue'), kv: tile(tiles, 'KV filled'),
   };
-  const load = new TimeChart(charts, { title: 'Requests at ranks', series: [{ label: 'requests', text: (value) => count(value) }] });
+  const load = new TimeChart(charts, { title: 'Requests at ranks', whole: true, series: [{ label: 'requests', text: (value) => count(value) }] });
   const kv = new TimeChart(charts, { title: 'KV filled', series: [{ label: 'share', text: (value) => percent(value) }] });
   const table = new Table(engines, {
     caption: 'Engines as this router sees them', columns: ENGINES, key: (row) => row.engine, detail: ranks,
