@@ -16,11 +16,15 @@ from urllib.parse import unquote
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 
+from deploy.http.write_coalescing import WriteCoalescing
+
 Message = Any
 Application = Callable[
     [dict[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any
 ]
 
+WRITE_NOW = "roost.write_now"
+"""ASGI extension: `HttpExchange.write_now`."""
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """Token of RFC 9110, 5.6.2."""
 _CONTROLS = bytes([*range(9), *range(10, 32), 127])
@@ -97,7 +101,7 @@ class HttpExchange:
     def __init__(
         self,
         scope: dict[str, Any],
-        transport: asyncio.Transport,
+        transport: WriteCoalescing,
         flow: FlowControl,
         on_response: Callable[[], None],
         *,
@@ -108,6 +112,7 @@ class HttpExchange:
         after 100 Continue.
         """
         self.scope = scope
+        scope["extensions"] = {WRITE_NOW: self.write_now}
         self._transport = transport
         self._flow = flow
         self._on_response = on_response
@@ -151,6 +156,7 @@ class HttpExchange:
                 await self._fail()
         finally:
             self._on_response = _nothing
+            self.scope["extensions"] = {}  # no ring of references is left
 
     async def _fail(self) -> None:
         if self.response_started:
@@ -194,6 +200,18 @@ class HttpExchange:
             self._send_head(message["status"], message.get("headers", ()))
         else:
             raise RuntimeError(f"the ASGI message {kind!r} is out of turn")
+
+    def write_now(self, body: bytes) -> bool:
+        """Send a piece of a chunked body, as `send` does, without waiting. False, with nothing sent, if the
+        client reads too slowly, or the response has not begun or is not in chunks.
+        """
+        if self.disconnected:
+            return True
+        if self._flow.write_paused or not self._chunked or self.response_complete:
+            return False
+        if self.scope["method"] != "HEAD":
+            self._transport.write_whole(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def _send_head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.response_started = True

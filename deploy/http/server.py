@@ -17,6 +17,10 @@ from deploy.http.limits import LIMITS, Count, CutConnections, HttpLimits
 from deploy.http.sockets import BACKLOG, url_of
 from deploy.security.tls import ServerTls
 
+STOPPING = "stopping"
+"""Key of the event in each request's `state` that is set when the server stops. Responses without an end wait
+for it.
+"""
 SWEEP_SECONDS = 1.0
 """Interval of deadline checks, and thus their precision."""
 LAST_WORDS_SECONDS = 2.0
@@ -56,6 +60,7 @@ class _Server(uvicorn.Server):
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             raise RuntimeError("the application did not start; the log says why")
+        self.lifespan.state[STOPPING] = self.stopping
         loop, config = asyncio.get_running_loop(), self.config
 
         def protocol() -> asyncio.Protocol:

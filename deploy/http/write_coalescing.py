@@ -55,6 +55,13 @@ class WriteCoalescing(asyncio.Transport):
         if self._bytes > MAX_GATHERED_BYTES:
             self.flush()
 
+    def write_whole(self, data: bytes) -> None:
+        """Write output that nothing follows in this turn of the loop, after what is buffered."""
+        if self._held:
+            self.write(data)
+        elif not self.is_closing():
+            self._real.write(data)
+
     def flush(self) -> None:
         """Send the buffered output."""
         if self._held:

@@ -85,7 +85,7 @@ def _load(
         kv_block_bytes=setup.kv_block_bytes,
         max_context=room if config.max_context is None else min(room, config.max_context),
         max_batch_tokens=config.max_batch_tokens,
-        capabilities=Capabilities(isolates_tenants=True),
+        capabilities=Capabilities(isolates_tenants=True, token_frames=True),
         shape=setup.shape,
         unshardable=setup.unshardable,
         tp_refusal=setup.tp_refusal,

@@ -93,6 +93,7 @@ class AnswerStream:
         self._end_only = False
         """True if the reader waits for the end only."""
         self._news = asyncio.Event()
+        self._tell: Callable[[], object] = self._news.set
 
     @property
     def over(self) -> bool:
@@ -110,7 +111,7 @@ class AnswerStream:
         self._over = delta.outcome is not None
         self.outcome = delta.outcome
         if self._over or not self._end_only:
-            self._news.set()
+            self._tell()
 
     def fail(self, error: Exception, outcome: GenerationOutcome) -> None:
         """End the request with an error. Called by the engine."""
@@ -118,13 +119,13 @@ class AnswerStream:
             self._over = True
             self._error = error
             self.outcome = outcome
-            self._news.set()
+            self._tell()
 
     def cancel(self) -> None:
         """Cancel the request. Reading ends."""
         if not self._over:
             self._over = True
-            self._news.set()
+            self._tell()
             self.outcome = self._cancel(self)
 
     async def rest(self) -> AnswerDelta:
@@ -142,15 +143,31 @@ class AnswerStream:
             merged.absorb(delta)
         return merged
 
+    def on_news(self, tell: Callable[[], object]) -> None:
+        """Call `tell` whenever there is something to `take`, instead of waking a reader."""
+        self._tell = tell
+
+    def take(self) -> AnswerDelta | None:
+        """Return the unread output without waiting; None if there is none. Raises as reading does."""
+        if self._unread is None and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        unread, self._unread = self._unread, None
+        return unread
+
+    def put_back(self, delta: AnswerDelta) -> None:
+        """Put back a delta that was read, before what has come since."""
+        if self._unread is not None:
+            delta.absorb(self._unread)
+        self._unread = delta
+
     def __aiter__(self) -> "AnswerStream":
         return self
 
     async def __anext__(self) -> AnswerDelta:
-        while self._unread is None:
+        while (delta := self.take()) is None:
             if self._over:
-                error, self._error = self._error, None
-                raise error if error is not None else StopAsyncIteration
+                raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        unread, self._unread = self._unread, None
-        return unread
+        return delta

@@ -1,8 +1,8 @@
 """HTTP server of a rank: OpenAI's completions API in the form of `fleet.completions`, as a raw ASGI
 application.
 
-Routes: POST /v1/completions, GET /v1/models, GET /health. The client is the router, but any OpenAI client
-works.
+Routes: POST /v1/completions, GET /v1/models, GET /v1/token_frames, GET /health. The client is the router, but
+any OpenAI client works.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.engine import EngineDescription, EngineFailed
 from engine_adapter.serving.authentication import HEALTH_PATH, RouterAuthentication
 from engine_adapter.serving.generation import AnswerDelta, AnswerStream, GenerationOutcome, ScoredToken
+from engine_adapter.serving.token_frames import FramesConnection, TokenFrames, usage
 from fleet.completions import (
     DECISION_HEADER,
     DONE,
@@ -35,11 +36,13 @@ from fleet.completions import (
     Choice,
     Completion,
     Logprobs,
-    PromptDetails,
     RankRequest,
     Usage,
     sse,
 )
+from fleet.completions.token_frames import HEADER as FRAMES_HEADER
+from fleet.completions.token_frames import PATH as FRAMES_PATH
+from fleet.completions.token_frames import named
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -50,6 +53,8 @@ _Read = TypeVar("_Read")
 MAX_BODY_BYTES = 8 * 1024 * 1024
 LONG_TEXT = 4096
 """Prompts from this number of characters are tokenized off the event loop."""
+STOPPING = "stopping"
+"""Key of the ASGI server's state: an event that is set when the server stops. Optional."""
 _RETRY_SECONDS = 1.0
 _JSON = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -130,7 +135,7 @@ class _Reply:
         if delta.outcome is not None:
             options = self.request.stream_options
             if options is not None and options.include_usage:
-                yield sse(self.completion([], _usage(delta.outcome)))
+                yield sse(self.completion([], usage(delta.outcome)))
             yield DONE
 
 
@@ -148,9 +153,11 @@ class RankApp:
         self._admission = admission
         self._tracing = tracing
         self._started = int(time.time())
+        self._frames = TokenFrames()
         self._routes: dict[str, tuple[str, Callable[[Scope, Receive, Send], Awaitable[None]]]] = {
             "/v1/completions": ("POST", self._complete),
             "/v1/models": ("GET", self._models),
+            FRAMES_PATH: ("GET", self._serve_frames),
             HEALTH_PATH: ("GET", self._health),
         }
 
@@ -193,6 +200,9 @@ class RankApp:
         }
         await respond(send, 200, msgspec.json.encode({"object": "list", "data": [model]}))
 
+    async def _serve_frames(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._frames.serve(receive, send, scope.get("state", {}).get(STOPPING))
+
     async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive)
         request = parse(body)
@@ -210,7 +220,10 @@ class RankApp:
                 _cancel_when_gone(receive, answer), name=f"watches the client of {reply.id}"
             )
             try:
-                await (self._stream if request.stream else self._send_complete)(answer, reply, send)
+                if (found := self._carrier(scope, request)) is not None:
+                    await self._stream_in_frames(*found, answer, send)
+                else:
+                    await (self._stream if request.stream else self._send_complete)(answer, reply, send)
             except ApiError as error:  # Kept out of the task group, which would wrap it.
                 failure = error
             finally:
@@ -248,11 +261,42 @@ class RankApp:
         except (EngineFailed, Overloaded) as error:
             raise _unavailable(error) from error
 
+    def _carrier(self, scope: Scope, request: RankRequest) -> tuple[FramesConnection, int] | None:
+        """Return the frames connection that the request names, and its number there. None: it is answered by
+        itself.
+        """
+        name = named(_header(scope, FRAMES_HEADER.encode()))
+        if name is None or not (request.stream and request.return_token_ids and request.logprobs is None):
+            return None
+        connection = self._frames.of(name[0])
+        return None if connection is None else (connection, name[1])
+
+    async def _stream_in_frames(
+        self, connection: FramesConnection, number: int, answer: AnswerStream, send: Send
+    ) -> None:
+        """Send the response over a frames connection. Its status is sent here with the first delta, and its
+        end after the last one.
+        """
+        first = await _read(anext(answer, None))
+        if first is None:
+            return
+        headers = [*_EVENTS, (FRAMES_HEADER.encode(), b"%d" % number)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        carried = connection.carry(number, answer, first)
+        try:
+            await _read(carried.over.wait())
+        except ApiError as error:
+            connection.fail(carried, error.message)
+            await carried.over.wait()
+        finally:
+            connection.drop(carried)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def _send_complete(self, answer: AnswerStream, reply: _Reply, send: Send) -> None:
         delta = await _read(answer.rest())
         if delta.outcome is not None:
             await respond(
-                send, 200, msgspec.json.encode(reply.completion([reply.choice(delta)], _usage(delta.outcome)))
+                send, 200, msgspec.json.encode(reply.completion([reply.choice(delta)], usage(delta.outcome)))
             )
 
     async def _stream(self, answer: AnswerStream, reply: _Reply, send: Send) -> None:
@@ -348,17 +392,6 @@ async def refuse(send: Send, error: ApiError) -> None:
         () if error.retry_after is None else ((b"retry-after", str(math.ceil(error.retry_after)).encode()),)
     )
     await respond(send, error.status, error.body(), retry)
-
-
-def _usage(outcome: GenerationOutcome) -> Usage:
-    prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
-    details = PromptDetails(cached_tokens=outcome.cached_tokens)
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=details,
-    )
 
 
 def _logprobs(scored: Sequence[ScoredToken], piece: Callable[[int], str]) -> Logprobs:

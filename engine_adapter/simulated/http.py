@@ -28,6 +28,7 @@ from engine_adapter.serving.http import (
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.faults import FaultOrder
 from fleet.completions import ApiError
+from fleet.completions.token_frames import HEADER as FRAMES_HEADER
 
 _RETRY_SECONDS = 1.0
 _DEATH_DELAY_SECONDS = 0.02
@@ -118,9 +119,11 @@ class SimulatedHttp:
         if not self._hit("break_stream", rank, config.break_share):
             await self._apps[rank](scope, receive, send)
             return
+        alone = dict(scope)  # not in token frames, whose connection is not broken
+        alone["headers"] = [field for field in scope["headers"] if field[0] != FRAMES_HEADER.encode()]
         with suppress(ConnectionCut):
             try:
-                await self._apps[rank](scope, receive, _Breaking(send, self._engine.draw(_LATEST_BREAK)))
+                await self._apps[rank](alone, receive, _Breaking(send, self._engine.draw(_LATEST_BREAK)))
             except* ConnectionCut as cut:
                 raise ConnectionCut from cut
 

@@ -351,7 +351,7 @@ def _describe(
         kv_block_bytes=BLOCK_SIZE * cache_token_bytes(config.shape),
         max_context=config.context,
         max_batch_tokens=config.max_batch_tokens,
-        capabilities=Capabilities(isolates_tenants=True),
+        capabilities=Capabilities(isolates_tenants=True, token_frames=True),
         shape=config.model_shape,
         unshardable=config.unshardable,
         tp_refusal=_TP_REFUSAL,

@@ -37,6 +37,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """accepts `cache_salt` and shares KV only among requests with the same salt. False, also for older
     engines: all tenants share the engine's KV cache
     """
+    token_frames: bool = False
+    """sends the tokens of all streams of a router in one frame per step (`fleet.completions.token_frames`).
+    False, also for older engines: each stream has its own events
+    """
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from router.foreign_api.headers import decision_header, value_of
 from router.foreign_api.lenient_fields import LenientRequest
 from router.foreign_api.object_locations import ObjectLocations
 from router.foreign_api.routes import CHAT_ROUTE, ForeignRoute, RouteKind, route_of
-from router.http.asgi_response import AsgiResponse, Headers, Receive, Scope, Send, not_ready
+from router.http.asgi_response import WRITE_NOW, AsgiResponse, Headers, Receive, Scope, Send, not_ready
 from router.openai_api.completion_state import CompletionState
 from router.openai_api.request_schema import (
     CHAT_PATH,
@@ -162,7 +162,7 @@ class HotRoutes:
         request_log = self.begin(path, headers, scope)
         fixed: Headers = [(b"x-request-id", request_log.request_id.encode())]
         watch = ClientWatch(receive)
-        reply = AsgiResponse(send, watch.stop)
+        reply = AsgiResponse(send, watch.stop, scope.get("extensions", {}).get(WRITE_NOW))
         outcome = RequestEnd.FAILED
         service.metrics.in_flight += 1
         try:

@@ -11,6 +11,7 @@ from functools import partial
 import msgspec
 
 from fleet.completions import ApiError, Choice, Completion, PromptDetails, Usage, rank_body
+from fleet.completions.token_frames import PieceEnd, TokenPiece
 from router.attempt import make_attempt
 from router.fleet_state.reservations import Booking
 from router.foreign_api.headers import decision_header, own_headers
@@ -26,12 +27,31 @@ from router.scheduling.scheduler import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from router.telemetry.tracing import AttemptTrace
-from router.upstream.rank_client import Call, UpstreamFailed, api_error
+from router.upstream.rank_client import RankCall, UpstreamFailed, api_error
 
 _EMITTED_EVERY = 16
 """tokens between two updates of a booking's remaining work"""
 _DONE = b"[DONE]"
 _CHUNK: msgspec.json.Decoder[Completion] = msgspec.json.Decoder(Completion)
+_Taken = tuple[bytes, bool, UpstreamFailed | None]
+
+
+class _ArrivingAnswer:
+    """Answer of one attempt while it arrives."""
+
+    __slots__ = ("booking", "counted", "span", "splitter", "state", "waiting")
+
+    def __init__(
+        self, state: CompletionState, booking: Booking, span: AttemptTrace | None, splitter: EventSplitter
+    ) -> None:
+        self.state = state
+        self.booking = booking
+        self.span = span
+        self.splitter = splitter
+        self.waiting = True
+        """nothing has arrived yet"""
+        self.counted = len(state.emitted)
+        """tokens at the last update of the booking"""
 
 
 class TokenStream:
@@ -92,7 +112,7 @@ class TokenStream:
             if state.exhausted:
                 tokenizer = self._service.tokenizer(self._digest)
                 whole_text = "" if tokenizer is None else tokenizer.decode(state.emitted)
-                await self._emit(state, [state.finish_with(whole_text)])
+                await self._write(self._added(state, [state.finish_with(whole_text)]))
                 await self._finished(state)
                 return
             if state.emitted and state.fields.binding:
@@ -155,32 +175,29 @@ class TokenStream:
         headers += self._service.credentials.for_ranks
         passes = decision.target.engine.capabilities.passes_fields
         body = rank_body(state.request(decision.cache_salt), state.fields.values if passes else {})
-        async with self._service.upstream.call(decision.target.url, TEXT_PATH, body, headers) as call:
+        frames = state.logprobs is None and decision.target.engine.capabilities.token_frames
+        opens = self._service.credentials.for_ranks if frames else None
+        async with self._service.upstream.call(decision.target.url, TEXT_PATH, body, headers, opens) as call:
             await self._stream(state, booking, call, span)
         self._service.finished(decision, booking, prompt)
 
     async def _stream(
-        self, state: CompletionState, booking: Booking, call: Call, span: AttemptTrace | None
+        self, state: CompletionState, booking: Booking, call: RankCall, span: AttemptTrace | None
     ) -> None:
         """Forward a rank's stream to its end. After the finish reason only usage is missing, which is not
         worth a retry.
         """
-        splitter = EventSplitter(self._service.config.max_event_bytes)
-        waiting = True
+        arriving = _ArrivingAnswer(state, booking, span, EventSplitter(self._service.config.max_event_bytes))
         over = False
-        counted = len(state.emitted)
         while not over:
             try:
-                choices, over, failure = _taken(state, splitter, await call.read())
+                if call.framed:
+                    data, over, failure = await call.pieces(partial(self._take_piece, arriving))
+                else:
+                    data, over, failure = await call.through(partial(self._take, arriving))
             except UpstreamFailed as failed:
-                choices, over, failure = [], True, failed
-            if waiting and choices:
-                waiting = False
-                self._first_token(booking, span)
-            if len(state.emitted) - counted >= _EMITTED_EVERY:
-                self._service.emitted(booking, len(state.emitted) - counted)
-                counted = len(state.emitted)
-            await self._emit(state, choices)  # before raising a failure: these tokens count as emitted
+                data, over, failure = b"", True, failed
+            await self._write(data)  # before raising a failure: these tokens count as emitted
             if failure is not None and state.finish_reason is None:
                 raise failure
         if state.finish_reason is None:
@@ -188,17 +205,63 @@ class TokenStream:
         call.whole()
         await self._finished(state)
 
+    def _take(self, arriving: "_ArrivingAnswer", data: bytes) -> _Taken | None:
+        """Pass on a rank's bytes. None: the client has what they say. Otherwise the bytes that are left to
+        send, true when the stream is over, and the failure that ended it.
+        """
+        state = arriving.state
+        choices, over, failure = _taken(state, arriving.splitter, data)
+        if choices:
+            self._count(arriving)
+        ready = self._added(state, choices)
+        if over or failure is not None or (ready and not self._reply.write_now(ready)):
+            return ready, over, failure
+        return None
+
+    def _take_piece(self, arriving: "_ArrivingAnswer", piece: TokenPiece) -> _Taken | None:
+        """Do the same as `_take` for a piece of a token frame."""
+        state, end, ids = arriving.state, piece.end, piece.token_ids
+        try:
+            if end is None:
+                state.add(ids, piece.text)
+                self._request_log.output_tokens += len(ids)
+                ready = self._answer.add_tokens(state.index, ids, piece.text)
+            else:
+                ready = self._added(state, _last_choices(state, piece, end))
+        except ValueError as error:
+            return b"", True, UpstreamFailed(AttemptFailure.BROKEN, str(error))
+        if end is None or not end.error:
+            self._count(arriving)
+        if end is None:
+            return None if not ready or self._reply.write_now(ready) else (ready, False, None)
+        failed = UpstreamFailed(AttemptFailure.BROKEN, f"the rank answered {end.error!r}")
+        return ready, True, failed if end.error else None
+
+    def _count(self, arriving: "_ArrivingAnswer") -> None:
+        """Count new tokens in the booking."""
+        if arriving.waiting:
+            arriving.waiting = False
+            self._first_token(arriving.booking, arriving.span)
+        new = len(arriving.state.emitted) - arriving.counted
+        if new >= _EMITTED_EVERY:
+            self._service.emitted(arriving.booking, new)
+            arriving.counted += new
+
     def _first_token(self, booking: Booking, span: AttemptTrace | None) -> None:
         self._request_log.first_token(self._service.clock())
         self._service.first_token(booking)
         if span is not None:
             span.first_token()
 
-    async def _emit(self, state: CompletionState, choices: list[Choice]) -> None:
+    def _added(self, state: CompletionState, choices: list[Choice]) -> bytes:
+        """Add pieces to the answer. Return the bytes for the client."""
         data = b""
         for choice in choices:
             self._request_log.output_tokens += len(choice.token_ids or ())
             data += self._answer.add(state.index, choice)
+        return data
+
+    async def _write(self, data: bytes) -> None:
         if data:
             if not self._reply.status:
                 await self._start()
@@ -241,6 +304,13 @@ class TokenStream:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptDetails(cached_tokens=cached),
         )
+
+
+def _last_choices(state: CompletionState, piece: TokenPiece, end: PieceEnd) -> list[Choice]:
+    """Record the last piece of an answer. Return its additions. ValueError as of `CompletionState.take`."""
+    choice = Choice(text=piece.text, token_ids=piece.token_ids, finish_reason=end.finish_reason)
+    taken = state.take(Completion(id="", model="", choices=[choice], created=0, usage=end.usage))
+    return [] if taken is None else [taken]
 
 
 def _taken(

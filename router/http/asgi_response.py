@@ -10,6 +10,9 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+WriteNow = Callable[[bytes], bool]
+WRITE_NOW = "roost.write_now"
+"""ASGI extension of Roost's HTTP server: sends a piece of a chunked body at once, or returns false."""
 
 
 class AsgiResponse:
@@ -17,8 +20,12 @@ class AsgiResponse:
     fail for the client any longer.
     """
 
-    def __init__(self, send: Send, before_end: Callable[[], object]) -> None:
+    def __init__(
+        self, send: Send, before_end: Callable[[], object], write_now: WriteNow | None = None
+    ) -> None:
+        """write_now: the HTTP server's extension `WRITE_NOW`; None: it has none."""
         self._send = send
+        self._write_now = write_now
         self._before_end = before_end
         self.status = 0
         self.ended = False
@@ -39,6 +46,12 @@ class AsgiResponse:
     async def write(self, data: bytes) -> None:
         """Send a piece of the body. Waits while the client reads too slowly."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def write_now(self, data: bytes) -> bool:
+        """Send a piece of the body without waiting. False, with nothing sent, when only `write` can send
+        it.
+        """
+        return self._write_now is not None and self.status != 0 and self._write_now(data)
 
     async def end(self, data: bytes = b"") -> None:
         self.ended = True

@@ -39,6 +39,11 @@ class CompletionState:
         self._seed = seed
         self._model = model
 
+    @property
+    def logprobs(self) -> int | None:
+        """Number of log-probabilities per token that the client requested."""
+        return self._sampling.logprobs
+
     def request(self, salt: str = "") -> RankRequest:
         """Return the request to send to a rank now, for all tokens or the missing ones (at least one). salt:
         "" for none.
@@ -81,13 +86,17 @@ class CompletionState:
         ids = choice.token_ids or []
         if choice.token_ids is None and choice.text:
             raise ValueError("text came without token ids, so another rank could not continue the answer")
+        self.add(ids, choice.text)
+        self.finish_reason = choice.finish_reason
+        return choice
+
+    def add(self, ids: list[int], text: str) -> None:
+        """Record tokens that are not the last ones. ValueError for more than were requested."""
         if len(self.emitted) + len(ids) > self.max_tokens:
             raise ValueError(f"{len(self.emitted) + len(ids)} tokens came, {self.max_tokens} were requested")
         self.emitted += ids
-        if choice.text:
-            self.sent_text.append(choice.text)
-        self.finish_reason = choice.finish_reason
-        return choice
+        if text:
+            self.sent_text.append(text)
 
     @property
     def exhausted(self) -> bool:

@@ -11,6 +11,9 @@ import msgspec
 from fleet.completions import DONE, Choice, Logprobs, Usage, sse
 from router.openai_api.request_schema import ChatRequest, Request
 
+_ENCODER = msgspec.json.Encoder()
+_MARK = "the text"
+"""Text that stands for the text of a chunk, and comes last among its strings."""
 _RAW = re.compile(r"bytes:(?:\\x[0-9a-f]{2})+")
 
 
@@ -179,6 +182,10 @@ class ClientResponse(Protocol):
         """
         ...
 
+    def add_tokens(self, index: int, ids: list[int], text: str) -> bytes:
+        """Do the same as `add` for output that has nothing but ids and text."""
+        ...
+
     def end(self, usage: Usage) -> bytes:
         """Return the last bytes, after every choice has finished."""
         ...
@@ -194,6 +201,24 @@ class StreamedResponse:
         self._head = head
         self._usage: msgspec.UnsetType | None = None if include_usage else msgspec.UNSET
         self._begun: set[int] = set()
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """bytes of a choice's chunks before and after their text"""
+
+    def add_tokens(self, index: int, ids: list[int], text: str) -> bytes:
+        if self._form.token_ids or index not in self._begun:
+            return self.add(index, Choice(text=text, token_ids=ids))
+        if not text:
+            return b""
+        around = self._around.get(index)
+        if around is None:
+            around = self._around[index] = self._split_chunk(index)
+        return b"%b%b%b" % (around[0], _ENCODER.encode(text), around[1])
+
+    def _split_chunk(self, index: int) -> tuple[bytes, bytes]:
+        """Return the bytes of a chunk before and after its text."""
+        chunk = self._event([self._form.chunk(index, Choice(text=_MARK))], self._usage)
+        before, _, after = chunk.rpartition(_ENCODER.encode(_MARK))  # only a model's name can contain it, too
+        return before, after
 
     def add(self, index: int, choice: Choice) -> bytes:
         begin = b""
@@ -238,6 +263,9 @@ class CompleteResponse:
     def add(self, index: int, choice: Choice) -> bytes:
         self._pieces[index].append(choice)
         return b""
+
+    def add_tokens(self, index: int, ids: list[int], text: str) -> bytes:
+        return self.add(index, Choice(text=text, token_ids=ids))
 
     def end(self, usage: Usage) -> bytes:
         head, form = self._head, self._form

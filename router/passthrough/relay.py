@@ -4,6 +4,7 @@ Another server is tried while the client has received nothing; afterwards a fail
 event.
 """
 
+from functools import partial
 from typing import NoReturn
 
 from fleet.completions import ApiError
@@ -50,20 +51,31 @@ class _Ended(ApiError):
 class _PassedEvents:
     """Events of one attempt on their way to the client."""
 
-    __slots__ = ("events", "held", "tail")
+    __slots__ = ("_ends", "_ends_bytes", "events", "held", "nothing")
 
     def __init__(self) -> None:
         self.held = b""
         """events that the client does not have yet"""
-        self.tail = b""
-        """end of what was passed on; empty: nothing was"""
+        self.nothing = True
+        """nothing was passed on yet"""
         self.events = 0
         """number of events since the last update of the booking"""
+        self._ends: list[bytes] = []
+        self._ends_bytes = 0
 
     def add(self, ready: bytes) -> None:
         """Record events that were passed on."""
-        self.tail = (self.tail + ready)[-_TAIL_BYTES:]
+        self._ends.append(ready)
+        self._ends_bytes += len(ready)
+        if self._ends_bytes > 2 * _TAIL_BYTES:  # not each time, since that would copy all of it
+            self._ends = [self.tail]
+            self._ends_bytes = _TAIL_BYTES
         self.events += ready.count(b"\n\n")
+
+    @property
+    def tail(self) -> bytes:
+        """End of what was passed on."""
+        return b"".join(self._ends)[-_TAIL_BYTES:]
 
     @property
     def done(self) -> bool:
@@ -368,25 +380,17 @@ class Relay:
         """Forward a stream of events to its end."""
         stream = self._events = EventStream(self._service.config.max_event_bytes)
         tap, continuable, passed = self._service.tap(decision), self._continuable, _PassedEvents()
+        take, over = partial(self._take, booking, passed, stream, tap), False
         try:
-            while data := await call.read():
-                ready = self._ready(stream.feed(data), passed)
+            while not over:
+                ready, over = await call.through(take)
                 if ready:
-                    if not passed.tail:
-                        self._request_log.first_token(self._service.clock())
-                        self._service.first_token(booking)
                     if not self._reply.status:
                         self._locate(decision, ready)
                         await self._start(call.status, call.headers, [])
                     await self._reply.write(ready)
                 if continuable is not None and continuable.broken:
                     raise UpstreamFailed(AttemptFailure.BROKEN, continuable.broken)  # noqa: TRY301
-                if tap is not None:
-                    tap.feed(ready)
-                passed.add(ready)
-                if passed.events >= _COUNTED_EVERY:
-                    self._service.emitted(booking, passed.events)
-                    passed.events = 0
         except UpstreamFailed:
             if not passed.done:  # after [DONE] only the end of the connection was lost
                 raise
@@ -402,7 +406,35 @@ class Relay:
         self._note(decision, tap)
         await self._reply.end(rest)
 
-    def _ready(self, events: bytes, passed: "_PassedEvents") -> bytes:
+    def _take(
+        self,
+        booking: Booking,
+        passed: _PassedEvents,
+        stream: EventStream,
+        tap: RoutedExpertsParser | None,
+        data: bytes,
+    ) -> tuple[bytes, bool] | None:
+        """Pass on a server's bytes. None: the client has what is complete. Otherwise the bytes that are left
+        to send, and true when the stream is over.
+        """
+        if not data:
+            return b"", True
+        ready = self._ready(stream.feed(data), passed)
+        if ready and passed.nothing:
+            passed.nothing = False
+            self._request_log.first_token(self._service.clock())
+            self._service.first_token(booking)
+        if self._continuable is not None and self._continuable.broken:
+            return ready, False
+        if tap is not None:
+            tap.feed(ready)
+        passed.add(ready)
+        if passed.events >= _COUNTED_EVERY:
+            self._service.emitted(booking, passed.events)
+            passed.events = 0
+        return None if not ready or self._reply.write_now(ready) else (ready, False)
+
+    def _ready(self, events: bytes, passed: _PassedEvents) -> bytes:
         """Return the bytes for the client. Nothing until there is more than a role: up to there another
         server can start afresh.
         """

@@ -11,8 +11,8 @@ import math
 import re
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -30,6 +30,8 @@ _LATE_SECONDS = 0.02
 """A loop that is later than this was held up by something else."""
 _ALIVE_SECONDS, _ALIVE_AGAIN_SECONDS, _ALIVE_TRIES = 15, 5, 3
 """TCP keepalive of a silent peer. A vanished machine is noticed after half a minute."""
+Take = Callable[[Any], Any]
+"""Receives the body's next bytes (b"" at its end). A result other than None ends the wait for the body."""
 
 
 _BREAKING = re.compile(rb"[\r\n\0]")
@@ -85,7 +87,12 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self.lost: str | None = None
         """reason why the connection is closed; None: it is open"""
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[Any] | None = None
+        self._taker: Take | None = None
+        """receives arriving bytes without waking the waiting task"""
+        self._receiver: Take | None = None
+        """the same for what arrives on another connection"""
+        self._between = self._deadline = math.inf
         self._silent_at = math.inf
         """time at which the server will have been silent for too long; inf while nothing waits for it"""
         self._alarm: asyncio.TimerHandle | None = None
@@ -103,6 +110,8 @@ class Connection(asyncio.Protocol):
         self.raw_headers: list[tuple[bytes, bytes]] = []
         """all headers, unchanged"""
         self.complete = False
+        self.read_any = False
+        """True once bytes of the body were read"""
         self.idle_since = 0.0
 
     # Called by users
@@ -112,7 +121,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._parts.clear()
         self._buffered = self._head_bytes = self.status = 0
-        self.headers, self.raw_headers = {}, []
+        self.headers, self.raw_headers, self.read_any = {}, [], False
         self.complete = self._until_closed = self._keep = self._overrun = False
         self._transport.write(request)
 
@@ -136,25 +145,41 @@ class Connection(asyncio.Protocol):
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._buffered = 0
+        self.read_any = True
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
         return data
 
-    async def more(self, seconds: float = math.inf) -> None:
+    async def more(
+        self,
+        seconds: float = math.inf,
+        take: Take | None = None,
+        receive: Take | None = None,
+        *,
+        between: float = math.inf,
+        deadline: float = math.inf,
+    ) -> Any:
         """Wait for a change, and cut the connection after `seconds` without one. ConnectionLost if no change
         is possible.
+
+        take: receives bytes of the body as they arrive, in the event loop's callback, so that a token costs
+        no switch to this task. The wait continues until it returns something other than None, which is the
+        result, or raises; the time limit is then `between`, at most until `deadline` of the loop's clock.
+        receive: the same for what `give` brings.
         """
-        if self.lost is not None:
+        if self.lost is not None and not self.complete:
             raise ConnectionLost(self.lost)
         # No timer per wait: the alarm of an earlier, shorter wait is left to fire and then finds nothing due.
         waiter = self._waiter = self._loop.create_future()
+        self._taker, self._receiver, self._between, self._deadline = take, receive, between, deadline
         self._silent_at = self._loop.time() + seconds
         if self._silent_at < self._alarm_at:
             self._set_alarm()
         try:
-            await waiter
+            return await waiter
         finally:
+            self._taker = self._receiver = None
             self._silent_at = math.inf
 
     def cut(self, why: str) -> None:
@@ -179,6 +204,37 @@ class Connection(asyncio.Protocol):
         self._silent_at = math.inf
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def give(self, item: Any) -> bool:
+        """Give the waiting task's `receive` something that arrived on another connection. False: no task
+        waits for it.
+        """
+        waiter = self._waiter
+        if self._receiver is None or waiter is None or waiter.done():
+            return False
+        self.read_any = True
+        self._pass_on(self._receiver, waiter, item)
+        return True
+
+    def wake(self) -> None:
+        """Wake the waiting task: something has changed that concerns it."""
+        self._wake()
+
+    def _pass_on(self, take: Take, waiter: asyncio.Future[Any], item: Any) -> None:
+        """Give what has arrived to a function of the waiting task."""
+        try:
+            result = take(item)
+        except Exception as error:  # noqa: BLE001 (raised in the waiting task)
+            waiter.set_exception(error)
+            return
+        if result is not None or self.complete:
+            self._silent_at = math.inf
+            if not waiter.done():
+                waiter.set_result(result)
+            return
+        self._silent_at = min(self._loop.time() + self._between, self._deadline)
+        if self._silent_at < self._alarm_at:
+            self._set_alarm()
 
     def _set_alarm(self) -> None:
         if self._alarm is not None:
@@ -225,6 +281,10 @@ class Connection(asyncio.Protocol):
             return
         if not self.status and self._head_bytes > MAX_HEAD_BYTES:
             self.cut(f"the head of the answer exceeds {MAX_HEAD_BYTES} bytes")
+            return
+        waiter = self._waiter
+        if self._taker is not None and self._parts and waiter is not None and not waiter.done():
+            self._pass_on(self._taker, waiter, self.take())
             return
         if self._buffered > BUFFERED_BYTES and not self._paused and not self.complete:
             self._paused = True

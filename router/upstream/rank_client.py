@@ -3,20 +3,27 @@
 import asyncio
 import errno
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from fleet.completions import MAX_DETAIL, UNREADABLE, ApiError, shortened
+from fleet.completions.token_frames import HEADER, TokenPiece
 from router.config import RouterConfig
 from router.health.attempt_failures import AttemptFailure
 from router.http.asgi_response import not_ready
 from router.upstream.http_client import Connection, ConnectionLost, HttpClient, Origin, request_bytes
+from router.upstream.token_frames import RankFrames
 
 _ERROR_BYTES = 64 * 1024
 """Most bytes read from the body of an error."""
+_ResultT = TypeVar("_ResultT")
+_FRAMES = 64
+"""Longest token frame, as a multiple of the longest event of one stream."""
+FRAMES_HEADER = HEADER.encode()
 _DRAIN_SECONDS = 1.0
 """Time limit for the end of a stream whose answer is complete. Afterwards the connection is closed instead of
 kept.
@@ -105,7 +112,6 @@ class Call:
         self._origin: Origin
         self._connection: Connection
         self._connected = False
-        self._read_any = False
         self._clean = False
 
     async def __aenter__(self) -> "Call":
@@ -175,22 +181,42 @@ class Call:
         connection = self._connection
         while (data := connection.take()) is None:
             await self._more(AttemptFailure.BROKEN)
-        self._read_any = True
         return data
+
+    async def through(self, take: Callable[[bytes], _ResultT | None]) -> _ResultT:
+        """Give the bytes that arrive to `take`, b"" at the end, until it returns a result. Errors as of
+        `read`, and those of `take`.
+
+        While this waits, `take` runs in the event loop's callback, so that a token costs no task switch.
+        """
+        connection = self._connection
+        while True:
+            while (data := connection.take()) is not None:
+                if (result := take(data)) is not None:
+                    return result
+            if (result := await self._more(AttemptFailure.BROKEN, take)) is not None:
+                return result
 
     def whole(self) -> None:
         """Mark the answer as complete. Only the end of the stream remains, and the connection may be
         reused."""
         self._clean = True
 
-    async def _more(self, how: AttemptFailure) -> None:
-        """Wait for the server, within the current time limit."""
+    async def _more(
+        self,
+        how: AttemptFailure,
+        take: Callable[[bytes], _ResultT | None] | None = None,
+        receive: Callable[[Any], _ResultT | None] | None = None,
+    ) -> _ResultT | None:
+        """Wait for the server, within the current time limit. take, receive: as of `Connection.more`."""
         patience, connection = self._patience, self._connection
-        seconds = patience.between if self._read_any else patience.first
+        seconds = patience.between if connection.read_any else patience.first
         if self._deadline < math.inf:
             seconds = min(seconds, self._deadline - self.loop.time())
         try:
-            await connection.more(seconds)
+            result: _ResultT | None = await connection.more(
+                seconds, take, receive, between=patience.between, deadline=self._deadline
+            )
         except ConnectionLost as error:
             raise UpstreamFailed(how, f"{self._url}: {error}") from error
         if connection.fell_silent:
@@ -201,9 +227,10 @@ class Call:
                 )
                 raise ApiError(504, message, code="answer_timeout")
             raise UpstreamFailed(
-                AttemptFailure.STALLED if self._read_any else AttemptFailure.FIRST_TOKEN_TIMEOUT,
+                AttemptFailure.STALLED if connection.read_any else AttemptFailure.FIRST_TOKEN_TIMEOUT,
                 f"{self._url}: silent for too long",
             )
+        return result
 
     async def _drain(self) -> None:
         try:
@@ -225,6 +252,81 @@ class RankCall(Call):
     """A call to a rank of the fleet's own engines. Entering also raises UpstreamFailed for the rank's errors,
     and ApiError if the rank blames the request (4xx except 429).
     """
+
+    def __init__(
+        self,
+        client: HttpClient,
+        sent: UpstreamRequest,
+        connect_seconds: float,
+        patience: Patience,
+        frames: RankFrames | None,
+        frames_headers: Sequence[tuple[bytes, bytes]],
+    ) -> None:
+        """frames: None if the rank sends none. frames_headers: of the request that opens them."""
+        super().__init__(client, sent, connect_seconds, patience)
+        self._frames = frames
+        self._frames_headers = frames_headers
+        self._number = 0
+        self._pieces: deque[TokenPiece] = deque()
+        self._frames_lost = ""
+
+    async def __aenter__(self) -> "RankCall":
+        joined = None if self._frames is None else self._frames.join(self, self._frames_headers)
+        if joined is not None:
+            self._number, value = joined
+            sent = self._sent
+            self._sent = UpstreamRequest(
+                sent.method, sent.url, sent.path, [*sent.headers, (FRAMES_HEADER, value)], sent.body
+            )
+        try:
+            await super().__aenter__()
+        except BaseException:
+            self._leave()
+            raise
+        if FRAMES_HEADER not in self._connection.headers:
+            self._leave()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+        await super().__aexit__(kind, error, trace)
+
+    @property
+    def framed(self) -> bool:
+        """True if the answer arrives in token frames: use `pieces`."""
+        return self._number != 0
+
+    async def pieces(self, take: Callable[[TokenPiece], _ResultT | None]) -> _ResultT:
+        """Give the answer's pieces to `take` until it returns a result. Errors as of `read`, and those of
+        `take`, which runs as in `through`.
+        """
+        while True:
+            while self._pieces:
+                if (result := take(self._pieces.popleft())) is not None:
+                    return result
+            if self._connection.take():
+                raise UpstreamFailed(AttemptFailure.BROKEN, "the rank sent events beside its token frames")
+            if self._frames_lost:
+                raise UpstreamFailed(AttemptFailure.BROKEN, self._frames_lost)
+            if (result := await self._more(AttemptFailure.BROKEN, receive=take)) is not None:
+                return result
+
+    def piece(self, piece: TokenPiece) -> None:
+        """Receive a piece. What the client is too slow for is kept, at most the rest of the answer."""
+        if self._pieces or not self._connected or not self._connection.give(piece):
+            self._pieces.append(piece)
+
+    def frames_lost(self, why: str) -> None:
+        self._frames_lost = why
+        if self._connected:
+            self._connection.wake()
+
+    def _leave(self) -> None:
+        if self._frames is not None and self._number:
+            self._frames.leave(self._number)
+            self._number = 0
 
     async def _check_status(self) -> None:
         status = self.status
@@ -264,6 +366,7 @@ class Upstream:
 
     def __init__(self, config: RouterConfig) -> None:
         self._client: HttpClient | None = None
+        self._frames: dict[str, RankFrames] = {}
         self._use(config)
 
     async def __aenter__(self) -> "Upstream":
@@ -273,6 +376,9 @@ class Upstream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for frames in self._frames.values():
+            frames.close()
+        self._frames.clear()
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -290,10 +396,31 @@ class Upstream:
         self._streamed = Patience(config.first_token_seconds, config.between_tokens_seconds)
         self._whole = Patience(math.inf, config.between_tokens_seconds, config.answer_seconds or math.inf)
 
-    def call(self, url: str, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Call:
-        """POST JSON to a rank of the fleet's own engines."""
+    def call(
+        self,
+        url: str,
+        path: str,
+        body: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        frames_headers: Sequence[tuple[bytes, bytes]] | None = None,
+    ) -> RankCall:
+        """POST JSON to a rank of the fleet's own engines. frames_headers: the answer may arrive in token
+        frames, which a request with these headers opens; None: as events.
+        """
         sent = UpstreamRequest("POST", url, path, [(b"content-type", b"application/json"), *headers], body)
-        return RankCall(self._opened, sent, self._config.connect_seconds, self._streamed)
+        frames = None if frames_headers is None else self._frames_of(url)
+        config = self._config
+        return RankCall(
+            self._opened, sent, config.connect_seconds, self._streamed, frames, frames_headers or ()
+        )
+
+    def _frames_of(self, url: str) -> RankFrames:
+        frames = self._frames.get(url)
+        if frames is None:
+            config = self._config
+            frames = RankFrames(self._opened, url, config.connect_seconds, _FRAMES * config.max_event_bytes)
+            self._frames[url] = frames
+        return frames
 
     def forward(self, sent: UpstreamRequest, *, stream: bool, patience: Patience | None = None) -> Call:
         """Forward a request unchanged to a server that answers in text. stream: the answer begins with the
@@ -335,7 +462,13 @@ class Upstream:
 
     def prune(self) -> None:
         """Close connections that have been idle for too long. Call regularly."""
-        self._opened.prune()
+        client = self._opened
+        client.prune()
+        kept_since = client.loop.time() - self._config.keepalive_seconds
+        for url, frames in list(self._frames.items()):
+            if not frames.busy and frames.used_at < kept_since:
+                frames.close()
+                del self._frames[url]
 
     @property
     def _opened(self) -> HttpClient:

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from bus.memory import MemoryBroker, MemoryBus
+from fleet.completions.token_frames import PATH as FRAMES_PATH
 from router.api.app import create_app
 from router.config import RouterConfig
 from router.service import RouterService
@@ -44,6 +45,7 @@ async def serve_rank() -> AsyncIterator[Serve]:
         async def serve(rank: MockRank) -> MockRank:
             app = web.Application()
             app.router.add_post("/v1/completions", rank.completions)
+            app.router.add_get(FRAMES_PATH, rank.token_frames)
             rank.url = await stack.enter_async_context(served_web(app))
             return rank
 

@@ -25,6 +25,8 @@ from deploy.http.sockets import listen, url_of
 from deploy.parts.router import http_limits
 from fleet.blocks import sequence_hashes
 from fleet.completions import Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage
+from fleet.completions.token_frames import HEADER as FRAMES_HEADER
+from fleet.completions.token_frames import PieceEnd, TokenPiece, encode, named
 from fleet.experts import ModelShape
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
 from fleet.facts.engines import Capabilities, EngineHeartbeat, EngineJoined
@@ -98,6 +100,10 @@ class MockRank:
         self.transports: list[asyncio.BaseTransport] = []
         self.cached_tokens = 0
         self.url = ""
+        self.carriers: dict[str, tuple[web.StreamResponse, web.Request]] = {}
+        """token frames, by the name of their connection"""
+        self.in_frames = 0
+        """number of answers sent in token frames"""
 
     def ids(self, prompt: Sequence[int], seed: int, count: int) -> list[int]:
         """What an unbroken run emits."""
@@ -112,6 +118,23 @@ class MockRank:
         transport = self.transports[-1]
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
+
+    async def token_frames(self, http: web.Request) -> web.StreamResponse:
+        name = f"frames{len(self.carriers)}"
+        response = web.StreamResponse(headers={FRAMES_HEADER: name})
+        await response.prepare(http)
+        self.carriers[name] = response, http
+        try:
+            await asyncio.Event().wait()
+        finally:
+            del self.carriers[name]
+        return response
+
+    def break_frames(self) -> None:
+        """Abort the connections of token frames."""
+        for _, http in self.carriers.values():
+            assert http.transport is not None
+            http.transport.abort()
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         body = await http.read()
@@ -134,7 +157,11 @@ class MockRank:
             )
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         try:
-            await self._stream(request, response, http)
+            found = named(http.headers.get(FRAMES_HEADER))
+            if found is not None and found[0] in self.carriers:
+                await self._stream_in_frames(request, response, http, *found)
+            else:
+                await self._stream(request, response, http)
         except (asyncio.CancelledError, ConnectionError):
             self.left.set()
             self.leavers += 1
@@ -156,6 +183,33 @@ class MockRank:
                 return
             await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
+
+    async def _stream_in_frames(
+        self, request: RankRequest, response: web.StreamResponse, http: web.Request, name: str, number: int
+    ) -> None:
+        self.in_frames += 1
+        hold_after, garbage_after = self.hold_after, self.garbage_after
+        response.headers[FRAMES_HEADER] = str(number)
+        await response.prepare(http)
+        *chunks, last = self._chunks(request)
+        for at, chunk in enumerate(chunks):
+            if at == self.die_after:
+                self.break_frames()
+                assert http.transport is not None
+                http.transport.abort()
+                return
+            if at == hold_after:
+                await asyncio.Event().wait()
+            choice, end = chunk.choices[0], None
+            if at == len(chunks) - 1:
+                end = PieceEnd(finish_reason=choice.finish_reason, usage=last.usage)
+            if at == garbage_after:
+                end = PieceEnd(error="rank lost")
+            piece = TokenPiece(number, choice.token_ids or [], choice.text, end)
+            await self.carriers[name][0].write(encode([piece]))
+            await asyncio.sleep(0)
+            if end is not None:
+                return
 
     def _chunks(self, request: RankRequest) -> Iterator[Completion]:
         assert isinstance(request.prompt, list)

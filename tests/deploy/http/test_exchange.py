@@ -24,6 +24,9 @@ class Wire(asyncio.Transport):
     def write(self, data: Any) -> None:
         self.written += data
 
+    def write_whole(self, data: bytes) -> None:
+        self.write(data)
+
     def close(self) -> None:
         self.closed = True
 
@@ -53,12 +56,17 @@ class Parsed:
 
 
 def exchange(
-    wire: Wire, *, method: str = "POST", keep_alive: bool = True, waits: bool = False
+    wire: Wire,
+    *,
+    method: str = "POST",
+    keep_alive: bool = True,
+    waits: bool = False,
+    flow: FlowControl | None = None,
 ) -> HttpExchange:
     return HttpExchange(
         {"type": "http", "method": method},
-        wire,
-        FlowControl(wire),
+        wire,  # type: ignore[arg-type]
+        flow or FlowControl(wire),
         lambda: None,
         keep_alive=keep_alive,
         awaits_continue=waits,
@@ -209,3 +217,37 @@ async def test_an_application_that_does_not_complete_its_response_is_answered_wi
 )
 def test_a_url_is_split_into_path_and_query(url: bytes, parts: tuple[str, bytes, bytes]) -> None:
     assert split_url(url) == parts
+
+
+async def test_a_piece_is_written_at_once_only_where_sending_it_would_not_wait() -> None:
+    wire = Wire()
+    flow = FlowControl(wire)
+    one = exchange(wire, flow=flow)
+    assert not one.write_now(b"early"), "the head is not written"
+    await one.send({"type": START, "status": 200, "headers": []})
+    head = len(wire.written)
+    assert one.write_now(b"piece")
+    flow.pause_writing()
+    assert not one.write_now(b"too much")
+    flow.resume_writing()
+    await one.send({"type": BODY, "body": b"end"})
+    assert not one.write_now(b"late")
+    assert wire.written[head:] == b"5\r\npiece\r\n3\r\nend\r\n0\r\n\r\n"
+    assert Parsed(wire.written).body == b"pieceend"
+
+
+async def test_a_response_of_stated_length_takes_no_pieces() -> None:
+    wire = Wire()
+    one = exchange(wire)
+    await one.send({"type": START, "status": 200, "headers": [(b"content-length", b"5")]})
+    assert not one.write_now(b"hello")
+
+
+async def test_a_piece_for_a_client_that_has_gone_is_dropped() -> None:
+    wire = Wire()
+    one = exchange(wire)
+    await one.send({"type": START, "status": 200, "headers": []})
+    before = wire.written
+    one.disconnected = True
+    assert one.write_now(b"piece")
+    assert wire.written == before

@@ -145,3 +145,18 @@ async def test_a_client_that_does_not_read_holds_up_its_answer_and_not_the_serve
         assert received > pieces * len(piece)
         writer.close()
         await writer.wait_closed()
+
+
+async def test_output_that_nothing_follows_is_written_at_once_but_never_before_earlier_output(
+    wire: Wire, gathering: WriteCoalescing
+) -> None:
+    gathering.write_whole(b"alone")
+    assert wire.writes == [b"alone"]
+    gathering.write(b"head")
+    gathering.write_whole(b"piece")
+    assert wire.writes == [b"alone"]
+    await asyncio.sleep(0)
+    assert wire.writes == [b"alone", b"headpiece"]
+    wire.close()
+    gathering.write_whole(b"late")
+    assert wire.writes == [b"alone", b"headpiece"]

@@ -16,7 +16,13 @@ from fleet.completions import ApiError, Choice, Completion, Usage
 from router.http.server_sent_events import EventSplitter
 from router.openai_api.completion_state import CompletionState
 from router.openai_api.request_schema import RequestDecoder, sampling
-from router.openai_api.response_format import ResponseHead, answer_for
+from router.openai_api.response_format import (
+    ChatFormat,
+    ResponseHead,
+    StreamedResponse,
+    TextFormat,
+    answer_for,
+)
 from router.tokenization.tokenizer import LARGEST_FILE, BadTokenizer, ModelTokenizer
 from router.upstream.rank_client import api_error
 from tests.router.router_fixture import TEMPLATE, archive, bpe, chat
@@ -296,3 +302,15 @@ def test_chat_deltas_have_one_role_and_no_empty_chunks() -> None:
     assert [event.count(b"data: ") for event in chunks] == [1, 0, 1, 0, 1]
     assert b"usage" not in b"".join(chunks)
     assert answer.end(Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2)) == b"data: [DONE]\n\n"
+
+
+@given(
+    text=st.text(max_size=20), model=st.text(max_size=20), usage=st.booleans(), kind=st.sampled_from("ctT")
+)
+def test_tokens_alone_are_written_as_any_other_output(text: str, model: str, usage: bool, kind: str) -> None:
+    form = ChatFormat() if kind == "c" else TextFormat(token_ids=kind == "T")
+    head = ResponseHead(id="the text", model=model, created=7)
+    one, two = (StreamedResponse(form, head, usage) for _ in range(2))
+    for index, said in ((0, "first"), (2, "x"), (0, text), (2, text), (0, ""), (0, text)):
+        choice = Choice(index=index, text=said, token_ids=[1, 2])
+        assert one.add_tokens(index, [1, 2], said) == two.add(index, choice)

@@ -1,0 +1,129 @@
+"""Token frames of ranks (`fleet.completions.token_frames`): one connection per rank, over which it sends the
+tokens of all answers to this router, once a step.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from itertools import count
+from math import inf
+from typing import Protocol
+
+from fleet.completions.token_frames import HEADER, PATH, FrameReader, TokenPiece
+from router.upstream.http_client import Connection, ConnectionLost, HttpClient, request_bytes
+
+_AGAIN_SECONDS = 1.0
+"""Least time between two tries to open a connection."""
+log = logging.getLogger(__name__)
+
+
+class Receiver(Protocol):
+    """An answer that arrives in frames."""
+
+    def piece(self, piece: TokenPiece) -> None: ...
+
+    def frames_lost(self, why: str) -> None:
+        """The connection is lost, and with it the rest of the answer."""
+        ...
+
+
+class RankFrames:
+    """The frames of one rank. Their connection is opened at the first request, which does not wait for it.
+    Until it is open, and while the rank refuses it, answers come as events.
+    """
+
+    def __init__(self, client: HttpClient, url: str, connect_seconds: float, max_bytes: int) -> None:
+        """max_bytes: of a frame."""
+        self._client = client
+        self._url = url
+        self._connect_seconds = connect_seconds
+        self._max_bytes = max_bytes
+        self._name = ""
+        """of the open connection; empty: there is none"""
+        self._connection: Connection | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._tried_at = -inf
+        self._numbers = count(1)
+        self._receivers: dict[int, Receiver] = {}
+        self.used_at = client.loop.time()
+
+    def join(self, receiver: Receiver, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, bytes] | None:
+        """Give a request a number, and its answer's pieces to `receiver` until `leave`. Return the number and
+        the value of the request's header; None: no connection is open. headers: of the request that opens
+        one.
+        """
+        self.used_at = self._client.loop.time()
+        if not self._name:
+            self._open(headers)
+            return None
+        number = next(self._numbers)
+        self._receivers[number] = receiver
+        return number, f"{self._name}/{number}".encode()
+
+    def leave(self, number: int) -> None:
+        self.used_at = self._client.loop.time()
+        self._receivers.pop(number, None)
+
+    @property
+    def busy(self) -> bool:
+        """True while answers arrive."""
+        return bool(self._receivers)
+
+    def close(self) -> None:
+        """Close the connection. Its answers are lost."""
+        if self._connection is not None:
+            self._connection.cut("the router closes its token frames")
+        if self._task is not None:
+            self._task.cancel()
+
+    def _open(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        now = self._client.loop.time()
+        if self._task is None and now - self._tried_at >= _AGAIN_SECONDS:
+            self._tried_at = now
+            self._task = asyncio.create_task(self._run(headers), name=f"reads token frames of {self._url}")
+
+    async def _run(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Open the connection and read frames until it is lost."""
+        why = "the rank ended its token frames"
+        try:
+            await self._read(headers)
+        except (ConnectionLost, OSError, TimeoutError, ValueError) as error:
+            why = f"{self._url}{PATH}: {error or type(error).__name__}"
+            log.info("no token frames: %s", why)
+        finally:
+            self._name, self._task = "", None
+            if self._connection is not None:
+                self._connection.cut("not kept")
+                self._connection = None
+            lost, self._receivers = self._receivers, {}
+            for receiver in lost.values():
+                receiver.frames_lost(why)
+
+    async def _read(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Read frames to their end. ConnectionLost, OSError, TimeoutError or ValueError if they break off."""
+        origin = self._client.origin(self._url)
+        connection = self._connection = await self._client.connect(origin, self._connect_seconds)
+        connection.send(request_bytes("GET", origin, PATH, headers, b""))
+        async with asyncio.timeout(self._connect_seconds):
+            await connection.head()
+        name = connection.headers.get(HEADER.encode(), b"").decode("latin-1")
+        if connection.status != 200 or not name:
+            raise ConnectionLost(f"HTTP {connection.status}")
+        self._name, reader = name, FrameReader(self._max_bytes)
+
+        def take(data: bytes) -> bool | None:
+            for frame in reader.feed(data):
+                self._deliver(frame)
+            return None if data else True
+
+        while True:
+            while (data := connection.take()) is not None:
+                if take(data):
+                    return
+            await connection.more(take=take)
+
+    def _deliver(self, frame: list[TokenPiece]) -> None:
+        for piece in frame:
+            receiver = self._receivers.get(piece.number)
+            if receiver is not None:  # otherwise its client left, or another rank continues it
+                receiver.piece(piece)
