@@ -19,13 +19,15 @@ _ARCHIVED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @contextlib.asynccontextmanager
-async def mock_fleet(nats_url: str, ports: Sequence[int], tokenizer: Path) -> AsyncIterator[NatsBus]:
+async def mock_fleet(
+    nats_url: str, ports: Sequence[int], tokenizer: Path, *, token_frames: bool = False
+) -> AsyncIterator[NatsBus]:
     """Announce each mock as an engine of one rank that takes token ids of the tokenizer in a folder, and send
     its heartbeats."""
     subjects = Subjects()
     bus = await NatsBus.connect(nats_url, subjects)
     digest = await bus.put_blob(_archive(tokenizer))
-    joined = [_joined(f"mock{at}", port, digest) for at, port in enumerate(ports)]
+    joined = [_joined(f"mock{at}", port, digest, token_frames) for at, port in enumerate(ports)]
     for event in joined:
         await NameClaim(
             bus, subjects.claim(event.engine), event.engine, worker_id=event.worker_id, node=event.node
@@ -62,7 +64,7 @@ def _archive(folder: Path) -> bytes:
     return packed.getvalue()
 
 
-def _joined(name: str, port: int, digest: str) -> EngineJoined:
+def _joined(name: str, port: int, digest: str, token_frames: bool) -> EngineJoined:
     return EngineJoined(
         engine=name,
         worker_id=port,
@@ -74,7 +76,7 @@ def _joined(name: str, port: int, digest: str) -> EngineJoined:
         max_context=65536,
         max_batch_tokens=8192,
         tokenizer=digest,
-        capabilities=Capabilities(load=False, experts=False),
+        capabilities=Capabilities(load=False, experts=False, token_frames=token_frames),
     )
 
 

@@ -30,12 +30,14 @@ TOLERANCE = 0.05
 """Tolerated slowdown of the working tree: medians of paired rounds differ by that much on shared machines."""
 _PATH = "/v1/chat/completions"
 _FLEET = """
-import asyncio, sys
+import asyncio, inspect, sys
 from pathlib import Path
 from benchmarks.rig.mock_fleet import mock_fleet
 
-async def main(url, folder, *ports):
-    async with mock_fleet(url, [int(port) for port in ports], Path(folder)):
+async def main(url, folder, frames, *ports):
+    knows_frames = "token_frames" in inspect.signature(mock_fleet).parameters
+    more = {"token_frames": True} if frames and knows_frames else {}
+    async with mock_fleet(url, [int(port) for port in ports], Path(folder), **more):
         await asyncio.Event().wait()
 
 asyncio.run(main(*sys.argv[1:]))
@@ -66,15 +68,19 @@ def _git(*arguments: str) -> None:
 
 @contextlib.asynccontextmanager
 async def router_of(
-    tree: Path, door: str, mocks: Sequence[int], model: Path, *options: str
+    tree: Path, door: str, mocks: Sequence[int], model: Path, *options: str, token_frames: bool = False
 ) -> AsyncIterator[Started]:
-    """Run the `roost router` of a tree in front of these mock engines, on its path `plain` or `kv`."""
+    """Run the `roost router` of a tree in front of these mock engines, on its path `plain` or `kv`.
+
+    token_frames: the mocks declare that they send token frames, if the tree knows them.
+    """
     async with contextlib.AsyncExitStack() as stack:
         if door == "plain":
             arguments = [word for mock in mocks for word in ("--backend", f"http://127.0.0.1:{mock}")]
         else:
             url = await stack.enter_async_context(nats())
-            fleet = [sys.executable, "-c", _FLEET, url, str(model), *map(str, mocks)]
+            frames = "frames" if token_frames else ""
+            fleet = [sys.executable, "-c", _FLEET, url, str(model), frames, *map(str, mocks)]
             await stack.enter_async_context(process(fleet, None, tree=tree))
             arguments = ["--nats", url]
         yield await stack.enter_async_context(started_router(*arguments, *options, tree=tree))
