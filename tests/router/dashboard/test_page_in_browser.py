@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from bus import Message
+from fleet.requests.layouts import EngineLayout, LayoutOption, LayoutsDescribed
 from router.access.api_keys import key_line
 from tests.browser import PAGES, WatchedBrowser, accessibility_faults, faultless_browser, needs_browser
+from tests.router.dashboard.test_plan_timeline import committed, evaluated, planned, staged
+from tests.router.dashboard.test_planner_topics import Planner, record_plan
 from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat
 
 pytestmark = [pytest.mark.slow, needs_browser]
@@ -116,3 +120,59 @@ async def test_the_policy_of_the_page_stops_scripts_styles_and_connections_of_ot
         )
     assert stopped == [["connect-src", "script-src-elem", "style-src-elem"], True]
     browser.faults.clear()  # the console says what was stopped
+
+
+async def test_the_loop_shows_a_harmful_plan_with_its_rollback_and_what_became_of_trust_and_budget(
+    browser: WatchedBrowser, house: House
+) -> None:
+    await record_plan(house, planned("p1", handovers=1), staged(0, plan="p1"))
+    await record_plan(house, committed(0, last=True, plan="p1"), evaluated("p1"))
+    await record_plan(house, planned("r1", origin="rollback"), staged(0, plan="r1"))
+    async with (
+        house.bus.serve(house.subjects.loop, Planner().answer),
+        browser.dashboard(house.url) as dashboard,
+    ):
+        await dashboard.open("loop")
+        await dashboard.until(lambda: dashboard.rows("Plans, newest first"), "plans")
+        newest, first = await dashboard.rows("Plans, newest first")
+        assert (newest["Plan"], newest["By"], newest["Outcome"]) == ("r1", "rollback (weighted)", "under way")
+        assert (first["Plan"], first["By"], first["Outcome"]) == ("p1", "planner (weighted)", "harmful")
+        assert (newest["Handovers"], first["Handovers"]) == ("0 of 2", "1 of 1")
+        kinds = await dashboard.page.locator("svg.timeline .span").evaluate_all(
+            "spans => spans.map(span => span.classList[1])"
+        )
+        assert sorted(kinds) == ["planner", "rollback", "step", "step"]
+        mark = await dashboard.page.locator("svg.timeline .mark.harmful").text_content()
+        assert mark == "✕p1: harmful. steps became longer"
+        (engine,) = await dashboard.rows("What the planner knows")
+        assert engine["Trust in predictions"] == "50.0 %"
+        assert engine["Bytes in this budget interval"] == "20 B of 100 B"
+        await dashboard.page.get_by_role("button", name="Details of a p1").click()
+        assert "steps became longer" in await dashboard.page.inner_text("tr.below")
+        assert await accessibility_faults(dashboard.page) == []
+
+
+async def test_layouts_warn_of_a_regret_that_nears_the_cost_of_a_switch(
+    browser: WatchedBrowser, house: House
+) -> None:
+    await house.join("a", ["http://127.0.0.1:1", "http://127.0.0.1:2"], None)
+    options = (
+        LayoutOption(layout="ep", step_seconds=0.005, regret_seconds=0.0, cost_seconds=0.0),
+        LayoutOption(layout="tp", step_seconds=0.004, regret_seconds=1.5, cost_seconds=2.0),
+    )
+    choice = EngineLayout(
+        engine="a", worker_id=1, layout="ep", policy="regret", automatic=True, running=5, options=options
+    )
+
+    async def planner(_: Message) -> Message:
+        return LayoutsDescribed(engines=(choice,))
+
+    async with house.bus.serve(house.subjects.loop, planner), browser.dashboard(house.url) as dashboard:
+        await dashboard.open("layouts")
+        await dashboard.until(lambda: dashboard.rows("Layouts that the engine could"), "options")
+        assert await dashboard.verdict() == "Regret nears the cost of a switch: a"
+        (engine,) = await dashboard.rows("Layout of each engine")
+        assert engine["Choice"] == "automatic (regret)"
+        assert engine["Largest regret"] == "1.50 s (tp)"
+        _, tp = await dashboard.rows("Layouts that the engine could")
+        assert (tp["Cost of a switch"], tp["Regret of its cost"]) == ("2.00 s", "75.0 %")
