@@ -31,12 +31,13 @@ $(BIN)/helm: tests/deploy/manifests/helm.txt | $(VENV)/.installed
 	@$(BIN)/python tests/deploy/manifests/install_helm.py
 
 # The installation compiles them too; a change of the sources needs only this.
-KERNELS := migration/solvers/kernels
+KERNELS := $(wildcard */kernels */*/kernels)
+LIBRARIES := $(addsuffix /_compiled.abi3.so,$(KERNELS))
 
-$(KERNELS)/_compiled.abi3.so: $(wildcard $(KERNELS)/*.[ch]) hatch_build.py | $(VENV)/.installed
-	@$(BIN)/python hatch_build.py || echo "the solvers' Python form will serve" >&2
+$(LIBRARIES) &: $(wildcard $(addsuffix /*.[ch],$(KERNELS))) hatch_build.py | $(VENV)/.installed
+	@$(BIN)/python hatch_build.py || echo "their Python form will serve" >&2
 
-kernels: $(KERNELS)/_compiled.abi3.so ## compile the solvers' inner loops after a change of their C sources
+kernels: $(LIBRARIES) ## compile the inner loops in C after a change of their sources
 
 up: venv ## run NATS, one engine of two ranks and the router; ARGS="--engines 2" passes options on
 	@exec $(BIN)/roost up $(ARGS)

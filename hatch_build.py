@@ -1,7 +1,7 @@
-"""Compile the solvers' inner loops (`migration/solvers/kernels`) for a wheel or an editable installation.
+"""Compile the inner loops in C (`KERNELS`) for a wheel or an editable installation.
 
 The build back end calls it. `make kernels` runs it as a script, after a change of the C sources. Without a C
-compiler or Python's headers the package is built without them, and the solvers' Python form serves.
+compiler or Python's headers the package is built without them, and their Python form serves.
 """
 
 import hashlib
@@ -18,8 +18,9 @@ try:
 except ImportError:  # as a script, the back end is not needed
     BuildHookInterface = object  # type: ignore[assignment, misc]
 
-KERNELS = "migration/solvers/kernels"
-LIBRARY = f"{KERNELS}/_compiled.abi3.so"
+KERNELS = ("migration/solvers/kernels",)
+"""folders of C sources; each becomes one extension module in its folder"""
+LIBRARY = "_compiled.abi3.so"
 # No contraction of a * b + c and no reordering: results are bit-equal to numpy's.
 FLAGS = (
     "-O3",
@@ -34,35 +35,40 @@ FLAGS = (
 SECONDS = 300
 
 
-def digest(root: Path) -> str:
-    """Return a digest of the C sources, which the library carries as `SOURCE`."""
+def digest(folder: Path) -> str:
+    """Return a digest of a folder's C sources, which its library carries as `SOURCE`."""
     found = hashlib.sha256()
-    for source in sources(root):
+    for source in sources(folder):
         found.update(source.read_bytes())
     return found.hexdigest()[:16]
 
 
-def sources(root: Path) -> list[Path]:
-    """Return the C sources and headers, sorted."""
-    return sorted((root / KERNELS).glob("*.[ch]"))
+def sources(folder: Path) -> list[Path]:
+    """Return the C sources and headers of a folder, sorted."""
+    return sorted(folder.glob("*.[ch]"))
 
 
 def compile_kernels(root: Path) -> str | None:
-    """Compile the library in its place in the source tree. Return the reason if that is not possible."""
+    """Compile all libraries in their places in the source tree. Return the reason if that is not possible."""
+    reasons = [_compile(root / folder) for folder in KERNELS]
+    return "; ".join(reason for reason in reasons if reason is not None) or None
+
+
+def _compile(folder: Path) -> str | None:
     include = sysconfig.get_paths()["include"]
     if sys.platform != "linux":
         return f"there is no recipe for {sys.platform}"
     if not Path(include, "Python.h").exists():
         return f"Python's headers are missing ({include}/Python.h)"
-    library = root / LIBRARY
+    library = folder / LIBRARY
     # Written aside first: running processes keep the library that they have mapped.
     aside = library.with_name(f".{library.name}.{os.getpid()}")
     command = [
         *shlex.split(os.environ.get("CC") or "cc"),
         *FLAGS,
-        f'-DSOURCE="{digest(root)}"',
+        f'-DSOURCE="{digest(folder)}"',
         f"-I{include}",
-        *(str(source) for source in sources(root) if source.suffix == ".c"),
+        *(str(source) for source in sources(folder) if source.suffix == ".c"),
         "-o",
         str(aside),
         "-lm",
@@ -87,10 +93,10 @@ class KernelsHook(BuildHookInterface):
         missing = compile_kernels(Path(self.root))
         if missing is not None:
             self.app.display_warning(
-                f"built without compiled solvers, whose Python form will serve: {missing}"
+                f"built without compiled inner loops, whose Python form will serve: {missing}"
             )
             return
-        build_data["artifacts"].append(f"/{LIBRARY}")
+        build_data["artifacts"].extend(f"/{folder}/{LIBRARY}" for folder in KERNELS)
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"cp311-abi3-{platform}"
@@ -98,4 +104,4 @@ class KernelsHook(BuildHookInterface):
 
 if __name__ == "__main__":
     reason = compile_kernels(Path(__file__).resolve().parent)
-    sys.exit(f"the solvers' inner loops were not compiled: {reason}" if reason else 0)
+    sys.exit(f"inner loops were not compiled: {reason}" if reason else 0)

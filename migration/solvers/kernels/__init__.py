@@ -5,16 +5,13 @@ tests, and serves where no library was built (`hatch_build.py`; there was no C c
 bits: the C code adds in the order in which numpy adds. The reasons: docs/decisions/0023-compiled-solvers.md.
 """
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module, resources
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray, FloatingArray, IndexArray
+from fleet.compiled import CompiledForm
 
 
 class Kernels(Protocol):
@@ -94,39 +91,8 @@ class Kernels(Protocol):
         """`migration.solvers.overflow_copies._tried`."""
 
 
-def _loaded() -> tuple[Kernels | None, str]:
-    """Return (the library, ""), or (None, the reason why there is none)."""
-    try:
-        library = cast(Kernels, import_module(f"{__name__}._compiled"))
-    except ImportError as error:
-        return None, f"there is no compiled library ({error})"
-    # A source tree may have changed since its library was built. A wheel carries no sources.
-    files = sorted(resources.files(__name__).iterdir(), key=lambda file: file.name)
-    sources = [file.read_bytes() for file in files if file.name.endswith((".c", ".h"))]
-    if sources and hashlib.sha256(b"".join(sources)).hexdigest()[:16] != library.SOURCE:
-        return None, "the compiled library is of other sources; run: make kernels"
-    return library, ""
-
-
-_library, missing = _loaded()
-"""missing: the reason why the Python form serves; empty if the compiled form does."""
-_serving = _library
-
-
-def compiled() -> Kernels | None:
-    """Return the library. None: the Python form serves."""
-    return _serving
-
-
-@contextmanager
-def python_form() -> Iterator[None]:
-    """Let the Python form serve meanwhile, in all threads: the other side of tests and benchmarks."""
-    global _serving
-    before, _serving = _serving, None
-    try:
-        yield
-    finally:
-        _serving = before
+_form: CompiledForm[Kernels] = CompiledForm(__name__)
+compiled, python_form, missing = _form.library, _form.python_form, _form.missing
 
 
 def plain(values: NDArray[Any]) -> NDArray[Any]:
