@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ try:
 except ImportError:  # as a script, the back end is not needed
     BuildHookInterface = object  # type: ignore[assignment, misc]
 
-KERNELS = ("migration/solvers/kernels",)
-"""folders of C sources; each becomes one extension module in its folder"""
+KERNELS = {
+    # No contraction of a * b + c: results are bit-equal to numpy's.
+    "migration/solvers/kernels": ("-ffp-contract=off",),
+    "engine_adapter/embedded/kernels": ("-ffp-contract=fast", "-Wno-psabi"),
+}
+"""folders of C sources, each of which becomes an extension module in it, and their own compiler flags"""
 LIBRARY = "_compiled.abi3.so"
-# No contraction of a * b + c and no reordering: results are bit-equal to numpy's.
+# None that lets the compiler reorder sums.
 FLAGS = (
     "-O3",
     "-std=c11",
     "-fPIC",
     "-shared",
-    "-ffp-contract=off",
     "-fno-math-errno",
     "-fvisibility=hidden",
     "-Wall",
@@ -50,11 +54,11 @@ def sources(folder: Path) -> list[Path]:
 
 def compile_kernels(root: Path) -> str | None:
     """Compile all libraries in their places in the source tree. Return the reason if that is not possible."""
-    reasons = [_compile(root / folder) for folder in KERNELS]
+    reasons = [_compile(root / folder, flags) for folder, flags in KERNELS.items()]
     return "; ".join(reason for reason in reasons if reason is not None) or None
 
 
-def _compile(folder: Path) -> str | None:
+def _compile(folder: Path, flags: Sequence[str]) -> str | None:
     include = sysconfig.get_paths()["include"]
     if sys.platform != "linux":
         return f"there is no recipe for {sys.platform}"
@@ -66,6 +70,7 @@ def _compile(folder: Path) -> str | None:
     command = [
         *shlex.split(os.environ.get("CC") or "cc"),
         *FLAGS,
+        *flags,
         f'-DSOURCE="{digest(folder)}"',
         f"-I{include}",
         *(str(source) for source in sources(folder) if source.suffix == ".c"),

@@ -4,7 +4,8 @@ prompts, one run.
 The sides are separate processes and alternate, so that the machine's load affects all alike. transformers
 runs on one thread and on all cores; the faster of the two counts in every round. A rank of the embedded
 engine computes on one thread; an engine of one rank shares its large steps among all cores. Every round has
-new prompts, so no cache helps.
+new prompts, so no cache helps. vLLM (`make test-vllm` installs it) computes the same, on one thread, as that
+target starts it. Without it `--check` fails.
 
     python -m benchmarks.engine --quick
 """
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,9 +26,14 @@ import typer
 
 from benchmarks.rig.generator import Batch, Result
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
+from deploy.demo_model import checkpoint_path
+from engine_adapter.embedded.kernels import missing
 
 PROMPT = 128
 ROOT = Path(__file__).resolve().parents[1]
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+START_SECONDS = 10.0
+"""limit of a start, to the first token, with all files in the system's cache"""
 
 
 class Side:
@@ -58,18 +65,18 @@ class Side:
 
 
 @contextlib.contextmanager
-def side(name: str, arguments: list[list[str]]) -> Iterator[Side]:
+def side(name: str, commands: list[list[str]], environment: dict[str, str] | None = None) -> Iterator[Side]:
     """Run a side's processes while the context lasts."""
-    command = [sys.executable, "-m", "benchmarks.rig.generator"]
     children = [
         subprocess.Popen(
-            [*command, *each],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=ROOT,
+            env=environment,
         )
-        for each in arguments
+        for command in commands
     ]
     try:
         yield Side(name, children)
@@ -79,8 +86,29 @@ def side(name: str, arguments: list[list[str]]) -> Iterator[Side]:
             child.communicate()
 
 
+def _generator(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.rig.generator", *arguments]
+
+
 def roost(ranks: int, folder: str) -> contextlib.AbstractContextManager[Side]:
-    return side(f"roost, P={ranks}", [["roost", str(rank), str(ranks), folder] for rank in range(ranks)])
+    commands = [_generator("roost", str(rank), str(ranks), folder) for rank in range(ranks)]
+    return side(f"roost, P={ranks}", commands)
+
+
+def vllm() -> contextlib.AbstractContextManager[Side]:
+    """Run vLLM, in whose environment nothing of Roost is found."""
+    found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    script = ROOT / "benchmarks" / "rig" / "vllm" / "generator.py"
+    return side("vLLM, P=1", [[str(VLLM), str(script), str(checkpoint_path()), "1"]], found)
+
+
+def start_seconds() -> float:
+    """Seconds from the start of a process to the first token of an engine of one rank, its calibration
+    included."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, roost(1, folder) as engine:
+        engine.generate(prompts(np.random.default_rng(0), 1), 1)
+        return time.monotonic() - began
 
 
 def prompts(rng: np.random.Generator, batch: int) -> list[list[int]]:
@@ -122,15 +150,29 @@ def compare(
     return ratio
 
 
+def beside(references: list[Side], tokens: int, rounds: int, report: Report) -> None:
+    """Compare vLLM, if it is installed."""
+    installed = VLLM.exists()
+    report.targets.append(Target("vLLM is installed (make test-vllm)", float(installed), 1.0, unit=""))
+    if not installed:
+        report.notes.append("vLLM: not installed")
+        return
+    with vllm() as engine:
+        for batch in (1, 16):
+            compare(references, engine, batch, tokens, rounds, report)
+
+
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
     """Compare tokens/s of the embedded engine with transformers generate."""
-    columns = ["engine", "batch", "transformers tok/s", "roost tok/s", "ratio", "same sequences"]
+    columns = ["engine", "batch", "transformers tok/s", "its tok/s", "ratio", "same sequences"]
     report = Report(f"Generation: {PROMPT} prompt tokens, fp32, greedy", columns)
     tokens, rounds = (48, 3) if quick else (128, 7)
     with contextlib.ExitStack() as stack:
         threads = sorted({1, os.cpu_count() or 1})
         references = [
-            stack.enter_context(side(f"transformers on {count} threads", [["transformers", str(count)]]))
+            stack.enter_context(
+                side(f"transformers on {count} threads", [_generator("transformers", str(count))])
+            )
             for count in threads
         ]
         for ranks in (1, 2, 4):
@@ -145,13 +187,19 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
                         report,
                     )
                     if ranks == 1:
-                        report.targets.append(
-                            Target(f"tokens/s over transformers at batch {batch}, P=1", ratio, limit)
-                        )
+                        name = f"tokens/s over transformers at batch {batch}, P=1"
+                        report.targets.append(Target(name, ratio, limit))
+        beside(references, tokens, rounds, report)
+        started = start_seconds()
+    report.targets.append(
+        Target("start of P=1 to the first token", started, START_SECONDS, at_least=False, unit=" s")
+    )
     report.notes.append(
-        f"{tokens} tokens per sequence, {rounds} rounds; transformers: the faster of {threads} threads"
+        f"{tokens} tokens per sequence, {rounds} rounds; transformers: the faster of {threads} threads;"
+        " vLLM: one thread"
     )
     report.notes.append("Roost: one thread per rank; at P=1 large steps are shared among all cores")
+    report.notes.append(f"Roost's layers: {f'by torch ({missing})' if missing else 'compiled'}")
     report.finish(as_json=as_json, check=check)
 
 

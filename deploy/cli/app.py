@@ -12,6 +12,7 @@ from deploy.sections import SECTIONS
 from deploy.terminal.command_settings import running, settings_from
 from deploy.terminal.options import ConfigOption, JsonOption
 from deploy.terminal.output import fail, show
+from engine_adapter.embedded import kernels as layers
 from migration.solvers import kernels
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ def _version(given: bool) -> None:
         except PackageNotFoundError:
             show("not installed (running from a source folder)")
         show(f"solvers: {f'in Python; {kernels.missing}' if kernels.missing else 'compiled'}")
+        show(f"embedded engine: {f'by torch; {layers.missing}' if layers.missing else 'compiled'}")
         raise typer.Exit
 
 

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine_adapter.embedded.checkpoint import Qwen3MoeConfig
+from engine_adapter.embedded.kernels.row_operations import compiled_loops, product
+from engine_adapter.embedded.paged_attention import PAGE_TOKENS, PagedPlan, SequenceSpan, attend, plan_pages
 from fleet.arrays import IntArray
 
 SPAN_PAGES = 8
@@ -73,15 +75,6 @@ class AttentionPlan:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSpan:
-    """One sequence of a step: `tokens` tokens from position `start`, over `pages`."""
-
-    tokens: int
-    start: int
-    pages: Sequence[int]
-
-
 class Rotary:
     """Cosines and signed sines of every position, [max positions, head_dim]."""
 
@@ -107,9 +100,12 @@ class Rotary:
 
 def plan_attention(
     spans: Sequence[SequenceSpan], rows: int, page_rows: IntArray, page_tokens: int, rotary: Rotary
-) -> AttentionPlan:
+) -> AttentionPlan | PagedPlan:
     """Prepare a step over the tokens of `spans`, in order, padded to `rows` rows. page_rows: int64 [2 *
     kv_heads, pages], the KV rows of every page (`kv_pool.PageTable.rows`)."""
+    loops = compiled_loops(rotary.cos.dtype)
+    if loops is not None and page_tokens == PAGE_TOKENS:
+        return plan_pages(loops, spans, page_rows, rotary)
     positions = np.zeros(rows, np.int64)
     page_of_token = np.empty(sum(span.tokens for span in spans), np.int64)
     chunks: list[Chunk] = []
@@ -205,13 +201,13 @@ class Projection(NamedTuple):
     """A linear map. A product with rows [n, inputs] gives [n, outputs]."""
 
     weight: torch.Tensor
-    """[outputs, inputs], with any strides."""
+    """[outputs, inputs]. The inputs of an output are contiguous."""
     bias: torch.Tensor | None
     """[outputs]."""
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Map rows [n, inputs] to [n, outputs]."""
-        return F.linear(rows, self.weight, self.bias)
+        return product(rows, self.weight, self.bias)
 
     def outputs(self, taken: slice) -> "Projection":
         """Return the map to some of the outputs, a view."""
@@ -270,14 +266,19 @@ class Attention:
             out=Projection(self.out.weight[:, rows(heads)], self.out.bias if biased else None),
         )
 
-    def forward(self, hidden: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, plan: AttentionPlan | PagedPlan, kv: torch.Tensor
+    ) -> torch.Tensor:
         """Compute attention for hidden [rows, H] and return [rows, H]. Writes the tokens' keys and values
         into kv [KV rows, page tokens, D] first."""
-        rows = len(hidden)
         projected = [one.product(hidden) for one in self.qkv]
-        qkv = (projected[0] if len(projected) == 1 else torch.cat(projected, dim=1)).view(
-            rows, self.heads + 2 * self.kv_heads, self.head_dim
-        )
+        qkv = projected[0] if len(projected) == 1 else torch.cat(projected, dim=1)
+        mixed = attend(self, qkv, plan, kv) if isinstance(plan, PagedPlan) else self._attend(qkv, plan, kv)
+        return self.out.product(mixed)
+
+    def _attend(self, qkv: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
+        """Do what `paged_attention.attend` does, for qkv [rows, (Hq + 2 Hk) * D], by torch."""
+        qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
         rotated = self.heads + self.kv_heads
         qk = F.rms_norm(qkv[:, :rotated], (self.head_dim,), None, self.rms_eps).mul_(self.qk_norm)
         torch.addcmul(qk * plan.cos, qk.roll(self.head_dim // 2, dims=-1), plan.sin, out=qkv[:, :rotated])
@@ -285,8 +286,7 @@ class Attention:
         kv.view(-1, self.head_dim).index_copy_(
             0, plan.cells, qkv[:tokens, self.heads :].reshape(-1, self.head_dim)
         )
-        mixed = self._mix(qkv[:, : self.heads], plan, kv)
-        return self.out.product(mixed)
+        return self._mix(qkv[:, : self.heads], plan, kv)
 
     def _mix(self, queries: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
         """Attend with queries [rows, Hq, D] and return [rows, Hq * D]."""

@@ -28,14 +28,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine_adapter.embedded.kernels import LayerLoops, compiled
+from engine_adapter.embedded.kernels.row_operations import compiled_loops, weighted_sum
 from engine_adapter.embedded.step_sync import RankGroup, bytes_of
 from fleet.arrays import IntArray
 from fleet.dispatch import Chooser
 from fleet.placement import Placement
 
 GROUP_ROWS = 4
-"""Minimum rows of any matrix product. With one torch thread, a row's result then has the same bits in every
-batch, but for tiny matrices in bfloat16 (`least_rows`)."""
+"""Minimum rows of any matrix product by torch. With one torch thread, a row's result then has the same bits
+in every batch, but for tiny matrices in bfloat16 (`least_rows`)."""
 _SMALL_PRODUCT = 16**3
 """Multiplications of the largest bfloat16 product that torch computes by a kernel of its own, which adds in
 another order than oneDNN's for larger ones."""
@@ -78,11 +80,40 @@ class Groups:
 def least_rows(dtype: torch.dtype, values: int) -> int:
     """Return the minimum rows of a product with a matrix of this many values or more, so that a row's result
     has the same bits in every batch."""
+    if compiled_loops(dtype) is not None:
+        return 1
     return max(GROUP_ROWS, _SMALL_PRODUCT // values + 1) if dtype == torch.bfloat16 else GROUP_ROWS
 
 
 def group_by_slot(slots: NDArray[Any], slot_count: int, min_rows: int = GROUP_ROWS) -> Groups:
     """Sort pairs by their physical slots [n], stably. Non-empty groups are padded to `min_rows`."""
+    loops = compiled()
+    return (
+        _grouped(slots, slot_count, min_rows)
+        if loops is None
+        else _compiled_groups(loops, np.ascontiguousarray(slots, np.int64), slot_count, min_rows)
+    )
+
+
+def _compiled_groups(loops: LayerLoops, slots: IntArray, slot_count: int, min_rows: int) -> Groups:
+    row_of_pair, ends = np.empty(len(slots), np.int64), np.empty(slot_count, np.int32)
+    # No group gets more than min_rows - 1 rows of padding, and no pair more than one group.
+    most = len(slots) + min(len(slots), slot_count) * (min_rows - 1)
+    pair_of_row, counts = np.empty(most, np.int64), np.empty(slot_count, np.int64)
+    rows = loops.group(
+        slots.ctypes.data,
+        len(slots),
+        slot_count,
+        min_rows,
+        row_of_pair.ctypes.data,
+        pair_of_row.ctypes.data,
+        ends.ctypes.data,
+        counts.ctypes.data,
+    )
+    return Groups(row_of_pair, pair_of_row[:rows], ends, counts)
+
+
+def _grouped(slots: NDArray[Any], slot_count: int, min_rows: int) -> Groups:
     # Stable, so that rows of a slot stay in the order of (source rank, token): part of the contract above.
     order = np.argsort(slots, kind="stable")
     counts = np.bincount(slots, minlength=slot_count)
@@ -180,7 +211,7 @@ class GatherHandle:
 
     def weighted(self, results: torch.Tensor) -> torch.Tensor:
         """Add up the results [rows, H] of each token's pairs: fp32 [all tokens, H]."""
-        return weighted_sum(results.index_select(0, torch.from_numpy(self.row_of_pair)), self.weights)
+        return weighted_sum(results, self.row_of_pair, self.weights)
 
 
 class PartExchange(Protocol):
@@ -242,19 +273,6 @@ def sent_away(served_by: IntArray, rank: int) -> int:
     experts. served_by: int64 [T, k]."""
     others = np.sort(np.where(served_by == rank, -1, served_by), axis=1)
     return int((others[:, :1] >= 0).sum() + ((others[:, 1:] != others[:, :-1]) & (others[:, 1:] >= 0)).sum())
-
-
-def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum rows [T * k, H] with weights fp32 [T, k] in k order: fp32 [T, H]. Overwrites the rows.
-
-    Products and sums are separate, exactly rounded operations, so vectorization cannot change a bit.
-    """
-    tokens, k = weights.shape
-    products = rows.view(tokens, k, rows.shape[1]).to(torch.float32).mul_(weights.unsqueeze(-1))
-    total = products[:, 0]
-    for at in range(1, k):
-        total += products[:, at]
-    return total
 
 
 class Calls:
@@ -340,7 +358,7 @@ class LocalDispatch:
 
     def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
         self._calls.close(handle)
-        return weighted_sum(results.index_select(0, torch.from_numpy(handle.row_of_pair)), weights)
+        return weighted_sum(results, handle.row_of_pair, weights)
 
     def gather(self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor) -> Gathered:
         check_experts(experts, self._experts)
@@ -428,7 +446,7 @@ class GlooDispatch:
         self._calls.close(handle)
         outgoing = results.index_select(0, torch.from_numpy(handle.row_of_pair))
         back = self._group.all_to_all(outgoing, handle.to_sources, handle.from_ranks)
-        return weighted_sum(back.index_select(0, torch.from_numpy(handle.back_order)), weights)
+        return weighted_sum(back, handle.back_order, weights)
 
     def gather(self, x: torch.Tensor, experts: NDArray[Any], weights: torch.Tensor) -> Gathered:
         check_experts(experts, self._experts)

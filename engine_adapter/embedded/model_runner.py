@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine_adapter.embedded.arena import Arena, load_arena, unshardable
@@ -17,15 +16,16 @@ from engine_adapter.embedded.attention import (
     Attention,
     AttentionPlan,
     Rotary,
-    SequenceSpan,
     plan_attention,
 )
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint, Qwen3MoeConfig
 from engine_adapter.embedded.dispatch import Dispatch, GlooDispatch, LocalDispatch, Sending, least_rows
+from engine_adapter.embedded.kernels.row_operations import product, rms_norm
 from engine_adapter.embedded.kv_pool import KvPool
 from engine_adapter.embedded.layers import Layer, load_layer
 from engine_adapter.embedded.malloc_tuning import keep_freed_memory
 from engine_adapter.embedded.moe import CellMatrices
+from engine_adapter.embedded.paged_attention import PAGE_TOKENS, PagedPlan, SequenceSpan
 from engine_adapter.embedded.sequence_parallel import ThreadTeam, share
 from engine_adapter.embedded.step_sync import RankGroup
 from engine_adapter.embedded.tensor_parallel import TensorParallel, part_of_attention
@@ -33,9 +33,6 @@ from engine_adapter.engine import RankMemory
 from fleet.experts import ModelShape
 from fleet.layout import AttentionKind, head_groups, tp_refusal
 from fleet.placement import Placement
-
-PAGE_TOKENS = 16
-"""Positions per KV page. Equal to the block size of block hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +373,12 @@ class ModelRunner:
         return Forward(self._logits(hidden, work), routed)
 
     def _layer(
-        self, at: int, hidden: torch.Tensor, tokens: int, plan: AttentionPlan, dispatch: Dispatch
+        self,
+        at: int,
+        hidden: torch.Tensor,
+        tokens: int,
+        plan: AttentionPlan | PagedPlan,
+        dispatch: Dispatch,
     ) -> NDArray[Any]:
         """Run one layer on the residual stream [rows, H], in place. Return the chosen experts, [tokens,
         k]."""
@@ -394,7 +396,7 @@ class ModelRunner:
         return experts
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, (self.config.hidden,), weight, self.config.rms_eps)
+        return rms_norm(hidden, weight, self.config.rms_eps)
 
     def _logits(self, hidden: torch.Tensor, work: Sequence[SequenceWork]) -> torch.Tensor:
         ends = np.cumsum([len(one.tokens) for one in work], dtype=np.int64)
@@ -405,7 +407,7 @@ class ModelRunner:
         last = hidden.index_select(0, torch.tensor(padded))
         normed, count = self._normed(last, self._norm), len(ends_needed)
         sums = self._sums
-        logits = F.linear(normed, self._head)[:count] if sums is None else sums.logits(normed, count)
+        logits = product(normed, self._head)[:count] if sums is None else sums.logits(normed, count)
         return logits.to(torch.float32)
 
     def _check(self, work: Sequence[SequenceWork]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.config import EmbeddedConfig
+from engine_adapter.embedded import kernels
 from engine_adapter.embedded.arena import unshardable
 from engine_adapter.embedded.calibration.calibrate import EngineCalibration, calibrate, measure_prices
 from engine_adapter.embedded.calibration.hardware import hardware_digest
@@ -136,6 +137,8 @@ def build_setup(config: EmbeddedConfig, rank: int, run_directory: Path | None) -
                 spare_layers=config.spare_layers,
             )
         opened.callback(runner.close)
+        if kernels.missing:
+            log.warning("torch computes the layers, in two to three times the time: %s", kernels.missing)
         attention, fixed = _attention(runner, start, group, step_sync, config)
         measured = calibrated(runner, step_sync, config, changes_attention=attention is not None)
         return RankSetup(

@@ -23,6 +23,7 @@ from engine_adapter.embedded.dispatch import (
     check_experts,
     sorted_by_expert,
 )
+from engine_adapter.embedded.kernels.row_operations import product
 from engine_adapter.embedded.step_sync import RankGroup, StepMismatch, bytes_of
 from engine_adapter.kv_switch.kv_state import group_of_rank
 from fleet.layout import head_groups
@@ -97,7 +98,7 @@ class TensorParallel:
 
     def logits(self, normed: torch.Tensor, count: int) -> torch.Tensor:
         """Return the logits [count, vocabulary] of the first rows of normed [rows >= count, H]."""
-        mine = F.linear(normed, self._head)[:count]
+        mine = product(normed, self._head)[:count]
         # A collective gathers equal shapes, so a rank with fewer outputs pads them.
         found = self._gathered(F.pad(mine, (0, max(self._outputs) - mine.shape[1])))
         return torch.cat(

@@ -15,7 +15,8 @@ import numpy as np
 
 from engine_adapter.embedded.calibration.calibrate import measure_prices
 from engine_adapter.embedded.checkpoint import Checkpoint
-from engine_adapter.embedded.model_runner import PAGE_TOKENS, ModelRunner, SequenceWork
+from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork
+from engine_adapter.embedded.paged_attention import PAGE_TOKENS
 from engine_adapter.embedded.step_sync import RankGroup, StepHeader, StepSync, StepSyncError
 from fleet.placement import Placement, Split, linear
 

@@ -28,7 +28,8 @@ from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded import step_loop
 from engine_adapter.embedded.dispatch_stats import DispatchLog, FinishedStep
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.model_runner import PAGE_TOKENS, Forward, SequenceWork
+from engine_adapter.embedded.model_runner import Forward, SequenceWork
+from engine_adapter.embedded.paged_attention import PAGE_TOKENS
 from engine_adapter.embedded.setup import ForwardPass, RankSetup, build_setup
 from fleet.experts import ModelShape
 from fleet.layout_times import LayoutTimes

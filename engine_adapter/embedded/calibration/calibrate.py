@@ -20,8 +20,9 @@ from engine_adapter.embedded.calibration.layout_times import times_of_layout
 from engine_adapter.embedded.calibration.measurement import MeasuredSteps, StepMeasurement
 from engine_adapter.embedded.calibration.rehearsal import StepRehearsal, event_loop, scratch
 from engine_adapter.embedded.calibration.speed_fit import fitted
-from engine_adapter.embedded.model_runner import PAGE_TOKENS, ModelRunner
+from engine_adapter.embedded.model_runner import ModelRunner
 from engine_adapter.embedded.moe import SparseBlock
+from engine_adapter.embedded.paged_attention import PAGE_TOKENS
 from engine_adapter.embedded.step_sync import StepSync
 from fleet.layout_times import LayoutName, LayoutTimes
 from fleet.placement import Placement, linear, with_attention, with_rows

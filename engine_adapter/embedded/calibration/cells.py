@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from engine_adapter.embedded.model_runner import PAGE_TOKENS
+from engine_adapter.embedded.paged_attention import PAGE_TOKENS
 from fleet.layout import AttentionKind
 
 BATCHES = 6

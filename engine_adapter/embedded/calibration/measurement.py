@@ -10,7 +10,8 @@ from engine_adapter.embedded.calibration.cells import Cell, DecodeCell, owned
 from engine_adapter.embedded.calibration.rehearsal import Rehearsal, RehearsedStep, StepRehearsal, serve
 from engine_adapter.embedded.calibration.speed_fit import StepLoad
 from engine_adapter.embedded.dispatch import sent_away
-from engine_adapter.embedded.model_runner import PAGE_TOKENS, ModelRunner, PreparedEpoch
+from engine_adapter.embedded.model_runner import ModelRunner, PreparedEpoch
+from engine_adapter.embedded.paged_attention import PAGE_TOKENS
 from fleet.timing import gathered_bytes, surplus_pairs
 
 FEWEST, MOST = 2, 15

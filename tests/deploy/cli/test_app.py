@@ -85,6 +85,7 @@ def test_the_version_is_printed() -> None:
     shown = roost("--version")
     assert shown.exit_code == 0
     assert "solvers: " in shown.output
+    assert "embedded engine: " in shown.output
 
 
 def test_the_effective_configuration_is_printed_with_sources_and_reads_back(

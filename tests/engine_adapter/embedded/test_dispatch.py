@@ -2,6 +2,7 @@
 holds the expert."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from engine_adapter.embedded.dispatch import (
 from engine_adapter.embedded.step_sync import RankGroup
 from fleet.dispatch import flows
 from fleet.placement import Placement, linear, with_rows
+from tests.engine_adapter.layer_forms import TORCH, computed_by
 from tests.fleet.splits import random_split, random_table
 
 
@@ -95,6 +97,11 @@ def test_local_dispatch_and_combine_equal_a_dense_float64_reference(data):
 @given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 5))
 def test_groups_are_sorted_stable_padded_and_complete(slots, min_rows):
     groups = group_by_slot(np.array(slots, np.int64), 8, min_rows)
+    with computed_by(TORCH):
+        by_numpy = group_by_slot(np.array(slots, np.int64), 8, min_rows)
+    for one, other in zip(astuple(groups), astuple(by_numpy), strict=True):
+        assert one.dtype == other.dtype
+        assert np.array_equal(one, other)
     begins = np.concatenate([[0], groups.ends[:-1]])
     assert groups.counts.tolist() == [slots.count(slot) for slot in range(8)]
     for slot, (begin, end) in enumerate(zip(begins, groups.ends, strict=True)):

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_adapter.embedded.checkpoint import Checkpoint
-from engine_adapter.embedded.model_runner import PAGE_TOKENS, ModelRunner, SequenceWork
+from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork
+from engine_adapter.embedded.paged_attention import PAGE_TOKENS
 from fleet.placement import linear
 from tests.fleet.splits import random_split
 

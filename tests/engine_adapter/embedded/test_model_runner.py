@@ -14,6 +14,7 @@ from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.dispatch import CapacityError
 from engine_adapter.embedded.model_runner import ModelRunner, SequenceWork, WorkError
 from fleet.placement import linear
+from tests.engine_adapter.layer_forms import FORMS, TORCH, computed_by
 
 write_tiny = runpy.run_path(str(Path(__file__).parents[1] / "tiny_models.py"))["write_tiny"]
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model" / "checkpoint"
@@ -21,11 +22,12 @@ TEXT = list(Path(__file__).read_bytes())
 LENGTHS = [1, 15, 16, 17, 31, 33, 64, 127, 128, 129, 150, 190, 195, 200, 256, 300, 383, 390, 520, 700]
 
 
-@pytest.fixture(scope="module")
-def runner():
-    with Checkpoint(DEMO) as checkpoint:
+@pytest.fixture(scope="module", params=FORMS)
+def runner(request):
+    """Of every form that computes layers."""
+    with computed_by(request.param), Checkpoint(DEMO) as checkpoint:
         placement = linear(layers=checkpoint.config.layers, experts=checkpoint.config.experts, ranks=1)
-        return ModelRunner(checkpoint, placement, kv_pages=600, max_tokens=1024)
+        yield ModelRunner(checkpoint, placement, kv_pages=600, max_tokens=1024)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,8 @@ def test_a_placement_for_more_ranks_than_there_are_is_refused():
         ModelRunner(checkpoint, linear(layers=4, experts=32, ranks=2))
 
 
-def test_sequences_of_like_length_are_computed_as_one_batch_and_outliers_apart(runner):
+@computed_by(TORCH)
+def test_by_torch_sequences_of_like_length_are_computed_as_one_batch_and_outliers_apart(runner):
     def batches(*lengths):
         spans = [SequenceSpan(1, length - 1, range(-(-length // 16))) for length in lengths]
         page_rows = np.zeros((4, 200), np.int64)

@@ -17,6 +17,7 @@ from engine_adapter.embedded.dispatch import GROUP_ROWS, group_by_slot
 from engine_adapter.embedded.model_runner import ModelRunner
 from engine_adapter.embedded.moe import GroupedMatrices, NonEmpty, route
 from fleet.placement import linear
+from tests.engine_adapter.layer_forms import TORCH, computed_by
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model" / "checkpoint"
 write_tiny = runpy.run_path(str(Path(__file__).parents[1] / "tiny_models.py"))["write_tiny"]
@@ -51,14 +52,15 @@ def test_the_router_chooses_and_weighs_as_transformers_does(normalise):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=80), st.integers(0, 2**32 - 1))
-def test_grouped_products_are_those_of_torch_bit_for_bit(slots, seed):
+@computed_by(TORCH)
+def test_by_torch_grouped_products_are_those_of_grouped_mm_bit_for_bit(slots, seed):
     generator = torch.Generator().manual_seed(seed)
     arena = torch.randn(16, 3 * 24, 32, generator=generator)
     groups = group_by_slot(np.array(slots), 16)
     rows = torch.randn(len(groups.pair_of_row), 32, generator=generator)
     ends = torch.from_numpy(groups.ends)
     for matrices, given_rows in ((arena[:, :48].transpose(1, 2), rows), (arena[:, 48:], rows[:, :24])):
-        found = GroupedMatrices(matrices.unbind()).product(given_rows, NonEmpty.of(ends))
+        found = GroupedMatrices(matrices.unbind()).product(given_rows, ends)
         assert torch.equal(found, torch.nn.functional.grouped_mm(given_rows, matrices, offs=ends))
         slot_of_row = np.searchsorted(groups.ends, np.arange(len(rows)), side="right")
         exact = torch.stack(

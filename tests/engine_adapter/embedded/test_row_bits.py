@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from engine_adapter.embedded.arena import Arena, unshardable
 from engine_adapter.embedded.attention import Projection
 from engine_adapter.embedded.dispatch import GROUP_ROWS, group_by_slot, least_rows
-from engine_adapter.embedded.moe import GroupedMatrices, NonEmpty, SparseBlock
+from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
 from fleet.experts import ModelShape
+from tests.engine_adapter.layer_forms import FORMS, KINDS, TORCH, computed_by
 
 RANKS, EXPERTS = 2, 4
 POOL = 24
@@ -88,9 +89,7 @@ def _product(
     groups = group_by_slot(experts, EXPERTS, least)
     rows, ends = pool[torch.from_numpy(which[groups.pair_of_row])], torch.from_numpy(groups.ends)
     found = (
-        matrices.compute(rows, ends)
-        if isinstance(matrices, SparseBlock)
-        else matrices.product(rows, NonEmpty.of(ends))
+        matrices.compute(rows, ends) if isinstance(matrices, SparseBlock) else matrices.product(rows, ends)
     )
     return found[torch.from_numpy(groups.row_of_pair)]
 
@@ -141,36 +140,46 @@ def check(batch: Batch) -> None:
     _assert_same_bits(batch, block, torch.randn(POOL, batch.hidden, generator=generator).to(dtype))
 
 
+@pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=10)
-@given(_batches())
-@example(Batch(32, 8, "bfloat16", (1, 3, 17, 40), 1))
-@example(Batch(128, 8, "bfloat16", (1, 4, 5, 300), 2))
-@example(Batch(96, 20, "float32", (1, 4, 33, 300), 3))
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(batch: Batch) -> None:
-    check(batch)
+@given(batch=_batches())
+@example(batch=Batch(32, 8, "bfloat16", (1, 3, 17, 40), 1))
+@example(batch=Batch(128, 8, "bfloat16", (1, 4, 5, 300), 2))
+@example(batch=Batch(96, 20, "float32", (1, 4, 33, 300), 3))
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(form: str, batch: Batch) -> None:
+    with computed_by(form):
+        check(batch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=500)
-@given(_batches())
-def test_a_row_has_the_same_bits_alone_and_in_any_batch_of_many(batch: Batch) -> None:
-    check(batch)
+@given(batch=_batches())
+def test_a_row_has_the_same_bits_alone_and_in_any_batch_of_many(form: str, batch: Batch) -> None:
+    with computed_by(form):
+        check(batch)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=25)
 @given(
-    st.sampled_from([2, 4, 8]),
-    st.integers(1, 4),
-    st.sampled_from([8, 16, 32, 128]),
-    st.integers(4, 64).map(lambda eighth: 8 * eighth),
-    st.sampled_from(sorted(DTYPES)),
-    st.integers(0, 2**31),
+    ranks=st.sampled_from([2, 4, 8]),
+    heads=st.integers(1, 4),
+    head_dim=st.sampled_from([8, 16, 32, 128]),
+    hidden=st.integers(4, 64).map(lambda eighth: 8 * eighth),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    seed=st.integers(0, 2**31),
 )
 def test_a_row_has_the_same_bits_with_a_ranks_part_of_attention(
-    ranks: int, heads: int, head_dim: int, hidden: int, dtype: str, seed: int
+    form: str, ranks: int, heads: int, head_dim: int, hidden: int, dtype: str, seed: int
 ) -> None:
     """Products with some of the rows of a matrix, and with some of its columns."""
+    with computed_by(form):
+        check_projections(ranks, heads, head_dim, hidden, dtype, seed)
+
+
+def check_projections(ranks: int, heads: int, head_dim: int, hidden: int, dtype: str, seed: int) -> None:
     torch.set_num_threads(1)
     width, random = heads * head_dim, np.random.default_rng(seed)
     rank = int(random.integers(ranks))
@@ -188,10 +197,18 @@ def test_a_row_has_the_same_bits_with_a_ranks_part_of_attention(
             assert torch.equal(projection.product(pool[which]), alone[which])
 
 
-def test_groups_of_four_rows_suffice_but_for_tiny_matrices_of_short_numbers() -> None:
-    assert least_rows(torch.float32, 64) == GROUP_ROWS
+def test_by_torch_groups_of_four_rows_suffice_but_for_tiny_matrices_of_short_numbers() -> None:
+    with computed_by(TORCH):
+        assert least_rows(torch.float32, 64) == GROUP_ROWS
     assert least_rows(torch.bfloat16, 1025) == GROUP_ROWS
     assert [least_rows(torch.bfloat16, values) for values in (1024, 256)] == [5, 17]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_loops_need_no_padding(kind: str) -> None:
+    with computed_by(kind):
+        assert least_rows(torch.float32, 64) == 1
+        assert least_rows(torch.bfloat16, 1025) == GROUP_ROWS
 
 
 def test_without_more_rows_tiny_matrices_of_short_numbers_would_show_the_batch() -> None:

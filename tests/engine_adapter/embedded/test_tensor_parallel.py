@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from engine_adapter.embedded.checkpoint import Checkpoint, read_config
 from engine_adapter.embedded.dispatch import CapacityError
-from engine_adapter.embedded.model_runner import PAGE_TOKENS, Forward, ModelRunner, SequenceWork
+from engine_adapter.embedded.model_runner import Forward, ModelRunner, SequenceWork
+from engine_adapter.embedded.paged_attention import PAGE_TOKENS
 from engine_adapter.embedded.step_sync import RankGroup, StepMismatch
 from engine_adapter.kv_switch.kv_state import group_of_rank
 from fleet.layout import AttentionKind

@@ -16,7 +16,7 @@ from engine_adapter.embedded.calibration.cells import (
     owned,
     prompts,
 )
-from engine_adapter.embedded.model_runner import PAGE_TOKENS
+from engine_adapter.embedded.paged_attention import PAGE_TOKENS
 from fleet.layout import AttentionKind
 
 rooms = st.builds(
