@@ -47,7 +47,7 @@ from router.sync.fleet_subscriber import FleetSubscriber
 from router.sync.peer_routers import PeerRouters
 from router.sync.readiness import Readiness
 from router.telemetry.metrics import RouterMetrics
-from router.telemetry.request_log import RequestLog
+from router.telemetry.request_log import EndedRequests, RequestLog
 from router.tokenization.tokenizer import ModelTokenizer
 from router.tokenization.tokenizer_registry import TokenizerRegistry
 from router.upstream.rank_client import Upstream
@@ -123,6 +123,8 @@ class RouterService:
         self._known_to_differ: set[str] = set()
         """models whose servers make other token ids of prompts, as already logged"""
         self.metrics = RouterMetrics()
+        self.ended = EndedRequests(self.metrics)
+        self.metrics.before_exposition = self.ended.finish
         self._use(RouterCredentials.read(config))
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="roost-router")
         self.upstream = Upstream(config)
@@ -205,6 +207,7 @@ class RouterService:
         """Listen, probe and sweep until cancelled."""
         async with AsyncExitStack() as stack:
             stack.callback(self.threads.shutdown, wait=False, cancel_futures=True)
+            stack.callback(self.ended.finish)
             await stack.enter_async_context(self.bodies)
             stack.callback(self.wait_queue.close)
             await stack.enter_async_context(self.upstream)

@@ -193,10 +193,7 @@ class HotRoutes:
             watch.stop()
             service.metrics.in_flight -= 1
             request_log.status = reply.status
-            # after the answer's last bytes, which leave at the end of this turn of the loop
-            asyncio.get_running_loop().call_soon(
-                request_log.finish, outcome, service.clock(), service.metrics
-            )
+            service.ended.add(request_log, outcome, service.clock())
 
     def known_headers(self, scope: Scope) -> dict[str, str]:
         """Return the headers that the router reads, by its own names for them."""

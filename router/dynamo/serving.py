@@ -38,7 +38,7 @@ from router.health.attempt_failures import AttemptFailure, BegunAnswer
 from router.http.asgi_response import not_ready
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.scheduler import Attempt, RoutingRequest
-from router.telemetry.request_log import EndedRequests, RequestEnd, RequestLog
+from router.telemetry.request_log import RequestEnd, RequestLog
 from router.telemetry.tracing import RouterTracing
 from router.upstream.rank_client import UpstreamFailed
 
@@ -59,7 +59,6 @@ class DynamoFrontDoor:
         self._service, self._config, _, self._calls = parts
         self._tracing = RouterTracing.create()
         self._chance = random.Random()
-        self._ended = EndedRequests(self._service.metrics)
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = 0
@@ -67,7 +66,7 @@ class DynamoFrontDoor:
     async def drained(self) -> None:
         """Return when no request is open, and all are logged."""
         await self._idle.wait()
-        self._ended.finish()
+        self._service.ended.finish()
 
     async def handle(self, body: Any, context: CallContext) -> AsyncGenerator[Json, None]:
         """Serve one request. Raises the refusal of an ApiError (`WorkerCalls.refusal`) when it cannot be
@@ -102,7 +101,7 @@ class DynamoFrontDoor:
             self._leave()
             if outcome is RequestEnd.ANSWERED:
                 request_log.status = 200
-            self._ended.add(request_log, outcome, service.clock())
+            service.ended.add(request_log, outcome, service.clock())
 
     def _enter(self) -> None:
         self._open += 1

@@ -30,6 +30,8 @@ session stays on its rank; temperature: drawn; only: the only candidate.
 
 _SEEDS = 1 << 32
 _ZERO = np.zeros(())
+_FEW = 16
+"""Candidates that are compared faster in lists."""
 _SAME = 1e-12
 """Scores that differ by this share of themselves, or by this amount, differ only by rounding."""
 
@@ -168,6 +170,8 @@ def choose(
     (policies in ms only) a rank whose score is higher by d is drawn with exp(-d / temperature_ms) times the
     probability of the lowest.
     """
+    if held is None and home is None and len(score) <= _FEW and not (rules.temperature_ms and unit == "ms"):
+        return _cheapest_of_few(score.tolist(), outstanding.tolist(), seed)
     cheapest = int(score.argmin())
     lowest = float(score[cheapest])
     best = (score <= lowest + _SAME * max(1.0, lowest)).nonzero()[0]
@@ -189,6 +193,20 @@ def choose(
     smallest = among[work == work[work.argmin()]]
     alike = among is best or (len(among) == len(best) and bool((among == best).all()))
     return PolicyChoice(int(smallest[seed % len(smallest)]), len(best), "tie" if alike else "home")
+
+
+def _cheapest_of_few(score: list[float], outstanding: list[float], seed: int) -> PolicyChoice:
+    """Return the choice of `choose` without homes, sessions and temperature. With few candidates numpy's
+    calls would take most of the time.
+    """
+    lowest = min(score)
+    limit = lowest + _SAME * max(1.0, lowest)
+    best = [at for at, cost in enumerate(score) if cost <= limit]
+    if len(best) == 1:
+        return PolicyChoice(best[0], 1, "only" if len(score) == 1 else "cheapest")
+    least = min([outstanding[at] for at in best])
+    smallest = [at for at in best if outstanding[at] == least]
+    return PolicyChoice(smallest[seed % len(smallest)], len(best), "tie")
 
 
 def _classic(rules: PolicyRules, facts: CandidateFacts) -> FloatArray:

@@ -124,6 +124,8 @@ class RouterMetrics:
     def _about_requests(self) -> None:
         """Define the metrics of requests and answers."""
         self._requests = self._lazy_counter("requests", "Requests by outcome", "model", "outcome")
+        self.before_exposition: Callable[[], object] = dict
+        """called first by `exposition`: counts what is yet to be counted"""
         self.in_flight = 0
         self._in_flight = self._lazy_counter("requests_in_flight", "Requests being answered", goes_down=True)
         self.loop_lag = self._histogram(
@@ -555,6 +557,7 @@ class RouterMetrics:
         self._replicas &= kept
 
     def exposition(self) -> bytes:
+        self.before_exposition()
         self._in_flight.values[()] = self.in_flight
         return generate_latest(self._registry)
 

@@ -24,8 +24,6 @@ from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tracing import RequestTrace
 
 access = logging.getLogger("roost.access")
-_TOGETHER_SECONDS = 0.002
-"""Time for which an ended request waits for others."""
 _TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 """Beginning of a W3C `traceparent`."""
 
@@ -225,27 +223,33 @@ class RequestLog:
 
 
 class EndedRequests:
-    """Requests that have ended, finished together a moment later: the end of an answer need not wait for its
-    log line, and several lines in a row cost less. Use it on one event loop. State: those that wait, and a
-    timer.
+    """Requests that have ended, finished together once their answers' last bytes have left: the end of an
+    answer need not wait for its log line, and several lines in a row cost less. Use it on one event loop.
+    State: those that wait, and the next step towards their end.
     """
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
         self._waiting: deque[tuple[RequestLog, RequestEnd, float]] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+        self._next: asyncio.Handle | None = None
 
     def add(self, request_log: RequestLog, outcome: RequestEnd, now: float) -> None:
         """Finish a request soon, as of now."""
         self._waiting.append((request_log, outcome, now))
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_TOGETHER_SECONDS, self.finish)
+        if self._next is None:
+            # Output leaves at the end of a turn of the event loop. The next turn is after that of all
+            # requests that end in this one.
+            loop = asyncio.get_running_loop()
+            self._next = loop.call_soon(self._after_output, loop)
+
+    def _after_output(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._next = loop.call_soon(self.finish)
 
     def finish(self) -> None:
         """Finish them at once."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
         while self._waiting:
             request_log, outcome, now = self._waiting.popleft()
             request_log.finish(outcome, now, self._metrics)

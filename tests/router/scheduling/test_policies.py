@@ -140,6 +140,24 @@ def test_ties_are_broken_only_by_chance(seed: int) -> None:
     assert (decision.choice.why, decision.choice.tied) == ("tie", 3)
 
 
+@given(
+    costs=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    work=st.lists(st.integers(0, 2), min_size=40, max_size=40),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_few_candidates_are_compared_as_many_are(costs: list[int], work: list[int], seed: int) -> None:
+    """More candidates than are compared in lists: dearer ones are added, which change nothing but the word
+    for a choice without an alternative."""
+    score, outstanding = np.array(costs, np.float64), np.array(work[: len(costs)], np.float64)
+    rules = PolicyRules()
+    found = choose(rules, score, "ms", score, outstanding, seed, None)
+    dearer = np.full(40, 1e3)
+    many = np.concatenate([score, dearer])
+    other = choose(rules, many, "ms", many, np.concatenate([outstanding, dearer]), seed, None)
+    assert (found.chosen, found.tied) == (other.chosen, other.tied)
+    assert found.why == ("only" if len(costs) == 1 else other.why)
+
+
 def test_beside_an_engines_slowest_rank_all_cost_the_same_and_the_least_promised_work_decides() -> None:
     """All work there is hidden behind the slowest rank, up to rounding."""
     view, _ = view_of(
