@@ -3,6 +3,7 @@ is fatal, and what comes after them is read as if they had never come."""
 
 import asyncio
 import base64
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,13 @@ from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.sampling import Sampling
 from engine_adapter.engine import EngineFailed
 from engine_adapter.foreign.kv_blocks import KvBlocks
-from engine_adapter.foreign.kv_frames import UnreadableEvents, events_of
+from engine_adapter.foreign.kv_frames import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    UnreadableEvents,
+    events_of,
+)
 from engine_adapter.foreign.kv_source import KvSource
 from engine_adapter.foreign.kv_stream import KvStream
 from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
@@ -38,8 +45,11 @@ from tests.engine_adapter.sglang.fake_server import (
     fake_sglang,
     routed,
 )
+from tests.engine_adapter.sglang.record import RECORDED
 
 MESSAGES = 1000
+OF_SGLANG: Any = json.loads(RECORDED.read_text(encoding="utf-8"))
+KINDS = {"BlockStored": BlocksStored, "BlockRemoved": BlocksRemoved, "AllBlocksCleared": BlocksCleared}
 STRANGE: Sequence[Any] = (
     None,
     True,
@@ -153,6 +163,32 @@ def test_kv_events_are_read_or_refused(seed: int) -> None:
             blocks.clear()
     assert read + refused == MESSAGES
     assert read > MESSAGES / 4 < refused
+
+
+def test_batches_of_sglangs_own_classes_are_read_field_by_field() -> None:
+    """`record.py` took the classes from the released source, and names it."""
+    for recorded in OF_SGLANG["batches"]:
+        read = events_of(base64.b64decode(recorded["frame"]))
+        assert len(read) == len(recorded["events"])
+        for event, told in zip(read, recorded["events"], strict=True):
+            assert type(event) is KINDS[told["type"]]
+            fields = msgspec.json.decode(msgspec.json.encode(event))
+            unread = {name: fields.get(name, "not read") for name in told if fields.get(name) != told[name]}
+            assert set(unread) <= {"type", "session_id"}
+
+
+def test_a_thousand_mutations_of_them_are_read_or_refused() -> None:
+    change, read, refused = Mutations(4), 0, 0
+    frames = [base64.b64decode(one["frame"]) for one in OF_SGLANG["batches"]]
+    for number in range(MESSAGES):
+        try:
+            events_of(change.of_bytes(frames[number % len(frames)]))
+            read += 1
+        except UnreadableEvents:
+            refused += 1
+    assert read + refused == MESSAGES
+    assert read
+    assert refused
 
 
 async def test_a_stream_counts_what_it_cannot_read_and_follows_on() -> None:
