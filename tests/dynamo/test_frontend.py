@@ -144,8 +144,11 @@ async def test_its_kv_mode_routes_by_our_events_and_counts_the_hits_that_we_have
 
 
 async def hits_are_those_of_the_engines(frontend: DynamoFrontend, kind: str) -> None:
+    """The frontend draws a rank for the first prompt of a group, where all are idle. That all groups get the
+    same one has a chance of 1 in 16,000.
+    """
     expected, found, chosen = [], [], Counter[tuple[int, int]]()
-    for text in prompts(groups=4, each=4):
+    for text in prompts(groups=8, each=3):
         answer = await frontend.complete(
             text, temperature=0, max_tokens=3, nvext={"extra_fields": ["worker_id", "timing"]}
         )
@@ -163,7 +166,7 @@ async def hits_are_those_of_the_engines(frontend: DynamoFrontend, kind: str) -> 
         sorted(chosen.values()),
     )
     assert found == expected
-    assert sum(found) >= 4 * 3 * (96 // BLOCK if kind == "embedded" else 1)
+    assert sum(found) >= 8 * 2 * (96 // BLOCK if kind == "embedded" else 1)
     assert len(chosen) > 1
 
 
