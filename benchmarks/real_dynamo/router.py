@@ -8,6 +8,8 @@ which half are shared by eight groups. All processes share this machine's cores;
 processor time of the routers tells more than the latency. The empty router passes on one item after another;
 Roost reads a worker's items ahead of the frontend. Needs the environment of `make test-dynamo`.
 
+Another checkout's router takes part in turns with `--against`, which may be repeated.
+
     python -m benchmarks.real_dynamo.router --quick
 """
 
@@ -17,13 +19,14 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import typer
 import uvloop
 
+from benchmarks.real_dynamo import handler
 from benchmarks.rig.chat_bodies import bodies, common_words, sources, write_model
 from benchmarks.rig.load_client import SETTINGS, call_all
 from benchmarks.rig.processes import ROOST, ROOT, Started, free_port, process
@@ -36,11 +39,13 @@ PASSTHROUGH, ROOST_ROUTER, KV = (
     "roost router --dynamo",
     "the frontend's own KV mode",
 )
-NAMESPACES = {PASSTHROUGH: "passthrough", ROOST_ROUTER: "roost", KV: "workers"}
 MOST_ADDED_MS = 0.5
 PATH = "/v1/chat/completions"
+Against = typer.Option([], "--against", help="another checkout, whose router is measured too")
 _WARMING = 200
 """requests to each frontend before the first round"""
+_ALONE = 100
+"""requests to the handlers alone"""
 
 
 class Place(NamedTuple):
@@ -54,9 +59,36 @@ class Place(NamedTuple):
         return 0.0 if self.router is None else self.router.processor_seconds()
 
 
+class _Router(NamedTuple):
+    """A router at the place that is measured: its command, the checkout it comes from, and the namespace in
+    which its frontend finds it.
+    """
+
+    command: list[str]
+    tree: Path
+    namespace: str
+
+    @classmethod
+    def of_roost(cls, tree: Path, namespace: str) -> "_Router":
+        command = [*ROOST, "router", "--port", str(free_port()), "--dynamo", "workers"]
+        return cls([*command, "--frontend-migration-limit", "0"], tree, namespace)
+
+
+def _routers(model: Path, against: Sequence[Path]) -> dict[str, _Router]:
+    """Return the routers by name."""
+    empty = [sys.executable, "-m", "benchmarks.real_dynamo.passthrough", str(model)]
+    found = {
+        PASSTHROUGH: _Router(empty, ROOT, "passthrough"),
+        ROOST_ROUTER: _Router.of_roost(ROOT, "roost"),
+    }
+    for number, tree in enumerate(against):
+        found[f"{ROOST_ROUTER} of {tree}"] = _Router.of_roost(tree, f"roost{number}")
+    return found
+
+
 @contextlib.asynccontextmanager
-async def frontends(folder: Path) -> AsyncIterator[dict[str, Place]]:
-    """Start everything; yield the frontends and routers by name."""
+async def frontends(folder: Path, against: Sequence[Path] = ()) -> AsyncIterator[dict[str, Place]]:
+    """Start everything; yield the frontends and routers by name. against: further checkouts of Roost."""
     model = folder / "model"
     model.mkdir()
     (folder / "discovery").mkdir()
@@ -75,29 +107,18 @@ async def frontends(folder: Path) -> AsyncIterator[dict[str, Place]]:
     mocker = [str(PYTHON), "-m", "dynamo.mocker", "--model-path", str(model), "--model-name", MODEL]
     mocker += ["--endpoint", "dyn://workers.backend.generate", "--num-workers", str(MOCKERS)]
     mocker += ["--block-size", "16", "--num-gpu-blocks-override", "16384", "--speedup-ratio", "1000"]
-    routers = [
-        [sys.executable, "-m", "benchmarks.real_dynamo.passthrough", str(model)],
-        [
-            *ROOST,
-            "router",
-            "--port",
-            str(free_port()),
-            "--dynamo",
-            "workers",
-            "--frontend-migration-limit",
-            "0",
-        ],
-    ]
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(process(mocker, None, environment=shared))
-        pids = [
-            await stack.enter_async_context(process(router, None, environment=shared)) for router in routers
-        ]
-        started = dict(zip((PASSTHROUGH, ROOST_ROUTER), (Started(0, pid) for pid in pids), strict=True))
+        namespaces, routers = {KV: "workers"}, dict[str, Started]()
+        for name, router in _routers(model, against).items():
+            own = {**shared, "ROOST_DYNAMO_ENDPOINT": f"{router.namespace}.router.generate"}
+            started = process(router.command, None, environment=own, tree=router.tree)
+            routers[name] = Started(0, await stack.enter_async_context(started))
+            namespaces[name] = router.namespace
         places = {}
-        for name, namespace in NAMESPACES.items():
+        for name, namespace in namespaces.items():
             port = free_port()
-            places[name] = Place(port, started.get(name))
+            places[name] = Place(port, routers.get(name))
             mode = "kv" if name == KV else "round-robin"
             command = [
                 str(PYTHON),
@@ -145,18 +166,26 @@ async def measured(places: dict[str, Place], *, rounds: int, requests: int) -> d
     return found
 
 
-def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
+def main(
+    quick: bool = Quick,
+    as_json: bool = AsJson,
+    check: bool = Check,
+    against: list[Path] = Against,
+) -> None:
     """Measure Roost between Dynamo's frontend and workers."""
     if not PYTHON.exists():
         raise typer.BadParameter(f"{PYTHON} does not exist; make test-dynamo makes it")
-    found = uvloop.run(_run(rounds=6 if quick else 20, requests=100 if quick else 200))
+    rounds, requests = (6, 100) if quick else (20, 200)
+    trees = [tree.resolve() for tree in against]
+    alone = uvloop.run(handler.measured(_ALONE))
+    found = uvloop.run(_run(trees, rounds=rounds, requests=requests))
     report = Report(
         f"between a Dynamo frontend and {MOCKERS} mockers, one request at a time, {WORDS} words",
         ["router", "p50 ms", "p99 ms", "p50 over the empty router ms", "router's processor ms"],
-        notes=[SETTINGS],
+        notes=[SETTINGS, *_about(alone)],
     )
-    added = {name: _added(found[name], found[PASSTHROUGH]) for name in NAMESPACES}
-    for name in NAMESPACES:
+    added = {name: _added(found[name], found[PASSTHROUGH]) for name in found}
+    for name in found:
         whole = [1e3 * one for some in found[name] for one in some.whole]
         processor = 1e3 * statistics.median(some.processor for some in found[name])
         report.add(name, statistics.median(whole), percentile(whole, 0.99), added[name], processor)
@@ -166,9 +195,19 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
     report.finish(as_json=as_json, check=check)
 
 
-async def _run(*, rounds: int, requests: int) -> dict[str, list[Round]]:
+def _about(alone: dict[str, handler.Times]) -> list[str]:
+    """Say what the handlers themselves cost, without Dynamo (`benchmarks.real_dynamo.handler`)."""
+    return [
+        f"handler alone, {name}: {warm.whole / 1e3:.2f} ms of processor time with warm caches,"
+        f" {cold.whole / 1e3:.2f} with cold ones; until its worker is called {warm.called / 1e3:.2f} and"
+        f" {cold.called / 1e3:.2f}"
+        for name, (warm, cold) in alone.items()
+    ]
+
+
+async def _run(against: Sequence[Path], *, rounds: int, requests: int) -> dict[str, list[Round]]:
     with tempfile.TemporaryDirectory() as folder:
-        async with frontends(Path(folder)) as places:
+        async with frontends(Path(folder), against) as places:
             return await measured(places, rounds=rounds, requests=requests)
 
 

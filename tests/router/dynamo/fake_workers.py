@@ -215,13 +215,17 @@ def envelope(
 
 @contextlib.asynccontextmanager
 async def dynamo_fleet(
-    *instances: int, config: RouterConfig | None = None, settings: DynamoConfig = SETTINGS, **more: Any
+    *instances: int,
+    config: RouterConfig | None = None,
+    settings: DynamoConfig = SETTINGS,
+    calls: FakeCalls | None = None,
+    **more: Any,
 ) -> AsyncIterator[DynamoFleet]:
-    """A router with these workers, already discovered."""
+    """A router with these workers, already discovered. calls: to their endpoints."""
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     service = RouterService(bus, broker.subjects, config or RouterConfig())
-    store, feed, calls = FakeStore(), FakeFeed(), FakeCalls()
+    store, feed, calls = FakeStore(), FakeFeed(), calls or FakeCalls()
     follower = WorkerFollower(service, settings, store, feed, calls)
     fleet = DynamoFleet(
         service,
