@@ -211,3 +211,30 @@ async def test_one_trace_leads_from_the_client_to_our_worker(dynamo: DynamoDeplo
     candidates = [event for span in spans_of(spans, trace, "roost.decide") for event in span["events"]]
     assert len(candidates) == 6
     assert {event["name"] for event in candidates} == {"roost.candidate"}
+
+
+async def test_the_span_before_a_mocker_has_the_request_id_of_the_mockers_own_span(
+    dynamo: DynamoDeployment,
+) -> None:
+    spans = dynamo.folder / "router-spans.jsonl"
+    dynamo.variables |= {"DYN_LOGGING_JSONL": "true", "DYN_LOG": "info"}
+    worker = await mocker(dynamo, 0)
+    await roost(dynamo, "--spans", str(spans))
+    door = await frontend(dynamo)
+    trace = "0af7651916cd43dd8448eb211c80319d"
+    body = {"model": "tiny", "prompt": "The owl sat in the old tower", "max_tokens": 8}
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    answer = await door.client.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+
+    async def traced() -> bool:
+        return bool(spans_of(spans, trace, "text_completion"))
+
+    await until(traced, "the router has recorded the trace")
+    (span,) = spans_of(spans, trace, "text_completion")
+    lines = [json.loads(line) for line in worker.log.read_text().splitlines() if line.startswith("{")]
+    (served,) = [
+        line for line in lines if line.get("endpoint") == "generate" and line["message"] == "request received"
+    ]
+    assert served["request_id"] == span["attributes"]["roost.request.id"]
+    assert served["trace_id"] == trace
