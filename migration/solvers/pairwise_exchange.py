@@ -122,6 +122,20 @@ def _handed_over(
     worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None
 ) -> NDArray[np.bool_]:
     """Make hand-overs in place. bool [layers]: layers changed."""
+    library = kernels.compiled()
+    if library is None or not held.size:
+        return _handed_over_in_numpy(worth, held, slots, most, home)
+    changed = np.empty(len(held), bool)
+    library.locality_handed_over(
+        worth.own, worth.shared, worth.node, held, home, len(held), slots, most, _PICKS, changed
+    )
+    return changed
+
+
+def _handed_over_in_numpy(
+    worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None
+) -> NDArray[np.bool_]:
+    """Implement `_handed_over`."""
     found = _hand_overs(worth, held, slots, most, home)
     changed, rows = np.zeros(len(held), bool), np.arange(len(held))
     # Several hand-overs per computation of the gains, as long as they do not touch each other.
@@ -146,26 +160,6 @@ def _hand_overs(
     worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None
 ) -> _HandOvers:
     """Return the best hand-over of every rank, regardless of the others."""
-    library = kernels.compiled()
-    if library is None or not held.size:
-        return _hand_overs_in_numpy(worth, held, slots, most, home)
-    (layers, ranks, experts), kind = held.shape, worth.own.dtype
-    found = _HandOvers(
-        np.empty((layers, ranks), kind),
-        np.empty((layers, ranks), np.intp),
-        np.empty((layers, ranks), np.intp),
-        np.empty((layers, experts), np.intp),
-        np.empty((layers, ranks), np.intp),
-        np.empty((layers, ranks), bool),
-    )
-    library.locality_hand_overs(worth.own, worth.shared, worth.node, held, home, layers, slots, most, *found)
-    return found
-
-
-def _hand_overs_in_numpy(
-    worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None
-) -> _HandOvers:
-    """Implement `_hand_overs`."""
     win, lose = worth.marginal(held)
     count = held.sum(axis=1, keepdims=True)
     based = count if home is None else (held & home).sum(axis=1, keepdims=True)

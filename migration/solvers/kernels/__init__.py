@@ -75,8 +75,8 @@ class Kernels(Protocol):
     def locality_swapped(self, own: FloatingArray, *arguments: Any) -> None:
         """`migration.solvers.pairwise_exchange._swapped`, in single precision."""
 
-    def locality_hand_overs(self, own: FloatingArray, *arguments: Any) -> None:
-        """`migration.solvers.pairwise_exchange._hand_overs`, in single precision."""
+    def locality_handed_over(self, own: FloatingArray, *arguments: Any) -> None:
+        """`migration.solvers.pairwise_exchange._handed_over`, in single precision."""
 
     def cap_levelled(self, rank: IndexArray, *arguments: Any) -> None:
         """The rounds of `migration.solvers.load_cap.level`; near and far change."""

@@ -74,7 +74,7 @@ KERNEL(swap_spare);
 KERNEL(locality_filled);
 KERNEL(locality_swapped);
 KERNEL(locality_one_each);
-KERNEL(locality_hand_overs);
+KERNEL(locality_handed_over);
 KERNEL(cap_levelled);
 KERNEL(cap_pairs);
 KERNEL(ordered_series);

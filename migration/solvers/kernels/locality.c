@@ -285,87 +285,177 @@ KERNEL(locality_swapped) {
         ok = swap(arguments, &shape), true);
 }
 
-/* hand_overs(own, shared (float32), node, held, home or None, layers, slots, most; out [layers, ranks]: gain, handed,
-   taken up; [layers, experts]: taker; [layers, ranks]: spare, free) */
-static bool hand_over(const Argument *arguments, const Shape *it) {
-    int64_t experts = it->experts, ranks = it->ranks, cells = ranks * experts, slots = COUNT(6), limit = COUNT(7);
-    size_t bytes = (size_t)cells * 2 * sizeof(float) + (size_t)experts * sizeof(float) +
-                   (size_t)(it->nodes + 2) * (size_t)experts * 4 + (size_t)experts;
-    float *win = malloc(bytes);
-    if (!win) return false;
-    float *lose = win + cells, *offered = lose + cells;
-    int32_t *count = (int32_t *)(offered + experts), *based = count + experts, *near = based + experts;
-    uint8_t *tied = (uint8_t *)(near + it->nodes * experts);
-    for (int64_t layer = 0; layer < it->layers; layer++) {
-        const uint8_t *held = AS_B(3) + layer * cells, *home = AS_B(4) ? AS_B(4) + layer * cells : NULL;
-        int64_t *taker = AS_L(11) + layer * experts;
-        count_holders(it, held, home, count, near, based);
-        memset(tied, 0, (size_t)experts);
-        for (int64_t rank = 0; rank < ranks; rank++) {
-            const float *own = AS_F(0) + layer * cells + rank * experts;
-            const float *shared = AS_F(1) + (layer * it->nodes + node_of(it, rank)) * experts;
-            const int32_t *beside = near + node_of(it, rank) * experts;
-            float *more = win + rank * experts, *less = lose + rank * experts;
-            for (int64_t at = 0; at < experts; at++) {
-                more[at] = it->nodes == 1 ? own[at] : own[at] + (beside[at] == 0 ? shared[at] : 0.0f);
-                less[at] = it->nodes == 1 ? own[at] : own[at] + (beside[at] == 1 ? shared[at] : 0.0f);
-            }
-        }
-        if (home)
-            for (int64_t at = 0; at < cells; at++)
-                if (held[at] && home[at] && based[at % experts] == 1) tied[at % experts] = 1;
-        for (int64_t at = 0; at < experts; at++) offered[at] = -INFINITY, taker[at] = 0;
-        /* Each rank's cheapest spare replica, and for each expert the rank that values a further one most. */
-        for (int64_t rank = 0; rank < ranks; rank++) {
-            const uint8_t *mine = held + rank * experts, *must = home ? home + rank * experts : NULL;
-            const float *more = win + rank * experts, *less = lose + rank * experts;
-            int64_t number = 0, spare = 0;
-            float cheapest = INFINITY;
-            for (int64_t at = 0; at < experts; at++) {
-                number += mine[at];
-                bool fixed = based[at] == 1 && (!must || must[at]);
-                if (mine[at] && !fixed && less[at] < cheapest) cheapest = less[at], spare = at;
-            }
-            AS_L(12)[layer * ranks + rank] = spare;
-            AS_B(13)[layer * ranks + rank] = number < slots;
-            float given_up = number < slots ? 0.0f : cheapest;
-            for (int64_t at = 0; at < experts; at++) {
-                if (mine[at] || (must && tied[at] && !must[at])) continue;
-                float offer = more[at] - given_up;
-                if (offer > offered[at]) offered[at] = offer, taker[at] = rank;
-            }
-        }
-        /* The replica that costs a rank least to hand over, and the expert that it values most. */
-        for (int64_t rank = 0; rank < ranks; rank++) {
-            const uint8_t *mine = held + rank * experts;
-            const float *more = win + rank * experts, *less = lose + rank * experts;
-            int64_t handed = 0, taken_up = 0;
-            float cost = INFINITY, value = -INFINITY;
-            for (int64_t at = 0; at < experts; at++) {
-                if (mine[at] && less[at] - offered[at] < cost) cost = less[at] - offered[at], handed = at;
-                if (!mine[at] && count[at] < limit && more[at] > value) value = more[at], taken_up = at;
-            }
-            AS_F(8)[layer * ranks + rank] = value - cost;
-            AS_L(9)[layer * ranks + rank] = handed;
-            AS_L(10)[layer * ranks + rank] = taken_up;
+/* Possible hand-overs of a layer: a rank takes up an expert, and hands its replica of another to a taker. */
+typedef struct {
+    float *gain;                       /* [ranks] of each rank's best hand-over */
+    int32_t *handed, *taken_up, *spare; /* [ranks] */
+    int32_t *taker;                    /* [experts] */
+    uint8_t *room;                     /* [ranks] the rank gives up nothing */
+    float *offered, *row, *barred;     /* [experts] */
+    int32_t *count, *based, *near;     /* [experts], [experts], [nodes, experts] */
+    uint8_t *tied;                     /* [experts] its last replica is where one must be */
+    int32_t *first, *list;             /* [ranks + 1], [cells]: experts of each rank in order */
+} HandOvers;
+
+/* Read a layer: what each rank holds, and the holders of each expert. */
+static void read_holders(const Shape *it, const HandOvers *in, const uint8_t *held, const uint8_t *home) {
+    int64_t experts = it->experts;
+    int32_t length = 0;
+    memset(in->count, 0, (size_t)experts * sizeof *in->count);
+    memset(in->based, 0, (size_t)experts * sizeof *in->based);
+    memset(in->near, 0, (size_t)(it->nodes * experts) * sizeof *in->near);
+    memset(in->tied, 0, (size_t)experts);
+    for (int64_t rank = 0; rank < it->ranks; rank++) {
+        const uint8_t *mine = held + rank * experts;
+        in->first[rank] = length;
+        for (int64_t at = 0; at < experts; at++) {
+            if (!mine[at]) continue;
+            in->list[length++] = (int32_t)at;
+            in->count[at]++;
+            in->near[node_of(it, rank) * experts + at]++;
+            in->based[at] += home ? home[rank * experts + at] : 1;
         }
     }
-    free(win);
+    in->first[it->ranks] = length;
+    for (int64_t rank = 0; home && rank < it->ranks; rank++)
+        for (int32_t nth = in->first[rank]; nth < in->first[rank + 1]; nth++) {
+            int32_t at = in->list[nth];
+            if (home[rank * experts + at] && in->based[at] == 1) in->tied[at] = 1;
+        }
+}
+
+/* The highest number and its first place; place 0 if there is none above -INFINITY. */
+static float highest(const float *row, int64_t count, int32_t *at) {
+    float lanes[8], best = -INFINITY;
+    int64_t whole = count - count % 8;
+    for (int lane = 0; lane < 8; lane++) lanes[lane] = -INFINITY;
+    for (int64_t first = 0; first < whole; first += 8)
+        for (int lane = 0; lane < 8; lane++)
+            lanes[lane] = row[first + lane] > lanes[lane] ? row[first + lane] : lanes[lane];
+    for (int lane = 0; lane < 8; lane++) best = lanes[lane] > best ? lanes[lane] : best;
+    for (int64_t rest = whole; rest < count; rest++) best = row[rest] > best ? row[rest] : best;
+    *at = 0;
+    if (best == -INFINITY) return best;
+    while (row[*at] != best) ++*at;
+    return best;
+}
+
+static float lost(const Shape *it, const HandOvers *in, const float *own, const float *shared, int64_t node,
+                  int32_t at) {
+    if (it->nodes == 1) return own[at];
+    return own[at] + (in->near[node * it->experts + at] == 1 ? shared[at] : 0.0f);
+}
+
+/* A rank's cheapest spare replica, what it offers for each expert, and the expert that it values most. Return the
+   value of that one. */
+static float offer(const Shape *it, const HandOvers *in, const float *own, const float *shared, const uint8_t *must,
+                   int64_t rank, int64_t slots, int64_t limit) {
+    int64_t experts = it->experts, node = node_of(it, rank);
+    const int32_t *beside = in->near + node * experts;
+    float *restrict row = in->row, *restrict offered = in->offered;
+    int32_t *restrict taker = in->taker;
+    for (int64_t at = 0; at < experts; at++)
+        row[at] = it->nodes == 1 ? own[at] : own[at] + (beside[at] == 0 ? shared[at] : 0.0f);
+    float cheapest = INFINITY;
+    in->spare[rank] = 0;
+    for (int32_t nth = in->first[rank]; nth < in->first[rank + 1]; nth++) {
+        int32_t at = in->list[nth];
+        float less = lost(it, in, own, shared, node, at);
+        bool fixed = in->based[at] == 1 && (!must || must[at]);
+        if (!fixed && less < cheapest) cheapest = less, in->spare[rank] = at;
+        row[at] = -INFINITY;
+    }
+    in->room[rank] = in->first[rank + 1] - in->first[rank] < slots;
+    float given_up = in->room[rank] ? 0.0f : cheapest;
+    const float *open = row;
+    if (must) {
+        for (int64_t at = 0; at < experts; at++) in->barred[at] = in->tied[at] && !must[at] ? -INFINITY : row[at];
+        open = in->barred;
+    }
+    for (int64_t at = 0; at < experts; at++) {
+        float more = open[at] - given_up;
+        bool better = more > offered[at];
+        offered[at] = better ? more : offered[at];
+        taker[at] = better ? (int32_t)rank : taker[at];
+    }
+    if (limit < it->ranks)
+        for (int64_t at = 0; at < experts; at++) row[at] = in->count[at] < limit ? row[at] : -INFINITY;
+    return highest(row, experts, &in->taken_up[rank]);
+}
+
+/* Make the best hand-over of a layer if it is one, and exclude all that it touches. */
+static bool pick(const Shape *it, const HandOvers *in, uint8_t *held, int64_t limit) {
+    int64_t experts = it->experts;
+    int32_t giver;
+    float gain = highest(in->gain, it->ranks, &giver);
+    int32_t out = in->handed[giver], up = in->taken_up[giver], to = in->taker[out], down = in->spare[to];
+    /* A chain that would return to its own expert is no gain. */
+    bool good = gain > 1e-7f && up != out && down != up;
+    if (good) {
+        if (!in->room[to]) held[to * experts + down] = 0;
+        held[to * experts + out] = 1;
+        held[giver * experts + out] = 0;
+        held[giver * experts + up] = 1;
+    }
+    in->gain[giver] = in->gain[to] = -INFINITY;
+    for (int64_t rank = 0; rank < it->ranks; rank++) {
+        int32_t mine = in->handed[rank], takes = in->taken_up[rank], taker = in->taker[mine];
+        if (mine == up || mine == down || taker == to || taker == giver || takes == down ||
+            (takes == up && limit < it->ranks) || in->spare[taker] == down)
+            in->gain[rank] = -INFINITY;
+    }
+    return good;
+}
+
+/* handed_over(own, shared (float32), node, changed: held, home or None, layers, slots, most, picks; out: changed
+   [layers]) */
+static bool hand_over(const Argument *arguments, const Shape *it) {
+    int64_t experts = it->experts, ranks = it->ranks, cells = ranks * experts;
+    size_t floats = (size_t)(ranks + 3 * experts);
+    size_t numbers = (size_t)(3 * ranks + (3 + it->nodes) * experts + ranks + 1 + cells);
+    float *memory = malloc(floats * sizeof(float) + numbers * sizeof(int32_t) + (size_t)(ranks + experts));
+    if (!memory) return false;
+    int32_t *next = (int32_t *)(memory + floats);
+    HandOvers in = {.gain = memory, .offered = memory + ranks, .handed = next, .taken_up = next + ranks};
+    in.row = in.offered + experts, in.barred = in.row + experts;
+    in.spare = in.taken_up + ranks, in.taker = in.spare + ranks, in.count = in.taker + experts;
+    in.based = in.count + experts, in.near = in.based + experts, in.first = in.near + it->nodes * experts;
+    in.list = in.first + ranks + 1;
+    in.room = (uint8_t *)(in.list + cells), in.tied = in.room + ranks;
+    for (int64_t layer = 0; layer < it->layers; layer++) {
+        uint8_t *held = AS_B(3) + layer * cells;
+        const uint8_t *home = AS_B(4) ? AS_B(4) + layer * cells : NULL;
+        const float *own = AS_F(0) + layer * cells, *shared = AS_F(1) + layer * it->nodes * experts;
+        read_holders(it, &in, held, home);
+        for (int64_t at = 0; at < experts; at++) in.offered[at] = -INFINITY, in.taker[at] = 0;
+        for (int64_t rank = 0; rank < ranks; rank++)
+            in.gain[rank] = offer(it, &in, own + rank * experts, shared + node_of(it, rank) * experts,
+                                  home ? home + rank * experts : NULL, rank, COUNT(6), COUNT(7));
+        /* The replica that costs a rank least to hand over. */
+        for (int64_t rank = 0; rank < ranks; rank++) {
+            float cost = INFINITY;
+            in.handed[rank] = 0;
+            for (int32_t nth = in.first[rank]; nth < in.first[rank + 1]; nth++) {
+                int32_t at = in.list[nth];
+                float less = lost(it, &in, own + rank * experts, shared + node_of(it, rank) * experts,
+                                  node_of(it, rank), at) -
+                             in.offered[at];
+                if (less < cost) cost = less, in.handed[rank] = at;
+            }
+            in.gain[rank] -= cost;
+        }
+        AS_B(9)[layer] = 0;
+        for (int64_t turn = 0; turn < COUNT(8); turn++) AS_B(9)[layer] |= pick(it, &in, held, COUNT(7));
+    }
+    free(memory);
     return true;
 }
 
-static bool hand_overs_fit(const Argument *arguments, const Shape *it) {
-    int64_t places = it->layers * it->ranks;
-    return expect(COUNT(8) == places && COUNT(9) == places && COUNT(10) == places && COUNT(12) == places &&
-                      COUNT(13) == places && COUNT(11) == it->layers * it->experts,
-                  "locality_hand_overs: arrays differ in length");
-}
-
-KERNEL(locality_hand_overs) {
+KERNEL(locality_handed_over) {
     Shape shape;
-    RUN("fflbbnnn" "FLLLLB",
+    RUN("fflBbnnnnB",
         shape_of(&shape, &arguments[0], &arguments[1], &arguments[2], COUNT(5)) && held_fits(arguments, &shape) &&
-            hand_overs_fit(arguments, &shape),
+            expect(COUNT(9) == COUNT(5), "locality_handed_over: arrays differ in length"),
         ok = hand_over(arguments, &shape), true);
 }
 

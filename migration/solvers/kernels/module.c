@@ -71,7 +71,7 @@ static PyMethodDef methods[] = {
     METHOD(locality_filled),
     METHOD(locality_swapped),
     METHOD(locality_one_each),
-    METHOD(locality_hand_overs),
+    METHOD(locality_handed_over),
     METHOD(cap_levelled),
     METHOD(cap_pairs),
     METHOD(ordered_series),
