@@ -9,10 +9,14 @@ row combines all seeds.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import groupby
+
+# Before NumPy is loaded: as `roost` starts a planner, and times are of one core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import typer
 from rich.console import Console

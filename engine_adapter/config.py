@@ -175,6 +175,10 @@ class TransferConfig:
     bytes_per_second: PositiveInt | None = None
     """Rate limit of a rank's reads, so that they leave memory bandwidth to its steps. Copies within its own
     memory have the same limit. None: unlimited."""
+    max_step_loss: Annotated[float, Meta(gt=0, le=1)] = 0.05
+    """Largest part of the time of steps that reads may cost. While the engine serves, reads begin at 250 MB/s
+    and become faster as long as steps lose less than half of this, and slower while they lose more than it,
+    but not slower than they began. While it is idle, they are not limited. 1: never limited by it."""
     piece_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 16 * 1024 * 1024
     """Largest single read. A larger one would block other work of the transfer thread."""
     min_seconds: Positive = 1.0

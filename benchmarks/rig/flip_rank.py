@@ -40,6 +40,7 @@ from engine_adapter.embedded.setup import MovableExperts, RankSetup, build_setup
 from engine_adapter.embedded.switching.attention_switch import LastRound
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.nixl_loader import agent_name
+from engine_adapter.transfer.rate_limit import RateLimit
 from engine_adapter.transfer.selection import open_transfers
 from fleet.placement import Placement
 
@@ -58,7 +59,7 @@ class Job(msgspec.Struct, frozen=True):
     ballast_bytes: int
     sequences: int
     """concurrent sequences per rank"""
-    transfer: dict[str, int | str | None]
+    transfer: dict[str, int | float | str | None]
     checkpoint: str = ""
     """folder; empty: the demo model"""
     spare_layers: int = 1
@@ -210,8 +211,9 @@ async def serving(
         engine = kind(config, rank, folder, build=build)
         await engine.start()
         assert engine.experts is not None
+        limit = RateLimit.of(transfer)
         transfers = await open_transfers(
-            transfer, engine.experts.memory, agent_name(job.engine, rank), one_machine=True
+            transfer, engine.experts.memory, agent_name(job.engine, rank), one_machine=True, limit=limit
         )
         for way in transfers:
             stack.push_async_callback(way.close)
@@ -221,7 +223,7 @@ async def serving(
             engine,
             who,
             AgentConfig(),
-            WatchedStaging(transfers=transfers, config=transfer, diary=diary),
+            WatchedStaging(transfers=transfers, config=transfer, limit=limit, diary=diary),
         )
         running = await stack.enter_async_context(alongside(engine.run(), f"steps of rank {rank}"))
         speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of rank {rank}"))

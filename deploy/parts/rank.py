@@ -34,6 +34,7 @@ from engine_adapter.serving.http import RankApp
 from engine_adapter.tracing import EngineTracing, HandoverTracing
 from engine_adapter.transfer.nixl_loader import agent_name
 from engine_adapter.transfer.port import TransferError
+from engine_adapter.transfer.rate_limit import RateLimit
 from engine_adapter.transfer.selection import open_transfers
 
 if TYPE_CHECKING:
@@ -129,9 +130,11 @@ async def _staging(
     """Return the rank's expert reader, which is closed after its agent has ended."""
     if engine.experts is None:
         return Staging(config=config)
+    limit = RateLimit.of(config)
     transfers = await open_transfers(
-        config, engine.experts.memory, agent_name(who.engine, rank), one_machine=not who.nodes
+        config, engine.experts.memory, agent_name(who.engine, rank), one_machine=not who.nodes, limit=limit
     )
     for way in transfers:
         stack.push_async_callback(way.close)
-    return Staging(transfers=transfers, config=config, tracing=HandoverTracing(engine=who.engine, rank=rank))
+    tracing = HandoverTracing(engine=who.engine, rank=rank)
+    return Staging(transfers=transfers, config=config, tracing=tracing, limit=limit)

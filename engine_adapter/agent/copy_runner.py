@@ -5,20 +5,18 @@ No transfer has a timeout, so each read gets a deadline (`engine_adapter.handove
 deadline the read continues. Its cells stay quarantined until it has settled, however long that takes. A lease
 is renewed while a read may still use it.
 
-A rank whose reads are limited (`transfer.bytes_per_second`) copies within its own memory at the same rate,
-and computes checksums as the bytes land. So all work of a handover is spread evenly over its time, and no
-step of the engine competes with a burst of it. Without a limit, bytes land first and are compared then.
+Checksums are computed as bytes land. A rank whose reads are limited (`transfer.rate_limit`) copies within its
+own memory at the same rate. So all work of a handover is spread evenly over its time, and no step of the
+engine competes with a burst of it.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Protocol
 
 from bus import BusError, Message
@@ -46,6 +44,7 @@ from engine_adapter.handover.inbound_copies import (
 from engine_adapter.handover.read_deadlines import Deadlines
 from engine_adapter.reporting.rank_context import RankContext
 from engine_adapter.transfer.checksums import checksums, compare, piece_checksums
+from engine_adapter.transfer.landed_checksums import LandedChecksums, ReadPart
 from engine_adapter.transfer.parts import CellFormat
 from engine_adapter.transfer.port import Landed, Overdue, PeerGone, Pull, Transfer, TransferError
 from engine_adapter.transfer.rate_limit import RateLimit
@@ -60,8 +59,6 @@ RENEWALS = 3.0
 """Renewals of a lease within its duration."""
 
 Attributes = dict[str, str | int]
-Sums = dict[tuple[int, int], tuple[int, ...]]
-"""Checksums found, by (cell, piece)."""
 Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None] | None"]
 """Start a task with this name, which the owner ends. None: the agent is shutting down."""
 log = logging.getLogger(__name__)
@@ -88,6 +85,9 @@ class Staging:
     executor: Executor | None = None
     """Executor that compares checksums and copies within the rank's memory. None: a thread of its own, at
     lower priority than the computing threads."""
+    limit: RateLimit | None = None
+    """Rate limit that the transfer backends use too. Its owner tells it of the engine's steps. None: one by
+    the settings."""
     real_bytes: float = 1.0
     """Bytes that a byte of the rank's cells stands for: more than 1 in a simulated engine."""
 
@@ -132,17 +132,13 @@ class CopyRunner:
         self._config = staging.config
         self._report = report
         self._spawn = spawn
-        self._deadlines = Deadlines(staging.config.min_seconds, staging.config.bytes_per_second)
-        self._limit = (
-            None
-            if staging.config.bytes_per_second is None
-            else RateLimit(staging.config.bytes_per_second, staging.config.piece_bytes)
-        )
-        """Rate limit of copies within the memory. None: unlimited."""
+        self._limit = RateLimit.of(staging.config) if staging.limit is None else staging.limit
+        """Rate limit of copies within the memory."""
+        self._deadlines = Deadlines(staging.config.min_seconds, self._limit.least)
         self._stops: set[asyncio.Event] = set()
         """Of copies within the memory that are spread over time."""
         self._batches: dict[int, _BatchTasks] = {}
-        self._sums: dict[int, Sums] = {}
+        self._sums: dict[int, LandedChecksums] = {}
         """By batch that is read or copied: checksums of what has landed."""
         self._copying: set[asyncio.Task[None]] = set()
         """Tasks that copy within the memory."""
@@ -165,7 +161,7 @@ class CopyRunner:
                 if tasks is not None and tasks.reading is not None:
                     tasks.reading.cancel()
             case VerifyCells():
-                found = self._sums.get(effect.batch, {})
+                found = self._sums.get(effect.batch)
                 self._spawn(self._verify(effect, found), f"rank {self._rank} compares checksums")
             case ReleaseLease():
                 self._end_lease(effect)
@@ -296,9 +292,8 @@ class CopyRunner:
             "roost.experts": len(effect.reads),
             "roost.bytes": size,
         }
-        landed = None if self._limit is None else self._comparing(effect)
         try:
-            pulled = await transfer.pull(effect.address, pulls, max(seconds, 1e-3), landed)
+            pulled = await transfer.pull(effect.address, pulls, max(seconds, 1e-3), self._comparing(effect))
         except TransferError as error:
             if isinstance(error, PeerGone):
                 transfer.forget(effect.address)
@@ -333,19 +328,18 @@ class CopyRunner:
             self._sums.pop(effect.batch, None)
 
     def _comparing(self, effect: ReadCells) -> Landed:
-        """Return a listener that has the checksums computed of every part that has landed."""
-        found = self._sums[effect.batch] = {}
-        ends = accumulate(self._size((read,)) for read in effect.reads)
-        waiting = deque(zip(ends, effect.reads, strict=True))
+        """Return a listener that has the checksums computed of what has landed."""
+        found = self._sums[effect.batch] = self._checksums(effect.reads)
 
         def landed(size: int) -> None:
-            ready = []
-            while waiting and waiting[0][0] <= size:
-                ready.append(waiting.popleft()[1])
-            if ready and self._sums.get(effect.batch) is found and self.executor is not None:
-                self.executor.submit(self._add_sums, ready, found)
+            if self._sums.get(effect.batch) is found and self.executor is not None:
+                self.executor.submit(found.advance, size)
 
         return landed
+
+    def _checksums(self, reads: Sequence[CellRead]) -> LandedChecksums:
+        parts = (ReadPart(read.cell, read.piece, read.sharded) for read in reads)
+        return LandedChecksums(self._memory, self._form, parts)
 
     async def _await_settled(self, effect: ReadCells, overdue: Overdue) -> None:
         """Keep the cells of a late read in quarantine until nothing can land in them."""
@@ -376,41 +370,36 @@ class CopyRunner:
 
     async def _copy(self, effect: CopyLocal) -> None:
         began, traceparent = time.time_ns(), self.traceparent
-        loop, found = asyncio.get_running_loop(), Sums()
-        size = round(self._staging.real_bytes * self._size(effect.reads))
+        found = self._checksums(effect.reads)
+        size = round(self._staging.real_bytes * found.bytes)
         attributes: Attributes = {
             "roost.source": self._rank,
             "roost.transfer": "local",
             "roost.experts": len(effect.reads),
             "roost.bytes": size,
         }
-        if self._limit is None:
-            pulls = self._pulls(effect.reads)
-            seconds = await loop.run_in_executor(self.executor, self._copy_ranges, pulls)
-        else:
-            seconds = await self._copy_slowly(effect.reads, found, self._limit)
+        seconds = await self._copy_slowly(self._pulls(effect.reads), found)
         self._staging.trace(traceparent, "pull", began, attributes)
         self._sums[effect.batch] = found
         self._report(ReadLanded(effect.batch, "local", size, seconds))
         self._sums.pop(effect.batch, None)
 
-    async def _copy_slowly(self, reads: Sequence[CellRead], found: Sums, limit: RateLimit) -> float:
-        """Copy at a limited rate, unless the handover is given up, and return the seconds of copying. found:
-        gets the checksums."""
-        loop, stop, seconds = asyncio.get_running_loop(), asyncio.Event(), 0.0
+    async def _copy_slowly(self, pulls: Sequence[Pull], found: LandedChecksums) -> float:
+        """Copy at the limited rate, unless the handover is given up, and return the seconds of copying.
+        found: gets the checksums."""
+        loop, stop, limit, seconds, copied = asyncio.get_running_loop(), asyncio.Event(), self._limit, 0.0, 0
         self._stops.add(stop)
         try:
-            for read in reads:
-                for pieces in requests(self._pulls((read,)), limit.piece_bytes):
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(limit.wait(_now())):
-                            await stop.wait()
-                    if stop.is_set():
-                        return seconds  # Nothing of it will be used, and its cells are free the sooner.
-                    size = sum(piece.bytes for piece in pieces)
-                    limit.begin(round(self._staging.real_bytes * size), _now())
-                    seconds += await loop.run_in_executor(self.executor, self._copy_ranges, pieces)
-                await loop.run_in_executor(self.executor, self._add_sums, (read,), found)
+            for pieces in requests(pulls, lambda: limit.piece_bytes(_now())):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(limit.wait(_now())):
+                        await stop.wait()
+                if stop.is_set():
+                    return seconds  # Nothing of it will be used, and its cells are free the sooner.
+                size = sum(piece.bytes for piece in pieces)
+                copied += size
+                limit.begin(round(self._staging.real_bytes * size), _now())
+                seconds += await loop.run_in_executor(self.executor, self._copy_ranges, pieces, found, copied)
         finally:
             self._stops.discard(stop)
         return seconds
@@ -419,17 +408,20 @@ class CopyRunner:
         """Return the bytes to read, of the cells' own size."""
         return sum(pull.bytes for pull in self._pulls(reads))
 
-    def _copy_ranges(self, pulls: Sequence[Pull]) -> float:
-        """Copy ranges between our own cells, and return the seconds that it took. Runs on a thread."""
+    def _copy_ranges(self, pulls: Sequence[Pull], found: LandedChecksums, copied: int) -> float:
+        """Copy ranges between our own cells, and return the seconds that it took. Runs on a thread. found:
+        gets the checksums of all that is copied, `copied` bytes."""
         began = time.perf_counter()
         for source, source_offset, cell, offset, size in pulls:
             self._memory.cell(cell)[offset : offset + size] = self._memory.cell(source)[
                 source_offset : source_offset + size
             ]
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        found.advance(copied)
+        return seconds
 
-    async def _verify(self, effect: VerifyCells, sums: Sums) -> None:
-        """Compare a batch. sums: checksums that are computed already."""
+    async def _verify(self, effect: VerifyCells, sums: LandedChecksums | None) -> None:
+        """Compare a batch. sums: of the read that has just landed, if it is this batch's."""
         began = time.time_ns()
         wrong = await asyncio.get_running_loop().run_in_executor(self.executor, self._compare, effect, sums)
         found = next(filter(None, wrong), "")
@@ -444,34 +436,28 @@ class CopyRunner:
             log.warning("rank %d: data read from rank %d is damaged: %s", self._rank, effect.source, found)
         self._report(CellsVerified(effect.batch, wrong))
 
-    def _compare(self, effect: VerifyCells, sums: Sums) -> tuple[str, ...]:
+    def _compare(self, effect: VerifyCells, sums: LandedChecksums | None) -> tuple[str, ...]:
         """Return the mismatching tensors of each read. Runs on a thread."""
-        self._add_sums([read for read in effect.reads if _key(read) not in sums], sums)
+        if sums is not None:
+            sums.advance(sums.bytes)
         return tuple(
             ", ".join(
                 compare(
                     self._form.tensors,
                     expected,
-                    sums[_key(read)],
+                    (None if sums is None else sums.of(read.cell, read.piece)) or self._sums_of(read),
                     self._form.parts if read.piece == ALL_PARTS else 1,
                 )
             )
             for read, expected in zip(effect.reads, effect.checksums, strict=True)
         )
 
-    def _add_sums(self, reads: Sequence[CellRead], sums: Sums) -> None:
+    def _sums_of(self, read: CellRead) -> tuple[int, ...]:
         """Compute the checksums of what was read. Runs on a thread."""
-        for read in reads:
-            form, cell = self._form, self._memory.cell(read.cell)
-            sums[_key(read)] = (
-                checksums(cell, form)
-                if read.piece == ALL_PARTS
-                else piece_checksums(cell, form, read.piece, sharded=read.sharded)
-            )
-
-
-def _key(read: CellRead) -> tuple[int, int]:
-    return read.cell, read.piece
+        cell = self._memory.cell(read.cell)
+        if read.piece == ALL_PARTS:
+            return checksums(cell, self._form)
+        return piece_checksums(cell, self._form, read.piece, sharded=read.sharded)
 
 
 def _now() -> float:

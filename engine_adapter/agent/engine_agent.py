@@ -57,6 +57,7 @@ class Agent:
         self._engine = engine
         self._config = config
         self._also_report = report
+        self._read_limit = staging.limit
         self._kv = KvReports(context, _epoch(engine.placement)) if about.capabilities.kv_events else None
         self._load = LoadReports(context, config.load_seconds)
         self._activity = ActivityReports(context, config.experts_seconds, _epoch(engine.placement))
@@ -117,6 +118,9 @@ class Agent:
             facts, placement, now = self._engine.take_facts(), self._engine.placement, clock()
             if self._also_report is not None:
                 self._also_report(facts)
+            if self._read_limit is not None:
+                steps = sum(one.steps for one in facts.sent)
+                self._read_limit.note_steps(steps, sum(one.step_seconds for one in facts.sent), now)
             if self._kv is not None and facts.kv:
                 await self._kv.publish(facts.kv, _epoch(placement))
             await self._load.update(facts.load, now)

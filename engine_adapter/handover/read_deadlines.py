@@ -20,9 +20,9 @@ _SLOWEST = 50e6
 
 class Deadlines:
     """Deadlines of one rank's reads, by (source rank, transfer backend). min_seconds: minimum allowance of
-    every read. bytes_per_second: rate limit of the reads. None: no limit."""
+    every read. bytes_per_second: lowest rate limit of the reads. None: no limit."""
 
-    def __init__(self, min_seconds: float, bytes_per_second: int | None = None) -> None:
+    def __init__(self, min_seconds: float, bytes_per_second: float | None = None) -> None:
         self._min_seconds = min_seconds
         self._cap = bytes_per_second
         self._read: dict[tuple[int, str], deque[tuple[int, float]]] = {}

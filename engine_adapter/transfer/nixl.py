@@ -26,6 +26,7 @@ from engine_adapter.resident_memory import resident_memory
 from engine_adapter.transfer.address_validation import check_read, own_address
 from engine_adapter.transfer.nixl_loader import Nixl, NixlMissing, load_nixl
 from engine_adapter.transfer.port import AddressRefused, Landed, PeerGone, Pull, Pulled, TransferError
+from engine_adapter.transfer.rate_limit import RateLimit
 from engine_adapter.transfer.reader_thread import ReaderThread
 from fleet.requests.handovers import MemoryAddress
 
@@ -42,11 +43,13 @@ class NixlTransfer:
 
     name = "nixl"
 
-    def __init__(self, memory: ExpertMemory, config: TransferConfig, agent: str) -> None:
-        """agent: a unique name (`nixl_loader.agent_name`)."""
+    def __init__(
+        self, memory: ExpertMemory, config: TransferConfig, agent: str, limit: RateLimit | None = None
+    ) -> None:
+        """agent: a unique name (`nixl_loader.agent_name`). limit: as for `ReaderThread`."""
         self._own = own_address(memory)
         self._backend = _NixlBackend(memory, agent)
-        self._worker = ReaderThread(self._backend, config)
+        self._worker = ReaderThread(self._backend, config, limit)
 
     async def open(self) -> None:
         """Make this rank reachable. Before that, `address` adds nothing. TransferError when NIXL is missing

@@ -98,19 +98,22 @@ class ReadBackend(Protocol):
         ...
 
 
-def requests(pulls: Sequence[Pull], piece_bytes: int) -> Iterator[tuple[Pull, ...]]:
-    """Split ranges, in order, into requests of at most piece_bytes. Large ranges are split, and small ones
-    share a request."""
+def requests(pulls: Sequence[Pull], piece_bytes: Callable[[], int]) -> Iterator[tuple[Pull, ...]]:
+    """Split ranges, in order, into requests. Large ranges are split, and small ones share a request.
+    piece_bytes: called for each request, returns its largest size."""
     parts: list[Pull] = []
-    room = piece_bytes
+    most = room = piece_bytes()
     for source, source_offset, cell, offset, total in pulls:
-        for at in range(0, total, piece_bytes):
-            size = min(piece_bytes, total - at)
+        at = 0
+        while at < total:
+            size = min(most, total - at)
             if size > room:
                 yield tuple(parts)
-                parts, room = [], piece_bytes
+                parts, room = [], (most := piece_bytes())
+                continue
             parts.append(Pull(source, source_offset + at, cell, offset + at, size))
             room -= size
+            at += size
     if parts:
         yield tuple(parts)
 
@@ -154,12 +157,13 @@ class _Job:
 class ReaderThread:
     """Execute reads by one transfer backend. The public methods are for one event loop."""
 
-    def __init__(self, backend: ReadBackend, config: TransferConfig) -> None:
+    def __init__(self, backend: ReadBackend, config: TransferConfig, limit: RateLimit | None = None) -> None:
+        """limit: of all reads of the rank. None: one of its own."""
         self.busy = False
         """Other ranks read from us, or soon will."""
         self._backend = backend
         self._niceness = config.niceness
-        self._limit = RateLimit(config.bytes_per_second, config.piece_bytes)
+        self._limit = RateLimit.of(config) if limit is None else limit
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
@@ -210,7 +214,7 @@ class ReaderThread:
                 f"{self._backend.name} could not be opened within {seconds:.3g} s; nothing was read"
             ) from None
         reading, pulls = OpenRead(), tuple(pulls)
-        parts = requests(pulls, self._limit.piece_bytes)
+        parts = requests(pulls, lambda: self._limit.piece_bytes(time.monotonic()))
         job = _Job(address, reading, parts, sum(pull.bytes for pull in pulls), landed)
         self._order(lambda: self._jobs.append(job))
         left = max(0.0, seconds - (time.monotonic() - began))

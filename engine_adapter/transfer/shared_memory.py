@@ -21,6 +21,7 @@ from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer.address_validation import check_read, own_address
 from engine_adapter.transfer.port import AddressRefused, Landed, PeerGone, Pull, Pulled, TransferError
+from engine_adapter.transfer.rate_limit import RateLimit
 from engine_adapter.transfer.reader_thread import ReaderThread
 from fleet.requests.handovers import MemoryAddress
 
@@ -42,10 +43,11 @@ class SharedTransfer:
     name = "shared"
     opened_bytes = 0
 
-    def __init__(self, memory: ExpertMemory, config: TransferConfig) -> None:
+    def __init__(self, memory: ExpertMemory, config: TransferConfig, limit: RateLimit | None = None) -> None:
+        """limit: as for `ReaderThread`."""
         self._own = own_address(memory)
         self._memory = memory
-        self._worker = ReaderThread(_SharedBackend(memory), config)
+        self._worker = ReaderThread(_SharedBackend(memory), config, limit)
 
     def address(self, address: MemoryAddress) -> MemoryAddress:
         if self._memory.descriptor < 0 or not this_host():

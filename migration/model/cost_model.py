@@ -265,12 +265,17 @@ def _nodes_reached(mass: FloatArray, placement: Placement, terms: CostTerms) -> 
 
 def _reached(mass: FloatArray, top_k: int) -> FloatArray:
     """Return 1 - (1 - mass)^k, using exponentiation by squaring."""
-    square, power, left = 1.0 - mass.clip(0.0, 1.0), np.ones(1), top_k
+    square, left = np.clip(mass, 0.0, 1.0), top_k
+    np.subtract(1.0, square, out=square)
+    power: FloatArray | None = None
+    # In place: at 256 ranks a temporary array takes longer to get than to compute.
     while left:
-        power = power * square if left & 1 else power
+        if left & 1:
+            power = square.copy() if power is None else np.multiply(power, square, out=power)
         left >>= 1
-        square = square * square if left else square
-    return np.asarray(1.0 - power)
+        if left:
+            np.multiply(square, square, out=square)
+    return np.zeros_like(square) if power is None else np.subtract(1.0, power, out=power)
 
 
 class LinkSpeeds(msgspec.Struct, frozen=True, kw_only=True):

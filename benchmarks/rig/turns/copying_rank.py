@@ -206,7 +206,7 @@ class Plain:
 
     def _copies(self, arena: Arena, peer: Bytes | None, batch: Batch, piece_bytes: int) -> Any:
         form, size = CellFormat.of(arena), arena.cell_bytes
-        for pieces in requests(pulls_of(form, batch.parts), piece_bytes):
+        for pieces in requests(pulls_of(form, batch.parts), lambda: piece_bytes):
             for source, source_offset, cell, offset, count in pieces:
                 at = source * size + source_offset
                 theirs = (

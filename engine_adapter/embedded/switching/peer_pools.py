@@ -111,7 +111,7 @@ class UnitReader:
         lower_priority(NICENESS)
         size = self._pools.unit_bytes
         # NumPy holds the GIL while it copies units of usual sizes, so pieces are short.
-        at_once = max(1, self._limit.piece_bytes // size)
+        at_once = max(1, self._limit.piece_bytes(time.monotonic()) // size)
         done = 0
         while (order := self._orders.get()) is not None:
             if done % at_once == 0:

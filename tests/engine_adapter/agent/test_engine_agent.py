@@ -13,10 +13,11 @@ from bus import Declined, Message, Received, Subscription
 from bus.claims import NameTaken
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
+from engine_adapter.agent.copy_runner import Staging
 from engine_adapter.agent.engine_agent import Agent
 from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.batching.routed_experts import RoutedTrace
-from engine_adapter.config import AgentConfig
+from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.engine import (
     Activations,
     DispatchCounts,
@@ -25,6 +26,7 @@ from engine_adapter.engine import (
     RankFacts,
     RankLoad,
 )
+from engine_adapter.transfer.rate_limit import RateLimit
 from fleet.blocks import sequence_hashes
 from fleet.experts import ModelShape
 from fleet.facts.activity import DispatchMeasured, ExpertsActivated, RequestsProfiled
@@ -142,9 +144,12 @@ def identity(worker_id: int = WORKER, ranks: int = 1) -> AgentIdentity:
 
 @asynccontextmanager
 async def running(
-    broker: MemoryBroker, engine: PuppetEngine, who: AgentIdentity | None = None
+    broker: MemoryBroker,
+    engine: PuppetEngine,
+    who: AgentIdentity | None = None,
+    staging: Staging | None = None,
 ) -> AsyncIterator[Agent]:
-    agent = Agent(MemoryBus(broker), SUBJECTS, engine, who or identity(), CONFIG)
+    agent = Agent(MemoryBus(broker), SUBJECTS, engine, who or identity(), CONFIG, staging or Staging())
     task = asyncio.create_task(agent.run())
     try:
         async with asyncio.timeout(5):
@@ -506,6 +511,18 @@ async def test_a_report_of_where_tokens_were_sent_is_of_one_epoch_however_many_t
             assert message.seconds >= message.step_seconds > 0
             steps[message.epoch] = steps.get(message.epoch, 0) + message.steps
     assert steps == {0: 3, 1: 12, 2: 16}
+
+
+async def test_reads_of_experts_are_limited_while_the_engine_steps(broker: MemoryBroker) -> None:
+    limit, engine, clock = RateLimit.of(TransferConfig()), PuppetEngine(), asyncio.get_running_loop().time
+    async with running(broker, engine, staging=Staging(limit=limit)):
+        limit.begin(1 << 30, clock())
+        assert limit.wait(clock()) == 0.0
+        engine.did(sent=(sent(0, 3), sent(1, 1)))
+        await engine.seen.wait()
+        assert limit.piece_bytes(clock()) < TransferConfig().piece_bytes
+        limit.begin(1 << 30, clock())
+        assert limit.wait(clock()) > 1.0
 
 
 @asynccontextmanager

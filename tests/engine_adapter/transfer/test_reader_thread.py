@@ -126,7 +126,7 @@ async def given_up(worker: ReaderThread, script: Script, address: MemoryAddress,
 def test_requests_cover_every_byte_once_in_order_and_none_is_larger_than_a_piece(
     pulls: list[Pull], piece: int
 ) -> None:
-    requested = list(requests(pulls, piece))
+    requested = list(requests(pulls, lambda: piece))
     assert all(0 < sum(part.bytes for part in parts) <= piece for parts in requested)
 
     def every_byte(ranges: Sequence[Pull]) -> list[tuple[int, ...]]:
@@ -266,10 +266,10 @@ def test_no_stretch_of_time_holds_more_than_the_cap_and_one_piece(
 
 
 def test_a_capped_rank_reads_in_smaller_pieces() -> None:
-    assert RateLimit(None, 1 << 24).piece_bytes == 1 << 24
-    assert RateLimit(1 << 24, 1 << 24).piece_bytes < 1 << 20
-    assert RateLimit(1, 1 << 24).piece_bytes == 1 << 16
-    assert RateLimit(1, 4096).piece_bytes == 4096
+    assert RateLimit(None, 1 << 24).piece_bytes(0.0) == 1 << 24
+    assert RateLimit(1 << 26, 1 << 24).piece_bytes(0.0) < 1 << 20
+    assert RateLimit(1, 1 << 24).piece_bytes(0.0) == 1 << 16
+    assert RateLimit(1, 4096).piece_bytes(0.0) == 4096
 
 
 async def test_a_way_that_is_impossible_says_so_to_every_read(script: Script) -> None:
