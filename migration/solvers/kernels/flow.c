@@ -60,7 +60,7 @@ static bool released(Block *it, double enough) {
 }
 
 /* One round towards the width-weighted mean level of each expert's holders. momentum: of Nesterov's extrapolation. */
-static void advance(Block *it, double enough, double momentum) {
+WIDE static void advance(Block *it, double enough, double momentum) {
     const int64_t *restrict rank = it->rank, *restrict group = it->group;
     const double *restrict part = it->part, *restrict width = it->width, *restrict level = it->load - it->rank0;
     double *restrict ahead = it->ahead, *restrict loose = it->loose;

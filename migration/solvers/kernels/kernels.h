@@ -7,6 +7,14 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+/* A function that is compiled for wider registers as well, which processors that have them choose at run time. Equal
+   bits: nothing is contracted or reordered. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
+#define WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define WIDE
+#endif
+
 #define EMPTY (-1)
 #define MOST_ARGUMENTS 28
 

@@ -325,7 +325,7 @@ static void read_holders(const Shape *it, const HandOvers *in, const uint8_t *he
 }
 
 /* The highest number and its first place; place 0 if there is none above -INFINITY. */
-static float highest(const float *row, int64_t count, int32_t *at) {
+WIDE static float highest(const float *row, int64_t count, int32_t *at) {
     float lanes[8], best = -INFINITY;
     int64_t whole = count - count % 8;
     for (int lane = 0; lane < 8; lane++) lanes[lane] = -INFINITY;
@@ -348,7 +348,7 @@ static float lost(const Shape *it, const HandOvers *in, const float *own, const 
 
 /* A rank's cheapest spare replica, what it offers for each expert, and the expert that it values most. Return the
    value of that one. */
-static float offer(const Shape *it, const HandOvers *in, const float *own, const float *shared, const uint8_t *must,
+WIDE static float offer(const Shape *it, const HandOvers *in, const float *own, const float *shared, const uint8_t *must,
                    int64_t rank, int64_t slots, int64_t limit) {
     int64_t experts = it->experts, node = node_of(it, rank);
     const int32_t *beside = in->near + node * experts;
@@ -466,7 +466,7 @@ typedef struct {
     double *pool, *total, *sums, *scale;
 } Pool;
 
-static void flow_pool(const Pool *it, int64_t n, const double *height, const double *width) {
+WIDE static void flow_pool(const Pool *it, int64_t n, const double *height, const double *width) {
     const int64_t *restrict group = it->group;
     double *restrict pool = it->pool, *restrict total = it->total, *restrict mean = it->sums;
     double *restrict scale = it->scale;
