@@ -34,6 +34,13 @@ async def mocker(dynamo: DynamoDeployment, number: int) -> DynamoProcess:
 
 async def roost(dynamo: DynamoDeployment, *options: str, **variables: str) -> str:
     """Start `roost router --dynamo`, whose own endpoint is in the frontends' namespace, and return its URL."""
+    return (await roost_process(dynamo, *options, **variables))[0]
+
+
+async def roost_process(
+    dynamo: DynamoDeployment, *options: str, **variables: str
+) -> tuple[str, DynamoProcess]:
+    """Start it, and return its process as well."""
     port = free_port()
     command = [
         *ROOST,
@@ -58,7 +65,7 @@ async def roost(dynamo: DynamoDeployment, *options: str, **variables: str) -> st
         return f"at {NAMESPACE}.router.generate" in process.log.read_text()
 
     await until(offers, f"roost offers the model; see {process.log}")
-    return f"http://127.0.0.1:{port}"
+    return f"http://127.0.0.1:{port}", process
 
 
 async def frontend(dynamo: DynamoDeployment, *options: str, workers: int = 1) -> DynamoFrontend:
