@@ -42,7 +42,8 @@ FIRST_VIEW_SECONDS = 1.0
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    fleet = Fleet(new_home(), "--engine", "simulated", "--engines", str(ENGINES), "--ranks", str(RANKS))
+    home = new_home(ROOST_PLANNER_CYCLE_SECONDS="3600")  # plans of operators alone, so that it is known which
+    fleet = Fleet(home, "--engine", "simulated", "--engines", str(ENGINES), "--ranks", str(RANKS))
     until(lambda: live_ranks(fleet) == ENGINES * RANKS, "all ranks are live", 60.0)
     yield fleet
     leave_nothing(fleet)
@@ -301,7 +302,7 @@ async def test_the_loop_is_paused_and_resumed_by_keyboard_after_confirmation(
     await dashboard.page.get_by_role("button", name="Resume…").click()
     resume = dashboard.page.get_by_role("dialog", name="Resume")
     await resume.get_by_role("button", name="Resume").click()
-    await dashboard.until(lambda: says("^Automatic: policy roost"), "the loop acts again")
+    await dashboard.until(lambda: says("^Automatic: policy roost, plans every 60 min"), "the loop acts again")
     assert get(fleet, "/v1/loop")["paused"] is False
 
 
