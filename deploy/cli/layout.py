@@ -119,7 +119,14 @@ def layout(
     Exit status 1: the switch was refused or aborted; the layers turned over before stay as they are. With
     --memory: a rank does not state its memory.
     """
-    live = {"ENGINE": engine, "--set": wanted, "--now": now, "--dry-run": dry_run, "--memory": memory}
+    live = {
+        "ENGINE": engine,
+        "--set": wanted,
+        "--now": now,
+        "--dry-run": dry_run,
+        "--memory": memory,
+        "--auto": auto,
+    }
     changing = {"--set": wanted, "--now": now, "--dry-run": dry_run, "--no-wait": no_wait}
     considering = {
         "--hardware": hardware,

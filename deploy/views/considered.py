@@ -51,7 +51,12 @@ def _model(name: str) -> ConsideredModel:
             f"model {name!r} is neither a config.json nor one of {', '.join(MODELS)}; give the path of the"
             " model's config.json"
         )
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: is not JSON ({error}); give the path of the model's config.json"
+        ) from error
     if not isinstance(raw, dict):
         raise ValueError(f"{name}: must be a JSON object, as in Hugging Face's config.json")  # noqa: TRY004
     return model_of_config(name, raw)

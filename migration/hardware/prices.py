@@ -167,7 +167,7 @@ class OwnSteps:
         few = [layout for layout in ("ep", "tp") if len(rows.get(layout, ())) < _FEWEST]
         if few:
             raise ValueError(
-                f"{name}: needs at least {_FEWEST} timings of {' and '.join(few)}, to compare ep and tp"
+                f"needs at least {_FEWEST} timings of {' and '.join(few)}, to compare ep and tp"
             )
         self.kernels = name
         self._model, self._ranks = model, ranks

@@ -26,7 +26,7 @@ from migration.layouts.policy import LayoutDecision, LayoutLoad
 
 
 class RegretSettings(NamedTuple):
-    """Settings of the policy. `benchmarks/layouts/policies.py` compares them on serving and rollouts."""
+    """Settings of the policy. `benchmarks/layout_policy.py` compares them on serving and rollouts."""
 
     hysteresis: float = 1.2
     """multiple of a switch's loss that must be reached, if that is small: 1 in ski rental"""

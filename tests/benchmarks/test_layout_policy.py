@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.layouts.policies import Case, Summary, outcomes, targets
+from benchmarks.layout_policy import Case, Summary, outcomes, targets
 from benchmarks.rig.layout_loads.contestants import OURS, STATIC_EP, STATIC_TP, contestants, wrong_profile
 from benchmarks.rig.layout_loads.observation import calibrated, decisions
 from benchmarks.rig.layout_loads.scenarios import (

@@ -111,6 +111,8 @@ def test_own_timings_and_pictures(tmp_path: Path) -> None:
         (["--model", "qwen3-30b", "--ranks", "12"], "--ranks above 8 must be whole nodes of 8 GPUs, not 12"),
         (["--model", "qwen3-30b", "--context", "0"], "--context must be at least 1 token, not 0"),
         (["--model", "qwen3-30b", "--set", "tp"], "--set does not go with --model"),
+        (["--model", "qwen3-30b", "--auto", "on"], "--auto does not go with --model"),
+        (["--model", __file__], "test_considered.py: is not JSON"),
         (["--model", "qwen3-30b", "engine-0"], "ENGINE does not go with --model"),
         (["--hardware", "h100"], "--hardware belongs to --model"),
         (["--kernels", "vllm"], "--kernels belongs to --model"),

@@ -5,7 +5,7 @@ Sequences decode one token each: once all the same token (few distinct experts),
 The difference of the step times is compared with the engine's measured `expert_read` times the difference in
 distinct experts, counted from the model's routers. One rank, no network.
 
-    python -m benchmarks.distinct_experts --quick
+    python -m benchmarks.demo_model.distinct_experts --quick
 """
 
 import statistics

@@ -11,7 +11,7 @@ batches measured with 2 % noise and follow the live steps (*calibrated*), or by 
 policy was tuned on even seeds, and changed after a look at seeds 1 and 7; 3 and 5 were seen before its last
 change. Other odd ones are reported.
 
-    python -m benchmarks.layouts.policies --quick
+    python -m benchmarks.layout_policy --quick
 """
 
 import time
