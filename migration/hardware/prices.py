@@ -166,9 +166,7 @@ class OwnSteps:
                 rows[one.layout].append(_Timed(units, time / 1e3))
         few = [layout for layout in ("ep", "tp") if len(rows.get(layout, ())) < _FEWEST]
         if few:
-            raise ValueError(
-                f"needs at least {_FEWEST} timings of {' and '.join(few)}, to compare ep and tp"
-            )
+            raise ValueError(f"needs at least {_FEWEST} timings of {' and '.join(few)}, to compare ep and tp")
         self.kernels = name
         self._model, self._ranks = model, ranks
         self._prices = {layout: _fit(some).prices for layout, some in rows.items()}

@@ -1,5 +1,6 @@
 """Prices that a layout policy decides by: step times, limits of each layout, and the loss of a switch."""
 
+from math import inf
 from typing import NamedTuple, Protocol
 
 from fleet.layout_times import LayoutName
@@ -12,16 +13,16 @@ class StepCosts(Protocol):
         """Return the duration of a decode step. context: mean tokens of a sequence."""
         ...
 
+    def step(self, layout: LayoutName, sequences: float, context: float) -> tuple[float, float]:
+        """Return `step_seconds` and their relative standard error."""
+        ...
+
     def prefill_token(self, layout: LayoutName) -> float:
         """Return the seconds that a prompt token adds to a step."""
         ...
 
     def uncertain(self, layout: LayoutName) -> bool:
         """Return True when no measurement of the layout is recent enough to decide by."""
-        ...
-
-    def deviation(self, layout: LayoutName, sequences: float, context: float) -> float:
-        """Return the relative standard error of `step_seconds`."""
         ...
 
 
@@ -32,6 +33,8 @@ class LayoutLimits(NamedTuple):
     """sequences that decode at once"""
     kv_tokens: int
     """tokens of KV of all ranks together"""
+    prompt_tokens: float = inf
+    """prompt tokens of a step at most, of all ranks together"""
 
     def holds(self, running: float, kv_tokens: float) -> bool:
         """Return True if a switch to this layout keeps every running sequence and its KV."""
@@ -39,8 +42,10 @@ class LayoutLimits(NamedTuple):
 
     def batch(self, requests: float, context: float) -> float:
         """Return how many of these requests can decode at once, at most. context: tokens of each."""
-        room = KV_FILL * self.kv_tokens / context if context > 0 else requests
-        return min(requests, self.max_running, room)
+        most: float = self.max_running
+        if context > 0.0:
+            most = min(most, KV_FILL * self.kv_tokens / context)
+        return most if most < requests else requests
 
 
 KV_FILL = 0.97

@@ -75,7 +75,7 @@ class StepCurve:
     line, as reading the KV cache is. Beyond the measured range the last value holds: `within` says where.
     """
 
-    __slots__ = ("_contexts", "_deviations", "_first", "_per_log", "_seconds", "measured_range")
+    __slots__ = ("_contexts", "_first", "_per_log", "_rows", "measured_range")
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class StepCurve:
         self._contexts = list(contexts)
         self._first = log(fewest)
         self._per_log = _INTERVALS / log(most / fewest) if most > fewest else 0.0
-        self._seconds, self._deviations = seconds, deviations
+        self._rows = [_cells(*both) for both in zip(seconds, deviations, strict=True)]
 
     @classmethod
     def fitted(cls, times: LayoutTimes) -> "StepCurve":
@@ -117,32 +117,49 @@ class StepCurve:
     def seconds(self, sequences: float, context: float) -> float:
         """Return the duration of a step of this many decoding sequences, of this many tokens each on
         average."""
-        return self._value(self._seconds, sequences, context)
+        return self.step(sequences, context)[0]
 
     def deviation(self, sequences: float, context: float) -> float:
         """Return the relative standard error of `seconds`."""
-        return self._value(self._deviations, sequences, context)
+        return self.step(sequences, context)[1]
 
     def within(self, sequences: float, context: float) -> bool:
         """Return True inside the measured range. Elsewhere the last value holds."""
         return self.measured_range.has(sequences, context)
 
-    def _value(self, table: list[list[float]], sequences: float, context: float) -> float:
-        """Interpolate in a table. Plain numbers: policies ask on every report."""
+    def step(self, sequences: float, context: float) -> tuple[float, float]:
+        """Return `seconds` and `deviation`. Plain numbers, interpolated together: policies ask on every
+        report."""
         fewest, most, _, _ = self.measured_range
-        at = (log(min(max(sequences, fewest), most)) - self._first) * self._per_log
-        cell = min(int(at), _INTERVALS - 1)
+        inside = fewest if sequences < fewest else most if sequences > most else sequences
+        at = (log(inside) - self._first) * self._per_log
+        cell = int(at)
+        if cell >= _INTERVALS:
+            cell = _INTERVALS - 1
         part = at - cell
         contexts = self._contexts
         after = bisect_right(contexts, context)
-        row = table[max(after - 1, 0)]
-        value = row[cell] + part * (row[cell + 1] - row[cell])
+        seconds, rise, deviation, its_rise = self._rows[after - 1 if after else 0][cell]
+        seconds += part * rise
+        deviation += part * its_rise
         if not 0 < after < len(contexts):
-            return value
-        row = table[after]
-        further = row[cell] + part * (row[cell + 1] - row[cell])
-        share = (context - contexts[after - 1]) / (contexts[after] - contexts[after - 1])
-        return value + share * (further - value)
+            return seconds, deviation
+        further, rise, its_deviation, its_rise = self._rows[after][cell]
+        before = contexts[after - 1]
+        share = (context - before) / (contexts[after] - before)
+        return (
+            seconds + share * (further + part * rise - seconds),
+            deviation + share * (its_deviation + part * its_rise - deviation),
+        )
+
+
+def _cells(seconds: list[float], deviations: list[float]) -> list[tuple[float, float, float, float]]:
+    """Return what a step is interpolated from in each interval of a table: duration and standard error where
+    it begins, each with its rise to the end."""
+    return [
+        (low, high - low, error, next_error - error)
+        for (low, high), (error, next_error) in zip(pairwise(seconds), pairwise(deviations), strict=True)
+    ]
 
 
 class CostDifference(NamedTuple):
@@ -196,12 +213,16 @@ class LayoutCurves:
         batch holds, not its time: of two layouts, the one that was measured less is not the faster one for
         that.
         """
+        return self.step(layout, sequences, context)[0]
+
+    def step(self, layout: LayoutName, sequences: float, context: float) -> tuple[float, float]:
+        """Return `seconds`, and their relative standard error where the layout was measured."""
         curve, widest = self.curves[layout], self._widest
-        value = curve.seconds(sequences, context)
-        if widest is None or widest is curve or curve.within(sequences, context):
-            return value
+        found = curve.step(sequences, context)
+        if widest is curve or widest is None or curve.measured_range.has(sequences, context):
+            return found
         at = curve.measured_range.nearest(sequences, context)
-        return value * widest.seconds(sequences, context) / widest.seconds(*at)
+        return found[0] * widest.seconds(sequences, context) / widest.seconds(*at), found[1]
 
     def difference(
         self, one: LayoutName, other: LayoutName, sequences: float, context: float

@@ -1,6 +1,7 @@
 """Layouts that an engine as a whole can be in: names, limits, and the policy that chooses among them."""
 
 from collections.abc import Mapping
+from math import inf
 
 from fleet.facts.engines import EngineJoined
 from fleet.layout import EP, Layout, experts_tp, tp
@@ -43,6 +44,7 @@ def limits_of(joined: EngineJoined, name: LayoutName) -> LayoutLimits:
     return LayoutLimits(
         max_running=_UNLIMITED if joined.max_requests is None else joined.max_requests * ranks,
         kv_tokens=kv_blocks * joined.block_size if kv_blocks else _UNLIMITED,
+        prompt_tokens=targets * joined.max_batch_tokens or inf,
     )
 
 

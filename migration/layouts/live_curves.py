@@ -88,9 +88,14 @@ class _Correction:
 
     def variance(self, sequences: float, at: float) -> float:
         """Return the variance of `value` by this time."""
+        return self.estimate(sequences, at)[1]
+
+    def estimate(self, sequences: float, at: float) -> tuple[float, float]:
+        """Return `value` and `variance`."""
         low, high, of_low, of_high = self.around(sequences)
         knots = of_low**2 * low.aged(_KNOT_DRIFT, at) + of_high**2 * high.aged(_KNOT_DRIFT, at)
-        return self.level.aged(_LAYOUT_DRIFT, at) + knots
+        value = self.level.value + of_low * low.value + of_high * high.value
+        return value, self.level.aged(_LAYOUT_DRIFT, at) + knots
 
 
 class EvenGain(NamedTuple):
@@ -219,6 +224,14 @@ class LiveCurves:
         """
         factor = self._machine.value + self._corrections[layout].value(sequences)
         return self._modelled(layout, sequences, context) * exp(factor)
+
+    def step(self, layout: LayoutName, sequences: float, context: float) -> tuple[float, float]:
+        """Return `step_seconds` and `deviation` at the price of one of them."""
+        value, variance = self._corrections[layout].estimate(sequences, self._now)
+        seconds, error = self.curves.step(layout, sequences, context)
+        if layout == "ep" and (self._surplus is not None or self._sharded):
+            seconds = self._modelled(layout, sequences, context)
+        return seconds * exp(self._machine.value + value), sqrt(error * error + variance)
 
     def prefill_token(self, layout: LayoutName) -> float:
         """Return the expected seconds per prompt token of the engine. KeyError as in `step_seconds`."""

@@ -23,8 +23,6 @@ class LayoutLoad(NamedTuple):
     """decode steps since the last report"""
     prefilled: int
     """prompt tokens computed since the last report"""
-    output_left: float = 0.0
-    """tokens that a request is still expected to generate, on average; 0: not known"""
     settled_at: float = -inf
     """seconds: end of the last switch"""
     discount: float = 1.0
@@ -47,8 +45,13 @@ class LayoutDecision(NamedTuple):
     """seconds of serving lost until now by staying"""
     cost: float
     """seconds of serving that the switch would cost now"""
-    reason: str
-    """sentence with the numbers that decided"""
+    grounds: object
+    """what decided: its `str` is the sentence with the numbers, which is written only when it is asked for"""
+
+    @property
+    def reason(self) -> str:
+        """Return the sentence with the numbers that decided."""
+        return str(self.grounds)
 
 
 class LayoutPolicy(Protocol):

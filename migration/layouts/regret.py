@@ -5,10 +5,11 @@ time that the work since the last switch would have saved in another layout, `ma
 engine switches once regret reaches the loss of the switch. Four things are added.
 
 1. *Queue.* While requests wait because the layout in force has no free sequence or KV, time is saved in a
-   layout that runs more of them at once, even if its steps are longer.
-2. *Work left.* Requests in the engine have tokens left whatever arrives. A part of what the other layout
-   would save on them counts beside the regret, as far as it exceeds the cost of coming back. So a burst is
-   answered before half of it is over, and a load that hovers at a crossing causes no switches.
+   layout that runs more of them at once, even if its steps are longer. Not more than its steps can compute
+   prompts for: sequences end at the rate at which prompts begin.
+2. *Trend.* While the number of requests rises or falls by more than chance explains, what another layout
+   would save at the number to come counts beside the regret. So the beginning and the end of a burst are
+   answered earlier.
 3. *Memory.* Regret is forgotten with a time constant that grows with the time since the last switch. So a
    dear switch, over a slow link, needs a gain that pays for it within that time, and a small gain of long ago
    is no reason to go now.
@@ -17,7 +18,7 @@ engine switches once regret reaches the loss of the switch. Four things are adde
 """
 
 from collections.abc import Mapping
-from math import exp, hypot
+from math import exp, hypot, sqrt
 from typing import NamedTuple
 
 from fleet.layout_times import LayoutName
@@ -38,14 +39,8 @@ class RegretSettings(NamedTuple):
     """seconds: least time constant of regret, and so the time in which a switch has to pay. Bursts last about
     as long
     """
-    ahead: float = 0.5
-    """share of the work left that counts: requests end one by one, so half of them run on average"""
-    queue: float = 0.5
-    """worth of a token of a request that would wait otherwise, beside one of a request that runs. For the
-    mean latency it is less than 1: those that run end later when more of them share the steps. A queue that
-    is longer than this, beside what runs, counts as much as it is longer, up to 1: then the tokens per second
-    decide
-    """
+    trend: float = 4.0
+    """seconds over which the number of requests is averaged, and for which its change is expected to last"""
     doubt: float = 1.0
     """standard errors of the difference of step times that do not count. Where a machine is too busy for
     its layouts to be told apart, engines stay
@@ -56,19 +51,17 @@ class RegretSettings(NamedTuple):
         bad = [
             f"{name} {value:g}"
             for name, value in self._asdict().items()
-            if not (0 <= value <= 1e6 and (value > 0 or name not in ("hysteresis", "dear", "memory")))
+            if not (0 <= value <= 1e6 and (value > 0 or name in ("trend", "doubt")))
         ]
-        if bad or self.queue > 1 or self.ahead > 1:
+        if bad:
             raise ValueError(
-                f"settings of the layout policy: {', '.join(bad) or 'queue or ahead above 1'}; hysteresis,"
-                " dear and memory must be above 0, ahead and queue shares from 0 to 1, doubt from 0 on"
+                f"settings of the layout policy: {', '.join(bad)}; hysteresis, dear and memory must be above"
+                " 0, trend and doubt from 0 on"
             )
         return self
 
 
 DEFAULT_SETTINGS = RegretSettings()
-ROLLOUT_SETTINGS = RegretSettings(queue=1.0)
-"""For rollouts, whose makespan counts: every token is worth the same."""
 FULL = 1.05
 """A layout is full if at most this times the running sequences could run."""
 SMOOTH = 15.0
@@ -91,8 +84,8 @@ class _Candidate(NamedTuple):
 
     layout: LayoutName
     regret: float
-    left: float
-    """saved on the work left, less the cost of coming back; at least 0"""
+    coming: float
+    """that would be saved at the number of requests to come, if the trend lasts; at least 0"""
     cost: float
     discount: float
     """as in `LayoutLoad`"""
@@ -102,14 +95,19 @@ class _Candidate(NamedTuple):
     @property
     def surplus(self) -> float:
         """Gain beyond the cost."""
-        return self.discount * (self.regret + self.left) - self.cost
+        return self.discount * (self.regret + self.coming) - self.cost
 
-    def reason(self, goes: bool) -> str:
+    @property
+    def goes(self) -> bool:
+        """True if it is the target now."""
+        return self.surplus >= 0.0 and not self.refusal
+
+    def __str__(self) -> str:
         """Return the sentence with the numbers that decided."""
-        figures = f"regret {self.regret:.3g} s and {self.left:.3g} s on the work left"
+        figures = f"regret {self.regret:.3g} s and {self.coming:.3g} s by the trend of the load"
         if self.discount < _WHOLE:
             figures += f" (counted at {self.discount:.0%}, after the results of earlier plans)"
-        if goes:
+        if self.goes:
             return f"turns to {self.layout}: {figures} reach the cost of {self.cost:.3g} s"
         if self.refusal:
             return f"stays: {self.layout} has {figures}, but {self.refusal}"
@@ -135,8 +133,14 @@ class RegretPolicy:
         """times of the last report, and of the first one in this layout"""
         self._ours = self._prompt_token = 0.0
         """seconds of a step, and of a prompt token, in the layout in force at this report"""
+        self._our_error = 0.0
+        """relative standard error of that step"""
         self._prompts_per_step = 0.0
         """prompt tokens of a step, on average over some time: those of one report say little of the next"""
+        self._usual: float | None = None
+        """requests, running and waiting, on average over some time; None: no report yet"""
+        self._requests_to_come = 0.0
+        """number of requests that the trend leads to; 0: there is none"""
 
     @property
     def regrets(self) -> Mapping[LayoutName, float]:
@@ -151,14 +155,15 @@ class RegretPolicy:
             self._regrets = dict.fromkeys(self._limits, 0.0)
         memory = max(self._settings.memory, LASTING * (load.at - self._since))
         kept = exp(min(0.0, self._at - load.at) / memory)
+        self._follow(load)
         if load.steps:
-            share = 1.0 - exp(min(0.0, self._at - load.at) / SMOOTH)
+            share = 1.0 - exp(min(0.0, self._at - load.at) / SMOOTH) if self._prompts_per_step else 1.0
             self._prompts_per_step += share * (load.prefilled / load.steps - self._prompts_per_step)
         self._at = load.at
         if layout not in self._limits or self._costs.uncertain(layout):
             return LayoutDecision(None, None, 0.0, 0.0, f"stays: the step times of {layout} are uncertain")
         if load.running:
-            self._ours = self._costs.step_seconds(layout, load.running, load.context)
+            self._ours, self._our_error = self._costs.step(layout, load.running, load.context)
         self._prompt_token = self._costs.prefill_token(layout)
         best: _Candidate | None = None
         for other in self._limits:
@@ -168,19 +173,15 @@ class RegretPolicy:
                     best = one
         if best is None:
             return LayoutDecision(None, None, 0.0, 0.0, "stays: the step times of all others are uncertain")
-        goes = best.surplus >= 0.0 and not best.refusal
-        target = best.layout if goes else None
-        return LayoutDecision(target, best.layout, best.regret, best.cost, best.reason(goes))
+        target = best.layout if best.goes else None
+        return LayoutDecision(target, best.layout, best.regret, best.cost, best)
 
     def _candidate(self, load: LayoutLoad, other: LayoutName, kept: float) -> _Candidate:
         """Price another layout at this report. kept: share of the regret that is not forgotten."""
-        saved, left = self._saved(load, other)
+        saved, coming = self._saved(load, other)
         regret = self._regrets[other] = max(0.0, kept * self._regrets[other] + saved)
         loss = self._switches[load.layout, other].loss(load.kv_tokens)
         cost = loss * (self._settings.hysteresis + loss / self._settings.dear)
-        back = self._switches.get((other, load.layout))
-        if back is not None:
-            left -= back.loss(load.kv_tokens)
         refusal, limits = "", self._limits[other]
         if saved <= 0.0:
             refusal = "it saves nothing at this load"
@@ -194,34 +195,55 @@ class RegretPolicy:
                 f"it runs {limits.max_running} sequences at most, and {load.waiting:.0f} requests wait to"
                 f" join {load.running:.0f}"
             )
-        return _Candidate(other, regret, max(0.0, left), cost, load.discount, refusal)
+        return _Candidate(other, regret, coming, cost, load.discount, refusal)
+
+    def _follow(self, load: LayoutLoad) -> None:
+        """Apply the number of requests to its average, and say where its trend leads.
+
+        A number that rises evenly is ahead of its average by what it rises in `trend` seconds. The standard
+        deviation of a number of requests that come and go at random (Poisson) is no trend.
+        """
+        requests, seconds = load.running + load.waiting, self._settings.trend
+        usual = self._usual
+        if usual is None or not seconds:
+            self._usual = requests
+            return
+        usual = self._usual = requests + exp(min(0.0, self._at - load.at) / seconds) * (usual - requests)
+        ahead, chance = requests - usual, sqrt(max(requests, usual))
+        change = max(0.0, ahead - chance) + min(0.0, ahead + chance)
+        self._requests_to_come = max(1.0, requests + change) if change else 0.0
 
     def _saved(self, load: LayoutLoad, other: LayoutName) -> tuple[float, float]:
-        """Return the seconds that another layout would have saved on the work since the last report, and
-        would save on the share of the work left that counts. Negative: it would take longer."""
-        costs, settings = self._costs, self._settings
-        layout, running, context = load.layout, load.running, load.context
+        """Return the seconds that another layout would have saved on the work since the last report
+        (negative: it would take longer), and would save by the trend."""
+        costs, layout, running, context = self._costs, load.layout, load.running, load.context
         prompt_token = self._prompt_token
         prompts = prompt_token - costs.prefill_token(other)
         if abs(prompts) <= PREFILL_ERROR * prompt_token:
             prompts = 0.0
         if not running or not load.steps:
             return load.prefilled * prompts, 0.0
-        requests = running + load.waiting
-        is_full = load.waiting > 0 and self._limits[layout].batch(requests, context) <= FULL * running
-        inside = requests if is_full else running
-        batch = self._limits[other].batch(inside, context)
-        worth = batch
-        if batch > running:
-            worth = running + min(1.0, max(settings.queue, load.waiting / running)) * (batch - running)
+        limits, requests = self._limits, running + load.waiting
+        is_full = load.waiting > 0 and limits[layout].batch(requests, context) <= FULL * running
+        batch = limits[other].batch(requests if is_full else running, context)
+        if batch > running and self._prompts_per_step > 0.0:
+            batch = max(running, min(batch, running * limits[other].prompt_tokens / self._prompts_per_step))
         ours = self._ours
-        theirs = costs.step_seconds(other, batch, context) * running / worth
-        step = ours - theirs
-        if step > 0.0 and settings.doubt:
-            error = hypot(costs.deviation(layout, running, context), costs.deviation(other, batch, context))
-            step = step if step > settings.doubt * error * ours else 0.0
-        steps_left = load.output_left * inside / running
-        return (
-            load.steps * step + load.prefilled * prompts,
-            settings.ahead * steps_left * (step + prompts * self._prompts_per_step),
-        )
+        theirs, error = costs.step(other, batch, context)
+        step = ours - theirs * running / batch
+        doubt = self._settings.doubt * hypot(self._our_error, error)
+        if 0.0 < step <= doubt * ours:
+            step = 0.0
+        saved = load.steps * step + load.prefilled * prompts
+        trend = self._requests_to_come and saved > 0.0 and not is_full
+        return saved, self._by_trend(load, other, step, doubt) if trend else 0.0
+
+    def _by_trend(self, load: LayoutLoad, other: LayoutName, step: float, doubt: float) -> float:
+        """Return the seconds that another layout would save while the trend lasts, if it saves a larger share
+        of a step then than now. step: seconds of a step saved now; doubt: share of a step that does not
+        count."""
+        costs, limits, context, requests = self._costs, self._limits, load.context, self._requests_to_come
+        ours, theirs = limits[load.layout].batch(requests, context), limits[other].batch(requests, context)
+        beside = costs.step_seconds(other, theirs, context) / costs.step_seconds(load.layout, ours, context)
+        share = 1.0 - beside * ours / theirs
+        return share * self._settings.trend if share > max(doubt, step / self._ours) else 0.0

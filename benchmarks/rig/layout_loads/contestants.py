@@ -11,7 +11,7 @@ from benchmarks.rig.layout_loads.observation import Calibrated, calibrated, deci
 from benchmarks.rig.layout_loads.schedule import LayoutScenario, Played, Schedule, play, replay
 from fleet.layout_times import LayoutName
 from migration.layouts.policy import LayoutPolicy
-from migration.layouts.regret import DEFAULT_SETTINGS, ROLLOUT_SETTINGS, RegretPolicy
+from migration.layouts.regret import RegretPolicy
 from migration.layouts.ski_rental import SkiRental
 from migration.layouts.threshold import ThresholdRule, Thresholds, rollout_thresholds
 
@@ -42,8 +42,7 @@ def contestants(scenario: LayoutScenario, seed: int) -> Iterator[Contestant]:
     """Yield new policies, with nothing accumulated. seed: of the errors of curves."""
     model, limits, switches = scenario.model, scenario.model.limits, scenario.model.switches
     correct = TrueCosts(model.times)
-    settings = ROLLOUT_SETTINGS if scenario.rollout else DEFAULT_SETTINGS
-    yield Contestant(OURS, RegretPolicy(correct, limits, switches, settings))
+    yield Contestant(OURS, RegretPolicy(correct, limits, switches))
     yield Contestant(SKI_RENTAL, SkiRental(correct, limits, switches))
     wrong = wrong_profile(model.times, seed)
     for ours, ski, times in (
@@ -51,7 +50,7 @@ def contestants(scenario: LayoutScenario, seed: int) -> Iterator[Contestant]:
         (OURS_WRONG, SKI_WRONG, wrong),
     ):
         curves = calibrated(times, seed)
-        yield Contestant(ours, RegretPolicy(curves.curves, limits, switches, settings), curves)
+        yield Contestant(ours, RegretPolicy(curves.curves, limits, switches), curves)
         curves = calibrated(times, seed)
         yield Contestant(ski, SkiRental(curves.curves, limits, switches), curves)
     thresholds = rollout_thresholds() if scenario.rollout else Thresholds()

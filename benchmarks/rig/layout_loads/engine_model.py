@@ -60,5 +60,5 @@ class TrueCosts:
     def uncertain(self, layout: LayoutName) -> bool:
         return layout not in self._times
 
-    def deviation(self, layout: LayoutName, sequences: float, context: float) -> float:
-        return self._deviation
+    def step(self, layout: LayoutName, sequences: float, context: float) -> tuple[float, float]:
+        return self.step_seconds(layout, sequences, context), self._deviation

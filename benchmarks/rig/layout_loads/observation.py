@@ -15,8 +15,6 @@ from migration.layouts.policy import LayoutLoad, LayoutPolicy
 
 LIVE_NOISE = 0.01
 """relative error of the step times that reports tell"""
-FEWEST_FINISHED = 20
-"""finished turns from which their mean output is told"""
 
 
 class Calibrated(NamedTuple):
@@ -77,7 +75,6 @@ class _Reports:
             kv_tokens=engine.kv,
             steps=engine.steps - self._steps,
             prefilled=engine.prefilled - self._prefilled,
-            output_left=engine.generated / engine.finished if engine.finished >= FEWEST_FINISHED else 0.0,
             settled_at=self._settled_at,
         )
         self._steps, self._prefilled = engine.steps, engine.prefilled

@@ -26,6 +26,8 @@ NO_CROSSOVER: tuple[Crossover, ...] = ("tp-always", "ep-always")
 """No load makes another layout better than that of the start: by step times, KV, caps or prompts."""
 MOST = 2048
 """sequences that expert parallelism runs at once"""
+CHUNK = 2048
+"""prompt tokens of a step at most"""
 LAYOUT_SETS: tuple[tuple[LayoutName, ...], ...] = (
     ("ep", "tp"),
     ("ep", "experts-tp"),
@@ -60,7 +62,7 @@ def scenario(crossover: Crossover, load: LoadKind, seed: int) -> LayoutScenario:
     pivot = _pivot(dice, crossover)
     layouts = LAYOUT_SETS[int(dice.integers(len(LAYOUT_SETS)))]
     times = _times(dice, crossover, pivot, layouts)
-    model = EngineModel(times, _limits(dice, crossover, layouts), _switches(dice, layouts), chunk=2048)
+    model = EngineModel(times, _limits(dice, crossover, layouts), _switches(dice, layouts), chunk=CHUNK)
     rolls = load in ("rollout", "tools")
     turns = _rollout(dice, pivot, load == "tools") if rolls else _serving(dice, load, pivot, times)
     made = LayoutScenario(f"{crossover}, {load}, {seed}", model, turns, "ep", rolls)
@@ -128,7 +130,9 @@ def _limits(
     if crossover in NO_CROSSOVER:
         cap, share = MOST, 1.0
     return {
-        one: LayoutLimits(cap, int(share * kv_tokens)) if one == "tp" else LayoutLimits(MOST, kv_tokens)
+        one: LayoutLimits(cap, int(share * kv_tokens), CHUNK)
+        if one == "tp"
+        else LayoutLimits(MOST, kv_tokens, CHUNK)
         for one in layouts
     }
 

@@ -18,7 +18,7 @@ ROOMY = LayoutLimits(max_running=1000, kv_tokens=1_000_000)
 COST = SwitchCost(weights_seconds=1.0, kv_token_seconds=0.0, pause=0.08, slowdown=1.0)
 LOSS = 0.58
 """seconds: the pause, and half of the second in which steps take twice as long"""
-PLAIN = RegretSettings(hysteresis=1.0, dear=1e6, memory=1e6, ahead=0.0, queue=1.0, doubt=0.0)
+PLAIN = RegretSettings(hysteresis=1.0, dear=1e6, memory=1e6, trend=0.0, doubt=0.0)
 
 
 class Lines:
@@ -44,8 +44,8 @@ class Lines:
     def uncertain(self, layout: LayoutName) -> bool:
         return layout in self.unsure
 
-    def deviation(self, layout: LayoutName, sequences: float, context: float) -> float:
-        return self.error
+    def step(self, layout: LayoutName, sequences: float, context: float) -> tuple[float, float]:
+        return self.step_seconds(layout, sequences, context), self.error
 
 
 CROSSING = Lines({"ep": (0.020, 0.0001), "tp": (0.010, 0.0002)})
@@ -80,7 +80,6 @@ def load(
         kv_tokens=more.get("kv_tokens", 100 * running),
         steps=int(more.get("steps", 10)),
         prefilled=int(more.get("prefilled", 0)),
-        output_left=more.get("output_left", 0.0),
         settled_at=more.get("settled_at", float("-inf")),
         discount=more.get("discount", 1.0),
     )
@@ -107,7 +106,10 @@ def test_it_switches_once_the_regret_reaches_the_loss() -> None:
     assert (at, decision.target) == (12, "tp")
     assert decision.regret == pytest.approx(0.6, rel=1e-4)
     assert decision.cost == pytest.approx(LOSS)
-    assert decision.reason == "turns to tp: regret 0.6 s and 0 s on the work left reach the cost of 0.58 s"
+    assert (
+        decision.reason
+        == "turns to tp: regret 0.6 s and 0 s by the trend of the load reach the cost of 0.58 s"
+    )
 
 
 def test_after_plans_that_kept_half_of_their_promise_it_waits_for_twice_the_regret() -> None:
@@ -124,7 +126,10 @@ def test_it_says_why_it_stays() -> None:
     stays = policy.decide(load(2))
     assert stays.target is None
     assert stays.best == "tp"
-    assert stays.reason == "stays: regret 0.1 s and 0 s on the work left for tp are below the cost of 0.58 s"
+    assert (
+        stays.reason
+        == "stays: regret 0.1 s and 0 s by the trend of the load for tp are below the cost of 0.58 s"
+    )
     assert "saves nothing" in policy.decide(load(3, running=200)).reason
 
 
@@ -141,11 +146,11 @@ def test_regret_is_the_largest_gain_of_any_stretch_that_ends_now(history: list[t
         assert policy.regrets["tp"] == pytest.approx(most, rel=1e-3, abs=1e-9)  # hardly anything is forgotten
 
 
-@given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 300), st.integers(0, 500)), max_size=40))
-def test_it_never_leaves_a_layout_that_is_better_at_every_load(history: list[tuple[int, int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 300)), max_size=40))
+def test_it_never_leaves_a_layout_that_is_better_at_every_load(history: list[tuple[int, int]]) -> None:
     policy = regret_policy(Lines({"ep": (0.020, 0.0002), "tp": (0.010, 0.0001)}), settings=RegretSettings())
-    for at, (running, waiting, left) in enumerate(history):
-        decision = policy.decide(load(at, "tp", running, waiting, output_left=left, prefilled=2000))
+    for at, (running, waiting) in enumerate(history):
+        decision = policy.decide(load(at, "tp", running, waiting, prefilled=2000))
         assert decision.target is None
 
 
@@ -181,19 +186,47 @@ def test_a_new_layout_begins_without_regret() -> None:
     assert policy.regrets == {"ep": 0.0, "tp": 0.0}
 
 
-def test_work_left_counts_before_it_is_done() -> None:
-    slow = first_switch(regret_policy(), steady(30))
-    hasty = first_switch(regret_policy(settings=PLAIN._replace(ahead=0.5)), steady(30, output_left=400))
+def falling(seconds: int, by: float) -> list[LayoutLoad]:
+    """From 400 sequences down: TP is faster below 100."""
+    return [load(at, running=max(400 - by * at, 1)) for at in range(1, seconds)]
+
+
+def test_a_load_that_falls_steadily_is_answered_before_the_regret_has_added_up() -> None:
+    ends = falling(60, by=20)
+    slow = first_switch(regret_policy(), ends)
+    early = first_switch(regret_policy(settings=PLAIN._replace(trend=4.0)), ends)
     assert slow is not None
-    assert hasty is not None
-    # Half of 400 steps of 5 ms, less the 0.58 s of coming back, is 0.42 s: 4 s of regret are enough.
-    assert (slow[0], hasty[0]) == (12, 4)
+    assert early is not None
+    assert 15 < early[0] < slow[0]  # below 100 sequences both, and some seconds apart
+    assert "by the trend of the load" in early[1].reason
 
 
-def test_work_left_that_does_not_pay_for_both_ways_counts_nothing() -> None:
-    found = first_switch(regret_policy(settings=PLAIN._replace(ahead=0.5)), steady(30, output_left=230))
-    assert found is not None
-    assert found[0] == 12
+def test_the_trend_of_a_load_that_is_steady_again_counts_nothing() -> None:
+    policy = regret_policy(settings=PLAIN._replace(trend=4.0))
+    for one in falling(16, by=20):
+        policy.decide(one)
+    steady_again = [load(at, running=100) for at in range(16, 60)]
+    assert first_switch(policy, steady_again) is None
+    assert " and 0 s by the trend" in policy.decide(load(61, running=99)).reason
+
+
+def test_a_load_that_varies_by_chance_has_no_trend() -> None:
+    # Ten more or fewer than 100 is the standard deviation of requests that come and go at random.
+    varying = [load(at, running=70 + 8 * (-1) ** at) for at in range(1, 60)]
+    slow = first_switch(regret_policy(), varying)
+    with_trend = first_switch(regret_policy(settings=PLAIN._replace(trend=4.0)), varying)
+    assert slow is not None
+    assert with_trend is not None
+    assert slow[0] == with_trend[0]
+
+
+def test_waiting_requests_count_as_far_as_steps_can_compute_their_prompts() -> None:
+    costs = Lines({"ep": (0.020, 0.0), "tp": (0.019, 0.0)})
+    waits = steady(60, layout="tp", running=64, waiting=64, prefilled=20_000)  # type: ignore[arg-type]
+    for most, target in ((2_000, None), (4_000, "ep")):  # a step computes 2,000 prompt tokens now
+        limits = {"ep": LayoutLimits(1000, 1_000_000, most), "tp": LayoutLimits(64, 1_000_000, most)}
+        found = first_switch(regret_policy(costs, limits), waits)
+        assert (found and found[1].target) == target
 
 
 def test_requests_that_the_layout_cannot_admit_count() -> None:
@@ -284,7 +317,7 @@ def test_it_compares_every_layout_and_takes_the_best() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"memory": 0.0}, {"hysteresis": -1.0}, {"ahead": 1.5}, {"queue": 2.0}, {"doubt": float("nan")}],
+    [{"memory": 0.0}, {"hysteresis": -1.0}, {"trend": -1.0}, {"doubt": float("nan")}],
 )
 def test_settings_out_of_range_are_named(setting: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="settings of the layout policy"):
