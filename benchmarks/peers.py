@@ -144,19 +144,21 @@ async def rig(peers: Peers, model: Path, words: list[str], missing: dict[str, st
         mocks = [engine.port for engine in engines]
         urls = [f"http://127.0.0.1:{port}" for port in mocks]
         backends = [word for url in urls for word in ("--backend", url)]
-        bus_url = await stack.enter_async_context(nats())
-        bus = await stack.enter_async_context(mock_fleet(bus_url, mocks, model))
         found = {
             DIRECT: Running(*engines[0]),
             FLOOR: await stack.enter_async_context(routers.pass_through(mocks)),
         }
-        for one, two, options in ((TEXT, TEXT_2, backends), (KV, KV_2, ["--nats", bus_url])):
-            found[one] = Running(*await stack.enter_async_context(started_router(*options)))
-            several = started_router(*options, "--processes", str(PROCESSES))
-            found[two] = Running(*await stack.enter_async_context(several))
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        for at, port in enumerate(mocks):
-            await tell_held(bus, port, [_held(tokenizer, words, group) for group in range(at, GROUPS, MOCKS)])
+        for text, kv, options in ((TEXT, KV, ()), (TEXT_2, KV_2, ("--processes", str(PROCESSES)))):
+            found[text] = Running(*await stack.enter_async_context(started_router(*backends, *options)))
+            # a bus each: routers on one bus tell each other of every booking
+            bus_url = await stack.enter_async_context(nats())
+            bus = await stack.enter_async_context(mock_fleet(bus_url, mocks, model))
+            router = started_router("--nats", bus_url, *options)
+            found[kv] = Running(*await stack.enter_async_context(router))
+            for at, port in enumerate(mocks):
+                held = [_held(tokenizer, words, group) for group in range(at, GROUPS, MOCKS)]
+                await tell_held(bus, port, held)
         for name, start in _peers(peers, model, urls).items():
             peer = await routers.started(stack, start)
             if isinstance(peer, str):
