@@ -3,9 +3,8 @@ memory.
 
 Look-ups start from a prompt's token ids. They return the leading blocks at each target, as a column, and the
 sequence hash of the last known block, which predicts experts. Nothing, half, or all of a prompt is held by a
-rank of every other engine (its first 16 blocks by all). `new`: no part of it was hashed before; otherwise it
-continues a conversation. Events start as bytes: envelope, payload, subscriber, index. Memory is measured in a
-separate process.
+rank of every other engine (its first 16 blocks by all). `in Python`: without the compiled hashing. Events
+start as bytes: envelope, payload, subscriber, index. Memory is measured in a separate process.
 
     python -m benchmarks.kv_index --quick
 """
@@ -36,8 +35,8 @@ from bus.protocol.subjects import KV_EVENTS
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
 from fleet.requests.engines import KvSnapshot, KvSnapshotRequested
+from router import kernels
 from router.fleet_state.target_table import TargetTable
-from router.prefix_index.block_hash_chain import HashRuns
 from router.prefix_index.block_index import BlockIndex
 from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import TokenPrompt
@@ -82,9 +81,6 @@ class Ours:
         local = local_hashes(held.ids[: held.tokens])
         self._index.apply(changed(rank, local, 1) for rank in held.ranks)
 
-    def forget_runs(self) -> None:
-        self.block_index.runs = HashRuns()
-
     def find(self, ids: list[int]) -> tuple[NDArray[np.int64], int]:
         prompt = TokenPrompt(ids)
         overlap = self.block_index.overlap(self._target_table, prompt)
@@ -125,8 +121,7 @@ def _plain(routed: RoutedKvEvent) -> dict[str, Any]:
 
 
 class Compared:
-    """Microseconds of look-ups by fleet, share and length: Roost's, Roost's for prompts never hashed before,
-    the tree's."""
+    """Microseconds of look-ups by fleet, share and length: Roost's, those of its Python form, the tree's."""
 
     def __init__(self, quick: bool) -> None:
         chance = np.random.default_rng(0)
@@ -138,7 +133,7 @@ class Compared:
         self.rounds = 4 if quick else 20
         self.report = Report(
             "from token ids to leading blocks by target, us",
-            ["ranks, held, prompt", "ours p50", "p99", "new p50", "RadixTree p50", "p99", "faster"],
+            ["ranks, held, prompt", "ours p50", "p99", "in Python p50", "RadixTree p50", "p99", "faster"],
         )
         self.faster: dict[tuple[int, str, int], float] = {}
 
@@ -154,16 +149,14 @@ class Compared:
                 self._measure(count, name, length, part, ours, tree)
 
     def _measure(self, count: int, name: str, length: int, part: Prompts, ours: Ours, tree: Tree) -> None:
-        again: list[float] = []
-        new: list[float] = []
+        compiled: list[float] = []
+        python: list[float] = []
         theirs: list[float] = []
         for _ in range(self.rounds):
-            ours.forget_runs()
-            for find, taken in ((ours.find, new), (tree.find, theirs), (ours.find, again)):
-                for ids in map(fresh, part.ids):
-                    began = time.perf_counter()
-                    find(ids)
-                    taken.append(1e6 * (time.perf_counter() - began))
+            with kernels.python_form():
+                _timed(ours.find, part, python)
+            _timed(tree.find, part, theirs)
+            _timed(ours.find, part, compiled)
         for ids in part.ids[::5]:
             (overlap, last), (expected, expected_last) = ours.find(ids), tree.find(ids)
             if last != expected_last or not np.array_equal(overlap, expected):
@@ -171,17 +164,25 @@ class Compared:
                     f"{count} ranks, {name} held, {length} tokens: the index and the tree found different"
                     " blocks"
                 )
-        faster = median(theirs) / median(again)
+        faster = median(theirs) / median(compiled)
         self.faster[count, name, length] = faster
         cells = (
-            median(again),
-            percentile(again, 0.99),
-            median(new),
+            median(compiled),
+            percentile(compiled, 0.99),
+            median(python),
             median(theirs),
             percentile(theirs, 0.99),
             faster,
         )
         self.report.add(f"{count}, {name}, {length} tokens", *cells)
+
+
+def _timed(find: Callable[[list[int]], object], part: Prompts, taken: list[float]) -> None:
+    """Append the microseconds of a look-up of each prompt."""
+    for ids in map(fresh, part.ids):
+        began = time.perf_counter()
+        find(ids)
+        taken.append(1e6 * (time.perf_counter() - began))
 
 
 # Events

@@ -14,7 +14,7 @@ two tenants. It does not hide a prompt from a reader of KV events: xxh3 is not a
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 
 import xxhash
 
@@ -84,12 +84,11 @@ def sequence_hashes(local: Sequence[int], parent: int | None = None) -> list[int
     return chained
 
 
-def extend(chained: list[int], raw: bytes, width: int, seed: int = SEED) -> None:
+def extend(chained: MutableSequence[int], raw: bytes, width: int, seed: int = SEED) -> None:
     """Append the u64 sequence hashes of the following blocks to a chain.
 
     raw: bytes of the blocks, complete, `width` bytes each (from `words`). seed: of their local hashes, from
     `salted_seed`.
-    `salted_seed` makes it.
     """
     digest, pack, own = xxhash.xxh3_64_intdigest, _PAIR.pack, SEED
     start = 0

@@ -25,7 +25,6 @@ from router.fleet_state.dispatch_cost import locality
 from router.fleet_state.reservations import Booking
 from router.prediction.predictor import keys_of
 from router.prediction.table_replica import TableReplica, read
-from router.prefix_index.block_hash_chain import HashRuns
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.scheduler import RoutingRequest
 from router.service import RouterService
@@ -197,10 +196,6 @@ class Roost:
             RoutedKvEvent(worker_id=worker, event=KvEvent(event_id=1, dp_rank=rank, data=event))
             for worker, rank in held.ranks
         )
-
-    def forget_runs(self) -> None:
-        """Drop the hash cache, as if no prompt had been hashed yet."""
-        self.router.scheduler.kv.block_index.runs = HashRuns()
 
     def overlap(self, ids: list[int]) -> dict[Rank, int]:
         """Return the blocks of a prompt that each rank holds."""

@@ -13,7 +13,8 @@ from deploy.terminal.command_settings import running, settings_from
 from deploy.terminal.options import ConfigOption, JsonOption
 from deploy.terminal.output import fail, show
 from engine_adapter.embedded import kernels as layers
-from migration.solvers import kernels
+from migration.solvers import kernels as solvers
+from router import kernels as decisions
 
 app = typer.Typer(
     name="roost",
@@ -33,7 +34,8 @@ def _version(given: bool) -> None:
             show(version("roost"))
         except PackageNotFoundError:
             show("not installed (running from a source folder)")
-        show(f"solvers: {f'in Python; {kernels.missing}' if kernels.missing else 'compiled'}")
+        for name, form in (("solvers", solvers), ("decisions", decisions)):
+            show(f"{name}: {f'in Python; {form.missing}' if form.missing else 'compiled'}")
         show(f"embedded engine: {f'by torch; {layers.missing}' if layers.missing else 'compiled'}")
         raise typer.Exit
 

@@ -24,6 +24,7 @@ from deploy.parts.part_tasks import PartTasks
 from deploy.process import dropped_lines
 from deploy.security.exposure import missing_at_router
 from deploy.security.tls import ServerTls
+from router import kernels
 from router.api.app import create_app
 from router.api.bus_api import BusApi
 from router.api.library import Decider
@@ -62,6 +63,8 @@ async def serve(
     """
     # the tokenizer gets one text at a time, and a thread pool would cost microseconds for each
     os.putenv("TOKENIZERS_PARALLELISM", "false")
+    if kernels.missing:
+        log.warning("decisions are computed in Python, about twice as slow: %s", kernels.missing)
     async with PartTasks() as tasks:
         for opened in (listener, private):
             if opened is not None:

@@ -23,7 +23,7 @@ class AwaitedPrompts(Generic[_Request]):
         blocks = prompt.chained(block_size)
         if not prompt.ids or not blocks:
             return False
-        last = blocks.reach(len(blocks), self._block_index.runs)[len(blocks) - 1]
+        last = blocks[len(blocks) - 1]
         if self._block_index.holds(rank, last):
             return False
         self._awaited.setdefault(rank, {})[request] = last

@@ -3,114 +3,61 @@ read. Pure.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import overload
 
-import xxhash
+from fleet.blocks import extend, words
+from router import kernels
+from router.kernels import Hashes
 
-from fleet.blocks import SEED, extend
-
-RUN = 32
-"""Blocks cached together."""
-AHEAD = 8
-"""Known runs taken at once; up to this number may be read in vain."""
-MAX_RUNS = 32_768
-"""About 15 MB: 16 million tokens in blocks of 16."""
-
-
-class HashRuns:
-    """Cache of the hashes of runs of RUN blocks, keyed by the preceding hash, their bytes and their salt.
-    Prompts often begin alike, and one digest of an entire run costs less than two of each block. State: at
-    most MAX_RUNS, the least recently used evicted first.
-    """
-
-    def __init__(self, limit: int = MAX_RUNS) -> None:
-        self._max_generation = limit // 2
-        self._young: dict[int, array[int]] = {}
-        self._old: dict[int, array[int]] = {}
-
-    def get(self, key: int) -> "array[int] | None":
-        found = self._young.get(key)
-        if found is None and (found := self._old.pop(key, None)) is not None:
-            self.put(key, found)
-        return found
-
-    def put(self, key: int, hashes: "array[int]") -> None:
-        if len(self._young) >= self._max_generation:
-            self._old, self._young = self._young, {}
-        self._young[key] = hashes
-
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+TOKEN_BYTES = 4
 
 
 class BlockHashChain(Sequence[int]):
     """u64 sequence hashes of a prompt's full blocks. A hash is computed on first use, with all hashes before
     it.
 
-    raw(start, stop): the bytes of some of its blocks, `width` each. seed: of their local hashes. A slice
-    computes no further than it reads.
+    prompt: token ids, or bytes, TOKEN_BYTES of which count as a token. size: tokens of a block. seed: of
+    local hashes. A slice computes no further than it reads.
     """
 
-    __slots__ = ("_chained", "_key", "_length", "_looked_up", "_raw", "_run", "_seed", "_width")
+    __slots__ = ("_chained", "_length", "prompt", "seed", "size")
 
-    def __init__(self, raw: Callable[[int, int], bytes], width: int, length: int, seed: int = SEED) -> None:
-        self._raw = raw
-        self._seed = seed
-        self._width = width
-        self._length = length
-        self._chained: list[int] = []
-        self._looked_up, self._key, self._run = -1, 0, b""
-        """first block of the run that was looked up last, its key and its bytes"""
+    def __init__(self, prompt: list[int] | bytes, size: int, seed: int) -> None:
+        self.prompt = prompt
+        self.size = size
+        self.seed = seed
+        self._length = (len(prompt) if isinstance(prompt, list) else len(prompt) // TOKEN_BYTES) // size
+        self._chained: Hashes = array("Q")
 
     @property
     def computed(self) -> int:
         """Number of hashes computed so far."""
         return len(self._chained)
 
-    def reach(self, depth: int, runs: HashRuns | None = None) -> list[int]:
-        """Return at least the first `depth` hashes (there are `len(self)`), more if `runs` knows them. The
-        list belongs to the chain and must not be changed.
+    def reach(self, depth: int) -> Hashes:
+        """Return at least the first `depth` hashes (there are `len(self)`). They belong to the chain and must
+        not be changed. OverflowError for an id outside u32.
         """
         chained = self._chained
-        while len(chained) < depth:
-            if runs is None or depth % RUN == 1:  # one block decides if the run after it is worth reading
-                extend(chained, self._raw(len(chained), depth), self._width, self._seed)
-            else:
-                self._extend_run(depth, runs)
+        if len(chained) < depth:
+            library = kernels.compiled()
+            if library is not None:
+                return self.know(library.chain(self.prompt, self.size, self.seed, chained, depth))
+            extend(chained, self._raw(len(chained), depth), TOKEN_BYTES * self.size, self.seed)
         return chained
 
-    def _extend_run(self, depth: int, runs: HashRuns) -> None:
-        """Extend the chain to `depth` or to the end of a run. Known runs are taken as a whole, some at once;
-        a finished run is cached.
-        """
-        chained, width = self._chained, self._width
-        start = len(chained) // RUN * RUN
-        if start + RUN > self._length:
-            extend(chained, self._raw(len(chained), depth), width, self._seed)
-            return
-        if self._looked_up != start and self._take(start, runs):
-            return
-        stop = min(depth, start + RUN)
-        extend(chained, self._run[(len(chained) - start) * width : (stop - start) * width], width, self._seed)
-        if stop == start + RUN:
-            runs.put(self._key, array("Q", chained[start:]))
+    def know(self, hashes: bytes) -> Hashes:
+        """Take the first hashes, which were computed elsewhere."""
+        self._chained = array("Q", hashes)
+        return self._chained
 
-    def _take(self, start: int, runs: HashRuns) -> bool:
-        """Take the run that begins at a block and, after the first, further known ones. Return False if there
-        was none.
-        """
-        chained, raw = self._chained, self._raw
-        # The first run alone decides if the prompt begins like a known one; then more are read at once.
-        ahead = AHEAD if start else 1
-        for at in range(start, min(start + ahead * RUN, self._length - RUN + 1), RUN):
-            self._looked_up, self._run = at, raw(at, at + RUN)
-            self._key = xxhash.xxh3_128_intdigest(self._run, (chained[at - 1] if at else 0) ^ self._seed)
-            known = runs.get(self._key)
-            if known is None:
-                return at > start
-            chained[at:] = known
-        return True
+    def _raw(self, start: int, stop: int) -> bytes:
+        """Return the bytes of some blocks."""
+        size, prompt = self.size, self.prompt
+        if isinstance(prompt, list):
+            return words(prompt[start * size : stop * size])
+        return prompt[TOKEN_BYTES * start * size : TOKEN_BYTES * stop * size]
 
     @overload
     def __getitem__(self, at: int) -> int: ...
@@ -119,12 +66,10 @@ class BlockHashChain(Sequence[int]):
     def __getitem__(self, at: int | slice) -> int | list[int]:
         if isinstance(at, slice):
             positions = range(*at.indices(self._length))
-            reached = self.reach(max(positions[0], positions[-1]) + 1) if positions else []
-            return (
-                reached[positions.start : positions.stop]
-                if positions.step == 1
-                else [reached[one] for one in positions]
-            )
+            reached = self.reach(max(positions[0], positions[-1]) + 1) if positions else self._chained
+            if positions.step == 1:
+                return reached[positions.start : positions.stop].tolist()
+            return [reached[one] for one in positions]
         if 0 <= at < len(self._chained):
             return self._chained[at]
         if not 0 <= at < self._length:

@@ -8,14 +8,15 @@ entries move to a new dictionary, which also releases the memory of removed bloc
 unused slot are harmless, since every lookup masks them out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from router import kernels
 from router.fleet_state.target_table import RankKey, TargetTable
-from router.prefix_index.block_hash_chain import HashRuns
+from router.prefix_index.block_hash_chain import BlockHashChain
 
 NO_RANK = 0
 """Slot that no rank has."""
@@ -44,7 +45,7 @@ class Reachable(Protocol):
     """
 
     def __len__(self) -> int: ...
-    def reach(self, depth: int, runs: HashRuns | None = None) -> Sequence[int]: ...
+    def reach(self, depth: int) -> Sequence[int]: ...
 
 
 class BlockRuns(Protocol):
@@ -91,7 +92,6 @@ class BlockIndex:
         """by block, the block or blocks stored after it; some may have been removed"""
         self._gappy = 0
         """bits of ranks that may hold a block without its parent"""
-        self.runs = HashRuns()
         self._unpacked: dict[int, NDArray[np.intp]] = {}
         self._slot_tables: dict[str, tuple[TargetTable, int, NDArray[np.intp]]] = {}
         """by model, the slots of its targets at one version"""
@@ -268,23 +268,22 @@ class BlockIndex:
         Reads only a few blocks more of the prompt than some rank holds. A rank that holds the last block of a
         stretch holds all of it, unless it may have gaps.
         """
-        held, at, total, step = self._live, 0, len(prompt), 1
-        look_up = self._look_up if self._old else self._masks.get
-        ends: list[tuple[int, int]] = []
-        while at < total and held:
-            reached = min(total, at + step)
-            chained = prompt.reach(reached, self.runs)
-            # A run that was never hashed before is unlikely to be cached.
-            step = 1 if len(chained) > reached else min(2 * step, _WIDEST_STEP)
-            while at < len(chained) and held:
-                # A sequence hash stands for the whole prefix, so the last block of a stretch speaks for the
-                # others: block by block is only looked up where some rank may have gaps or loses the prefix.
-                stop = min(len(chained), at + _WIDEST_STEP)
-                if stop == at + 1 or held & self._gappy or held & (look_up(chained[stop - 1]) or 0) != held:
-                    held = _walk(map(look_up, chained[at:stop]), at, held, ends)
-                at = stop
-        if held:
-            ends.append((total, held))
+        library = kernels.compiled()
+        if library is None or not isinstance(prompt, BlockHashChain):
+            look_up = self._look_up if self._old else self._masks.get
+            return self._spread(ends_of(prompt, look_up, self._live, self._gappy))
+        hashes, ends = library.walk(
+            prompt.prompt,
+            prompt.size,
+            prompt.seed,
+            prompt.reach(0),
+            self._masks,
+            self._old,
+            self._live,
+            self._gappy,
+            _WIDEST_STEP,
+        )
+        prompt.know(hashes)
         return self._spread(ends)
 
     def _look_up(self, block: int) -> int | None:
@@ -355,6 +354,30 @@ class BlockIndex:
         self._live |= slot.bit
         self.version += 1
         return slot
+
+
+def ends_of(
+    prompt: Reachable, look_up: Callable[[int], int | None], held: int, gappy: int
+) -> list[tuple[int, int]]:
+    """Return the ends of a prompt's prefixes: pairs of a depth and the mask of the ranks, of those in `held`,
+    whose leading blocks end there. Ranks in `gappy` may hold a block without its parent.
+    """
+    at, total, step = 0, len(prompt), 1
+    ends: list[tuple[int, int]] = []
+    while at < total and held:
+        reached = min(total, at + step)
+        chained = prompt.reach(reached)
+        step = min(2 * step, _WIDEST_STEP)
+        while at < len(chained) and held:
+            # A sequence hash stands for the whole prefix, so the last block of a stretch speaks for the
+            # others: block by block is only looked up where some rank may have gaps or loses the prefix.
+            stop = min(len(chained), at + _WIDEST_STEP)
+            if stop == at + 1 or held & gappy or held & (look_up(chained[stop - 1]) or 0) != held:
+                held = _walk(map(look_up, chained[at:stop]), at, held, ends)
+            at = stop
+    if held:
+        ends.append((total, held))
+    return ends
 
 
 def _walk(masks: Iterable[int | None], at: int, held: int, ends: list[tuple[int, int]]) -> int:

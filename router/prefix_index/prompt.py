@@ -7,9 +7,9 @@ from typing import Protocol
 import xxhash
 
 from fleet.blocks import SEED, words
-from router.prefix_index.block_hash_chain import BlockHashChain
+from router.prefix_index.block_hash_chain import TOKEN_BYTES, BlockHashChain
 
-BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN = TOKEN_BYTES
 """Typical for English text; used where no tokenizer is known."""
 
 
@@ -69,12 +69,7 @@ class TokenPrompt(_Blocked):
 
     def _chain(self, block_size: int) -> BlockHashChain:
         ids = self._ids
-        return BlockHashChain(
-            lambda start, stop: words(ids[start * block_size : stop * block_size]),
-            4 * block_size,
-            len(ids) // block_size,
-            self._seed,
-        )
+        return BlockHashChain(ids if isinstance(ids, list) else words(ids), block_size, self._seed)
 
 
 class TextPrompt(_Blocked):
@@ -98,7 +93,4 @@ class TextPrompt(_Blocked):
         return max(1, self._size // BYTES_PER_TOKEN)
 
     def _chain(self, block_size: int) -> BlockHashChain:
-        text, width = self._scope + self._text, block_size * BYTES_PER_TOKEN
-        return BlockHashChain(
-            lambda start, stop: text[start * width : stop * width], width, len(text) // width, self._seed
-        )
+        return BlockHashChain(self._scope + self._text, block_size, self._seed)

@@ -8,7 +8,7 @@ can.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import msgspec
@@ -25,11 +25,11 @@ from fleet.timing import (
     queue_seconds,
     running_seconds,
 )
+from router import kernels
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.target_table import TargetTable, columns
 from router.scheduling.speed_correction import DECODE_SPEED, PREFILL_SPEED
 
-_FEW = 16
 _ONE = np.ones((), np.int64)
 """An array, since numpy takes longer to convert a number than to compute with it."""
 _NO_TOKENS = np.zeros(())
@@ -180,21 +180,10 @@ class Weights:
         """Return the weights with these terms at 0."""
         return Weights({**self.by_term, **dict.fromkeys(terms, 0.0)})
 
-    def factors(self, targets: int) -> NDArray[np.float64]:
-        """Return the factors from seconds to weighted milliseconds, float64 [TERMS, targets]. Cached for a
-        few numbers of targets, since broadcasting a column takes longer than multiplying the full arrays.
-        """
-        found = self._spread.get(targets)
-        if found is None:
-            if len(self._spread) == _FEW:
-                self._spread.clear()
-            column = np.array([1000.0 * self.by_term[term] for term in TERMS])
-            found = self._spread[targets] = np.repeat(column[:, None], targets, axis=1)
-        return found
-
     @cached_property
-    def _spread(self) -> dict[int, NDArray[np.float64]]:
-        return {}
+    def factors(self) -> FloatArray:
+        """Factors from seconds to weighted milliseconds, float64 [TERMS]."""
+        return np.array([1000.0 * self.by_term[term] for term in TERMS])
 
 
 class Scores(msgspec.Struct, frozen=True):
@@ -262,6 +251,21 @@ def score(
     the experts. factors: float64 [2, targets], measured over modelled speed of prefill and of decode; None:
     1. transfer: float64 [targets], as in `RequestWork`.
     """
+    library = kernels.compiled()
+    if library is not None and library.TERMS == TERMS:
+        return _compiled_score(
+            library,
+            target_table,
+            load,
+            uncached,
+            prompt_tokens,
+            output_tokens,
+            weights,
+            expected,
+            switch_delay,
+            factors,
+            transfer,
+        )
     targets, output = len(uncached), float(output_tokens)
     tokens = uncached.astype(np.float64)
     outstanding, added = np.empty((2, targets)), np.empty((2, targets))
@@ -315,5 +319,59 @@ def score(
         seconds = seconds_of(work)
         if seconds is not None:
             terms[row] = seconds
-    terms *= weights.factors(targets)
-    return Scores(terms, np.add.reduce(terms, axis=0), outstanding[0] + outstanding[1])
+    terms *= weights.factors[:, None]
+    return Scores(terms, reduce(np.add, terms), outstanding[0] + outstanding[1])
+
+
+def _compiled_score(
+    library: kernels.DecisionKernels,
+    target_table: TargetTable,
+    load: IntArray,
+    uncached: NDArray[np.int64],
+    prompt_tokens: int,
+    output_tokens: int,
+    weights: Weights,
+    expected: ExpectedLoad | None,
+    switch_delay: FloatArray | None,
+    factors: FloatArray | None,
+    transfer: FloatArray | None,
+) -> Scores:
+    """Compute `score` in C, with the same bits."""
+    targets, first = len(uncached), target_table.first
+    remote, nodes, added, gain = (None, None, None, 0.0) if expected is None else expected
+    priced = np.empty((len(TERMS) + 2, targets))
+    library.price(
+        targets,
+        len(first),
+        prompt_tokens,
+        output_tokens,
+        gain,
+        np.ascontiguousarray(load),
+        np.ascontiguousarray(uncached),
+        first if target_table.in_lockstep is not None else None,
+        _plain(factors),
+        target_table.prefill_token_s,
+        target_table.prefill_pair_s if target_table.pairs else None,
+        target_table.step_s,
+        target_table.decode_sequence_s,
+        target_table.decode_block_s,
+        target_table.decode_token_block_s,
+        target_table.dispatch_s,
+        target_table.dispatch_node_s if target_table.far else None,
+        target_table.expert_read_s if target_table.reads else None,
+        target_table.gather_token_s if target_table.gathers else None,
+        target_table.in_lockstep if target_table.apart else None,
+        _plain(remote),
+        _plain(nodes),
+        _plain(added),
+        _plain(switch_delay),
+        _plain(transfer),
+        weights.factors,
+        priced,
+    )
+    return Scores(priced[:-2], priced[-2], priced[-1])
+
+
+def _plain(values: FloatArray | None) -> FloatArray | None:
+    """Return the array, contiguous."""
+    return None if values is None else np.ascontiguousarray(values)

@@ -347,9 +347,7 @@ class Scheduler(BookingObserver):
         target = decision.target
         if not target.engine.capabilities.kv_events:
             chain = prompt.chained(target.engine.block_size)
-            self.prefixes.routed(
-                target.key, chain.reach(len(chain), self.kv.block_index.runs), target.engine.kv_blocks or None
-            )
+            self.prefixes.routed(target.key, chain.reach(len(chain)), target.engine.kv_blocks or None)
 
     def first_token(self, booking: Booking, now: float) -> None:
         self.reservations.first_token(booking)

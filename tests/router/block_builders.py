@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from fleet.blocks import sequence_hashes
 from fleet.facts.dynamo_kv import KvChange, KvEvent, KvRemoved, RoutedKvEvent
 from router.fleet_state.target_table import RankKey
-from router.prefix_index.block_hash_chain import HashRuns
 from router.prefix_index.block_index import BlockIndex
 from tests.router.router_fixture import WORKER
 
@@ -13,7 +12,7 @@ from tests.router.router_fixture import WORKER
 class Made(list[int]):
     """Sequence hashes that are there already."""
 
-    def reach(self, depth: int, runs: HashRuns | None = None) -> list[int]:
+    def reach(self, depth: int) -> list[int]:
         return self
 
 

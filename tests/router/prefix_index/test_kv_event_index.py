@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fleet.blocks import extend, local_hashes, salted_seed, sequence_hashes
+from fleet.blocks import local_hashes, salted_seed, sequence_hashes
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvRemoved, KvStored, RoutedKvEvent
 from router.fleet_state.target_table import RankKey
 from router.prefix_index import block_index as module
-from router.prefix_index.block_hash_chain import HashRuns
 from router.prefix_index.block_index import BlockIndex
 from router.prefix_index.kv_event_index import BadKvEvent, KvEventIndex, OrphanBlock
 from router.prefix_index.prompt import TextPrompt, TokenPrompt
@@ -186,55 +185,17 @@ def test_a_prompt_is_hashed_little_further_than_any_rank_holds_it() -> None:
     assert prompt.chained(16).computed <= 500 + 32
 
 
-def test_equal_prompts_of_two_salts_have_no_block_in_common_though_runs_are_remembered() -> None:
-    ids, runs = list(range(2_000)), HashRuns()
+def test_equal_prompts_of_two_salts_have_no_block_in_common() -> None:
+    ids = list(range(2_000))
     seeds = salted_seed(), salted_seed("ours"), salted_seed("theirs")
-    chains = [TokenPrompt(ids, seed).chained(16) for seed in (*seeds, *seeds)]
-    hashes = [chain.reach(125, runs)[:125] for chain in chains]
-    assert hashes[:3] == [sequence_hashes(local_hashes(ids, 16, seed)) for seed in seeds] == hashes[3:]
-    assert len({block for chain in hashes[:3] for block in chain}) == 3 * 125
+    hashes = [TokenPrompt(ids, seed).chained(16)[:] for seed in seeds]
+    assert hashes == [sequence_hashes(local_hashes(ids, 16, seed)) for seed in seeds]
+    assert len({block for chain in hashes for block in chain}) == 3 * 125
     texts = [
         TextPrompt(b"a text of some length, long enough for blocks" * 4, "m", seed).chained(4)[:]
         for seed in seeds
     ]
     assert len({block for chain in texts for block in chain}) == 3 * len(texts[0]) > 0
-
-
-def test_beginnings_that_were_hashed_before_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, runs = list(range(2_000)), HashRuns()
-    whole = sequence_hashes(local_hashes(ids))
-    assert list(TokenPrompt(ids).chained(16).reach(125, runs)) == whole
-    assert len(runs) == 3  # 29 of 125 blocks do not fill a run
-    hashed: list[int] = []
-    monkeypatch.setattr(
-        "router.prefix_index.block_hash_chain.extend",
-        lambda chained, raw, width, seed: (
-            hashed.append(len(raw) // width),
-            extend(chained, raw, width, seed),
-        ),
-    )
-    again = TokenPrompt(ids[:1_600] + [7] * 400).chained(16)
-    for depth in (1, 2, 33, 70, 100, 125):
-        assert again.reach(depth, runs)[:100] == whole[: min(max(depth, again.computed), 100)]
-    assert sum(hashed) == 2 + 29  # the first block of each run, and the blocks after all runs
-    assert again[:] == sequence_hashes(local_hashes(ids[:1_600] + [7] * 400))
-    assert TokenPrompt(ids).chained(8).reach(250, runs) == sequence_hashes(local_hashes(ids, 8))
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=2, max_size=6),
-    st.lists(st.integers(1, 200), max_size=8),
-)
-def test_remembered_runs_never_change_a_chain(prompts: list[list[int]], depths: list[int]) -> None:
-    runs = HashRuns(4)
-    for prompt in prompts:
-        ids = [token for part in prompt for token in [part] * 70]
-        chain = TokenPrompt(ids).chained(2)
-        for depth in depths:
-            chain.reach(min(depth, len(chain)), runs if depth % 3 else None)
-        assert chain[:] == sequence_hashes(local_hashes(ids, 2))
-        assert len(runs) <= 4
 
 
 # Sweeping

@@ -1,0 +1,57 @@
+"""Inner loops of routing decisions, compiled from C. Pure.
+
+Every loop exists twice: here in C, and as Python code beside its caller. The Python form is the oracle of the
+tests, and serves where no library was built (`hatch_build.py`; there was no C compiler). Both give equal
+bits. The reasons: docs/decisions/0026-compiled-decisions.md.
+"""
+
+from array import array
+from typing import Any, Protocol, TypeAlias
+
+from fleet.compiled import CompiledForm
+
+Hashes: TypeAlias = "array[int]"
+"""u64 sequence hashes of the leading blocks of a prompt"""
+
+
+class DecisionKernels(Protocol):
+    """The library."""
+
+    SOURCE: str
+    """Digest of the C sources that the library was compiled from."""
+
+    def chain(self, prompt: "list[int] | bytes", size: int, seed: int, chained: Hashes, depth: int) -> bytes:
+        """`router.prefix_index.block_hash_chain.BlockHashChain.reach`: u64 hashes of blocks of `size` tokens.
+
+        prompt: ids, or bytes, four a token. chained: hashes that are known. OverflowError for an id outside
+        u32, ValueError beyond the end.
+        """
+
+    TERMS: tuple[str, ...]
+    """Names of the terms of `price`, in order."""
+
+    def price(
+        self, targets: int, engines: int, prompt: float, output: float, gain: float, *arrays: Any
+    ) -> None:
+        """`router.scheduling.cost.score`: load, uncached, first targets of engines, factors, 16 columns (see
+        `read_work` in cost.c), weights, and the result, [TERMS + 2, targets]. ValueError for an array of
+        another type or length.
+        """
+
+    def walk(
+        self,
+        prompt: "list[int] | bytes",
+        size: int,
+        seed: int,
+        chained: Hashes,
+        masks: dict[int, int],
+        old: dict[int, int],
+        held: int,
+        gappy: int,
+        widest: int,
+    ) -> tuple[bytes, list[tuple[int, int]]]:
+        """`router.prefix_index.block_index.ends_of`: the hashes known afterwards, and the ends."""
+
+
+_form: CompiledForm[DecisionKernels] = CompiledForm(__name__)
+compiled, python_form, missing = _form.library, _form.python_form, _form.missing

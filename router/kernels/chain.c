@@ -1,0 +1,215 @@
+/* Sequence hashes of a prompt's blocks (fleet.blocks), and the walk along them through the index of blocks
+   (router.prefix_index.block_index). A prompt is a list of token ids, or a buffer of four bytes a token. */
+#include "kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define CHAIN_SEED 1337 /* fleet.blocks.SEED: of all hashes but the local ones */
+
+typedef struct {
+    PyObject *ids;    /* borrowed list; NULL: `raw` is the prompt */
+    Py_buffer raw;    /* held unless `ids` */
+    Py_ssize_t size;  /* tokens of a block */
+    Py_ssize_t total; /* whole blocks of the prompt */
+    uint64_t seed;    /* of local hashes */
+    uint32_t *block;  /* space for the ids of one block */
+    uint64_t *hashes; /* space for `total`, of which the first `known` are known */
+    Py_ssize_t known;
+} Prompt;
+
+static void close_prompt(Prompt *prompt) {
+    if (!prompt->ids && prompt->raw.obj) PyBuffer_Release(&prompt->raw);
+    free(prompt->block);
+    free(prompt->hashes);
+}
+
+/* Take the hashes that are known already from a buffer. */
+static bool take_known(Prompt *prompt, PyObject *chained) {
+    Py_buffer known;
+    if (PyObject_GetBuffer(chained, &known, PyBUF_SIMPLE)) return false;
+    bool ok = known.len <= 8 * prompt->total;
+    if (ok) {
+        memcpy(prompt->hashes, known.buf, (size_t)known.len);
+        prompt->known = known.len / 8;
+    } else
+        PyErr_Format(PyExc_ValueError, "%zd bytes of hashes of %zd blocks", known.len, prompt->total);
+    PyBuffer_Release(&known);
+    return ok;
+}
+
+/* `given`: prompt, size, seed, chained. False with an exception set; `close_prompt` must follow in both cases. */
+static bool open_prompt(Prompt *prompt, PyObject *const *given) {
+    prompt->size = PyLong_AsSsize_t(given[1]);
+    prompt->seed = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(given[2]);
+    if (PyErr_Occurred()) return false;
+    if (PyList_Check(given[0]))
+        prompt->ids = given[0];
+    else if (PyObject_GetBuffer(given[0], &prompt->raw, PyBUF_SIMPLE))
+        return false;
+    if (prompt->size < 1) {
+        PyErr_Format(PyExc_ValueError, "blocks of %zd tokens", prompt->size);
+        return false;
+    }
+    prompt->total = (prompt->ids ? PyList_Size(prompt->ids) : prompt->raw.len / 4) / prompt->size;
+    prompt->block = prompt->ids ? malloc(sizeof *prompt->block * (size_t)prompt->size) : NULL;
+    prompt->hashes = malloc(sizeof *prompt->hashes * (size_t)(prompt->total + 1));
+    if (!prompt->hashes || (prompt->ids && !prompt->block)) {
+        PyErr_NoMemory();
+        return false;
+    }
+    return take_known(prompt, given[3]);
+}
+
+/* Return the bytes of a block. NULL, with TypeError or OverflowError set, for an id outside u32. */
+static const uint8_t *bytes_of(Prompt *prompt, Py_ssize_t block) {
+    if (!prompt->ids) return (const uint8_t *)prompt->raw.buf + 4 * prompt->size * block;
+    for (Py_ssize_t at = 0; at < prompt->size; at++) {
+        PyObject *item = PyList_GetItem(prompt->ids, block * prompt->size + at); /* borrowed */
+        unsigned long id = item ? PyLong_AsUnsignedLong(item) : (unsigned long)-1;
+        if (id > UINT32_MAX) {
+            if (!PyErr_Occurred()) PyErr_Format(PyExc_OverflowError, "token id %lu is outside u32", id);
+            return NULL;
+        }
+        prompt->block[at] = (uint32_t)id;
+    }
+    return (const uint8_t *)prompt->block;
+}
+
+/* Extend the known hashes to `depth`. */
+static bool reach(Prompt *prompt, Py_ssize_t depth) {
+    for (; prompt->known < depth; prompt->known++) {
+        const uint8_t *block = bytes_of(prompt, prompt->known);
+        if (!block) return false;
+        uint64_t local = xxh3(block, 4 * (size_t)prompt->size, prompt->seed);
+        if (prompt->known) {
+            uint64_t pair[] = {prompt->hashes[prompt->known - 1], local};
+            local = xxh3((const uint8_t *)pair, sizeof pair, CHAIN_SEED);
+        }
+        prompt->hashes[prompt->known] = local;
+    }
+    return true;
+}
+
+static PyObject *chain_of(const Prompt *prompt) {
+    return PyBytes_FromStringAndSize((const char *)prompt->hashes, 8 * prompt->known);
+}
+
+/* chain(prompt, size, seed, chained, depth): bytes of the u64 sequence hashes of at least the first `depth` blocks.
+   chained: bytes of those that are known. */
+PyObject *chain(PyObject *self, PyObject *const *given, Py_ssize_t count) {
+    (void)self;
+    if (count != 5) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 5", count);
+    Prompt prompt = {0};
+    Py_ssize_t depth = PyLong_AsSsize_t(given[4]);
+    bool ok = !PyErr_Occurred() && open_prompt(&prompt, given);
+    if (ok && (depth < 0 || depth > prompt.total)) {
+        PyErr_Format(PyExc_ValueError, "block %zd of a prompt of %zd", depth, prompt.total);
+        ok = false;
+    }
+    PyObject *found = ok && reach(&prompt, depth) ? chain_of(&prompt) : NULL;
+    close_prompt(&prompt);
+    return found;
+}
+
+/* The walk: masks by hash, and the ranks that hold every block so far. */
+typedef struct {
+    PyObject *masks, *old; /* borrowed dictionaries */
+    PyObject *held;        /* owned */
+    PyObject *ends;        /* owned list of (depth, mask of the ranks whose blocks end there) */
+    PyObject *gappy;       /* borrowed */
+} Walk;
+
+/* Look up a block: 1 and a borrowed mask, 0 if no rank holds it, -1 with an exception set. */
+static int look_up(const Walk *walk, uint64_t hash, PyObject **mask) {
+    PyObject *key = PyLong_FromUnsignedLongLong(hash);
+    if (!key) return -1;
+    *mask = PyDict_GetItemWithError(walk->masks, key);
+    if (!*mask && !PyErr_Occurred()) *mask = PyDict_GetItemWithError(walk->old, key);
+    Py_DECREF(key);
+    return *mask ? 1 : PyErr_Occurred() ? -1 : 0;
+}
+
+/* Intersect the held ranks with a mask (NULL: nobody) and note the end of the others. -1 with an exception set. */
+static int narrow(Walk *walk, PyObject *mask, Py_ssize_t depth) {
+    PyObject *still = mask ? PyNumber_And(walk->held, mask) : PyLong_FromLong(0);
+    if (!still) return -1;
+    int same = PyObject_RichCompareBool(still, walk->held, Py_EQ);
+    if (same == 0) {
+        PyObject *lost = PyNumber_Xor(walk->held, still), *end = lost ? Py_BuildValue("(nN)", depth, lost) : NULL;
+        if (!end || PyList_Append(walk->ends, end)) same = -1;
+        Py_XDECREF(end);
+    }
+    Py_DECREF(walk->held);
+    walk->held = still;
+    return same < 0 ? -1 : 0;
+}
+
+/* True if all held ranks hold a block, and none may have gaps: it speaks for those before it. */
+static int holds_for_all(const Walk *walk, uint64_t hash) {
+    PyObject *mask, *part = PyNumber_And(walk->held, walk->gappy);
+    int gaps = part ? PyObject_IsTrue(part) : -1;
+    Py_XDECREF(part);
+    if (gaps) return gaps < 0 ? -1 : 0;
+    int found = look_up(walk, hash, &mask);
+    if (found < 1) return found;
+    part = PyNumber_And(walk->held, mask);
+    int all = part ? PyObject_RichCompareBool(part, walk->held, Py_EQ) : -1;
+    Py_XDECREF(part);
+    return all;
+}
+
+/* Walk block by block from `at` to `stop`, exclusive, while some rank holds all. */
+static int step_through(Walk *walk, const Prompt *prompt, Py_ssize_t at, Py_ssize_t stop) {
+    const PyObject *last = Py_None; /* masks are shared: the same object adds nothing */
+    for (; at < stop; at++) {
+        PyObject *mask;
+        int found = look_up(walk, prompt->hashes[at], &mask);
+        if (found < 0) return -1;
+        if (found && mask == last) continue;
+        if (narrow(walk, found ? mask : NULL, at)) return -1;
+        last = mask;
+        int held = PyObject_IsTrue(walk->held);
+        if (held < 1) return held;
+    }
+    return 0;
+}
+
+/* router.prefix_index.block_index.ends_of, whose comments say why. */
+static int walk_along(Walk *walk, Prompt *prompt, Py_ssize_t widest) {
+    Py_ssize_t at = 0, step = 1;
+    int held;
+    while ((held = PyObject_IsTrue(walk->held)) == 1 && at < prompt->total) {
+        Py_ssize_t reached = at + step < prompt->total ? at + step : prompt->total;
+        step = 2 * step < widest ? 2 * step : widest;
+        if (!reach(prompt, reached)) return -1;
+        while (at < prompt->known && (held = PyObject_IsTrue(walk->held)) == 1) {
+            Py_ssize_t stop = at + widest < prompt->known ? at + widest : prompt->known;
+            int all = stop == at + 1 ? 0 : holds_for_all(walk, prompt->hashes[stop - 1]);
+            if (all < 0 || (!all && step_through(walk, prompt, at, stop))) return -1;
+            at = stop;
+        }
+        if (held < 0) return -1;
+    }
+    if (held < 1) return held;
+    return narrow(walk, NULL, prompt->total);
+}
+
+/* walk(prompt, size, seed, chained, masks, old, held, gappy, widest): (bytes of the hashes known then, ends). */
+PyObject *walk(PyObject *self, PyObject *const *given, Py_ssize_t count) {
+    (void)self;
+    if (count != 9) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 9", count);
+    if (!PyDict_Check(given[4]) || !PyDict_Check(given[5]) || !PyLong_Check(given[6]) || !PyLong_Check(given[7]))
+        return PyErr_Format(PyExc_TypeError, "masks are dictionaries, ranks are numbers");
+    Prompt prompt = {0};
+    Py_ssize_t widest = PyLong_AsSsize_t(given[8]);
+    Walk state = {.masks = given[4], .old = given[5], .held = Py_NewRef(given[6]), .gappy = given[7]};
+    PyObject *found = NULL;
+    if (!PyErr_Occurred() && open_prompt(&prompt, given) && (state.ends = PyList_New(0)) &&
+        !walk_along(&state, &prompt, widest < 1 ? 1 : widest))
+        found = Py_BuildValue("(NO)", chain_of(&prompt), state.ends);
+    close_prompt(&prompt);
+    Py_XDECREF(state.held);
+    Py_XDECREF(state.ends);
+    return found;
+}
