@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log, prod
+from math import exp, log, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -40,8 +40,8 @@ MAX_DECODED = 1024
 FLOOR = 0.01
 """Share of a source's weights that is replaced by the mix, so that no cluster gets probability 0."""
 
-_INDEPENDENT = tuple(
-    np.full(count, SHRINK[TOKENS] / (SHRINK[TOKENS] + count), np.float32) for count in range(MAX_TOKENS + 1)
+TOKEN_WEIGHTS = tuple(
+    np.float32(SHRINK[TOKENS] / (SHRINK[TOKENS] + count)) for count in range(MAX_TOKENS + 1)
 )
 """Weight of each token, by the number of tokens."""
 _ROW = struct.Struct(f"<{PACKED}BI")
@@ -92,6 +92,11 @@ class Tables:
     gain: float = 0.0
     gains: NDArray[np.float32] | None = None
 
+    def weights_with(self, evidence: Sequence[float]) -> Float32Array:
+        """Return the weights of the sources, float32 [sources], where these have evidence."""
+        weights = self.source_weights
+        return weights if weights.ndim == 1 else np.asarray(weights[pattern(evidence)])
+
     def gain_of(self, weights: Float32Array) -> float:
         """Return the factor on the expert-locality term for a request with weights [K], in [0, 1]."""
         return self.gain if self.gains is None else float(self.gains @ weights)
@@ -114,6 +119,20 @@ class Tables:
     def inverse_shares(self) -> list[float]:
         """1 / max(share, MIN_SHARE); 0 where the share is 0."""
         return [1.0 / max(share, MIN_SHARE) if share > 0 else 0.0 for share in self.shares.tolist()]
+
+
+class KeyedEvidence(NamedTuple):
+    """Evidence for one request that is stored under its keys.
+
+    ratios, by source: float32 [K], None without evidence and for tokens. evidence, blocks, hash, looked_up:
+    as in `SourceEvidence`; tokens are not looked up yet.
+    """
+
+    ratios: list[Float32Array | None]
+    evidence: list[float]
+    blocks: int
+    hash: int
+    looked_up: slice
 
 
 class SourceEvidence(NamedTuple):
@@ -174,13 +193,13 @@ def confidence(reliabilities: Sequence[float], evidence: Sequence[float]) -> flo
 def predict(tables: Tables, query: Query) -> Prediction:
     """Predict the clusters that a request will activate. Without evidence this is the traffic mix."""
     known = know(tables, query)
-    weights = tables.source_weights
-    likely = (weights if weights.ndim == 1 else weights[pattern(known.evidence)]) @ known.ratios
-    likely += tables.log_shares
-    likely -= np.maximum.reduce(likely)
-    np.exp(likely, out=likely)
-    likely /= np.add.reduce(likely)
-    return Prediction(likely, known, tables.reliabilities)
+    weighted = tables.weights_with(known.evidence)[:, None] * known.ratios
+    likely = np.add.reduce(weighted, axis=0) + tables.log_shares
+    likely -= likely.max()
+    # Sums in order and exponentials of the C library: `router/kernels/prediction.c` gives the same bits.
+    powers = np.array([exp(one) for one in likely.tolist()])
+    weights = (powers / np.add.accumulate(powers)[-1]).astype(np.float32)
+    return Prediction(weights, known, tables.reliabilities)
 
 
 def pattern(evidence: Sequence[float]) -> int:
@@ -196,7 +215,21 @@ def pattern(evidence: Sequence[float]) -> int:
 
 def know(tables: Tables, query: Query) -> SourceEvidence:
     """Collect the evidence of every source."""
+    keyed = stored_evidence(tables, query)
     ratios = np.zeros((len(SOURCES), len(tables.shares)), np.float32)
+    for source, found in enumerate(keyed.ratios):
+        if found is not None:
+            ratios[source] = found
+    ids = query.tokens[keyed.looked_up]
+    if len(ids) and len(tables.tokens):
+        keyed.evidence[TOKENS] = len(ids)
+        ratios[TOKENS] = np.add.reduce(_rows_of(tables.tokens, ids), axis=0) * TOKEN_WEIGHTS[len(ids)]
+    return SourceEvidence(ratios, tuple(keyed.evidence), keyed.blocks, keyed.hash, keyed.looked_up)
+
+
+def stored_evidence(tables: Tables, query: Query) -> KeyedEvidence:
+    """Look up the prefix, the session and the tenant."""
+    ratios: list[Float32Array | None] = [None] * len(SOURCES)
     evidence = [0.0] * len(SOURCES)
     blocks, found = longest_known(tables.blocks, query.prefix, query.guess)
     last = query.prefix[blocks - 1] if blocks else 0
@@ -212,12 +245,7 @@ def know(tables: Tables, query: Query) -> SourceEvidence:
         if entry is not None:
             evidence[source], ratios[source] = entry
     start = blocks * query.block_size
-    looked_up = slice(start, start + MAX_TOKENS)
-    ids = query.tokens[looked_up]
-    if len(ids) and len(tables.tokens):
-        evidence[TOKENS] = len(ids)
-        ratios[TOKENS] = _INDEPENDENT[len(ids)] @ _rows_of(tables.tokens, ids)
-    return SourceEvidence(ratios, tuple(evidence), blocks, last, looked_up)
+    return KeyedEvidence(ratios, evidence, blocks, last, slice(start, start + MAX_TOKENS))
 
 
 def longest_known(

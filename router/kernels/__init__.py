@@ -8,6 +8,7 @@ bits. The reasons: docs/decisions/0026-compiled-decisions.md.
 from array import array
 from typing import Any, Protocol, TypeAlias
 
+from fleet.arrays import Float32Array
 from fleet.compiled import CompiledForm
 
 Hashes: TypeAlias = "array[int]"
@@ -36,6 +37,21 @@ class DecisionKernels(Protocol):
         """`router.scheduling.cost.score`: load, uncached, first targets of engines, factors, 16 columns (see
         `read_work` in cost.c), weights, and the result, [TERMS + 2, targets]. ValueError for an array of
         another type or length.
+        """
+
+    def pool(
+        self,
+        clusters: int,
+        ids: list[int],
+        first: int,
+        last: int,
+        weight: float,
+        rows: int,
+        *arrays: Float32Array | None,
+    ) -> None:
+        """`fleet.prediction.predict`, from the evidence under its keys on: the table of tokens [rows, K], of
+        which those of the ids `first` to `last` (exclusive) count `weight` each; log-shares, weights of the
+        sources; ratios of prefix, session and tenant; the result [K].
         """
 
     def walk(

@@ -120,79 +120,72 @@ typedef struct {
     PyObject *gappy;       /* borrowed */
 } Walk;
 
-/* Look up a block: 1 and a borrowed mask, 0 if no rank holds it, -1 with an exception set. */
-static int look_up(const Walk *walk, uint64_t hash, PyObject **mask) {
-    PyObject *key = PyLong_FromUnsignedLongLong(hash);
-    if (!key) return -1;
-    *mask = PyDict_GetItemWithError(walk->masks, key);
-    if (!*mask && !PyErr_Occurred()) *mask = PyDict_GetItemWithError(walk->old, key);
+/* Return those of some ranks (a new reference) that hold a block; NULL with an exception set. */
+static PyObject *holders(const Walk *walk, uint64_t hash, PyObject *among) {
+    PyObject *key = PyLong_FromUnsignedLongLong(hash), *mask = NULL;
+    if (!key) return NULL;
+    mask = PyDict_GetItemWithError(walk->masks, key); /* borrowed */
+    if (!mask && !PyErr_Occurred()) mask = PyDict_GetItemWithError(walk->old, key);
     Py_DECREF(key);
-    return *mask ? 1 : PyErr_Occurred() ? -1 : 0;
+    if (!mask) return PyErr_Occurred() ? NULL : PyLong_FromLong(0);
+    return PyNumber_And(among, mask);
 }
 
-/* Intersect the held ranks with a mask (NULL: nobody) and note the end of the others. -1 with an exception set. */
-static int narrow(Walk *walk, PyObject *mask, Py_ssize_t depth) {
-    PyObject *still = mask ? PyNumber_And(walk->held, mask) : PyLong_FromLong(0);
-    if (!still) return -1;
-    int same = PyObject_RichCompareBool(still, walk->held, Py_EQ);
-    if (same == 0) {
-        PyObject *lost = PyNumber_Xor(walk->held, still), *end = lost ? Py_BuildValue("(nN)", depth, lost) : NULL;
-        if (!end || PyList_Append(walk->ends, end)) same = -1;
-        Py_XDECREF(end);
-    }
-    Py_DECREF(walk->held);
-    walk->held = still;
-    return same < 0 ? -1 : 0;
+/* Note that the prefixes of the ranks in `held` and not in `still` end at a depth. */
+static bool end_at(Walk *walk, Py_ssize_t depth, PyObject *held, PyObject *still) {
+    PyObject *lost = PyNumber_Xor(held, still), *end = lost ? Py_BuildValue("(nN)", depth, lost) : NULL;
+    bool ok = end && !PyList_Append(walk->ends, end);
+    Py_XDECREF(end);
+    return ok;
 }
 
-/* True if all held ranks hold a block, and none may have gaps: it speaks for those before it. */
-static int holds_for_all(const Walk *walk, uint64_t hash) {
-    PyObject *mask, *part = PyNumber_And(walk->held, walk->gappy);
+/* router.prefix_index.block_index._halve */
+static bool halve(Walk *walk, const Prompt *prompt, Py_ssize_t at, Py_ssize_t stop, PyObject *held, PyObject *still) {
+    int same = PyObject_RichCompareBool(held, still, Py_EQ);
+    if (same) return same > 0;
+    if (stop == at + 1) return end_at(walk, at, held, still);
+    Py_ssize_t middle = (at + stop) / 2;
+    PyObject *between = holders(walk, prompt->hashes[middle - 1], held);
+    bool ok = between && halve(walk, prompt, at, middle, held, between) &&
+              halve(walk, prompt, middle, stop, between, still);
+    Py_XDECREF(between);
+    return ok;
+}
+
+/* Walk from `at` to `stop`, exclusive: by halves, or block by block where a rank may have gaps. */
+static bool narrow(Walk *walk, const Prompt *prompt, Py_ssize_t at, Py_ssize_t stop) {
+    PyObject *part = PyNumber_And(walk->held, walk->gappy);
     int gaps = part ? PyObject_IsTrue(part) : -1;
     Py_XDECREF(part);
-    if (gaps) return gaps < 0 ? -1 : 0;
-    int found = look_up(walk, hash, &mask);
-    if (found < 1) return found;
-    part = PyNumber_And(walk->held, mask);
-    int all = part ? PyObject_RichCompareBool(part, walk->held, Py_EQ) : -1;
-    Py_XDECREF(part);
-    return all;
-}
-
-/* Walk block by block from `at` to `stop`, exclusive, while some rank holds all. */
-static int step_through(Walk *walk, const Prompt *prompt, Py_ssize_t at, Py_ssize_t stop) {
-    const PyObject *last = Py_None; /* masks are shared: the same object adds nothing */
-    for (; at < stop; at++) {
-        PyObject *mask;
-        int found = look_up(walk, prompt->hashes[at], &mask);
-        if (found < 0) return -1;
-        if (found && mask == last) continue;
-        if (narrow(walk, found ? mask : NULL, at)) return -1;
-        last = mask;
-        int held = PyObject_IsTrue(walk->held);
-        if (held < 1) return held;
+    for (Py_ssize_t next = gaps ? at + 1 : stop; gaps >= 0 && at < stop; at = next, next++) {
+        PyObject *still = holders(walk, prompt->hashes[next - 1], walk->held);
+        if (!still || !halve(walk, prompt, at, next, walk->held, still)) gaps = -1;
+        if (!still) break;
+        Py_DECREF(walk->held);
+        walk->held = still;
     }
-    return 0;
+    return gaps >= 0;
 }
 
 /* router.prefix_index.block_index.ends_of, whose comments say why. */
-static int walk_along(Walk *walk, Prompt *prompt, Py_ssize_t widest) {
+static bool walk_along(Walk *walk, Prompt *prompt, Py_ssize_t widest) {
     Py_ssize_t at = 0, step = 1;
     int held;
     while ((held = PyObject_IsTrue(walk->held)) == 1 && at < prompt->total) {
         Py_ssize_t reached = at + step < prompt->total ? at + step : prompt->total;
         step = 2 * step < widest ? 2 * step : widest;
-        if (!reach(prompt, reached)) return -1;
+        if (!reach(prompt, reached)) return false;
         while (at < prompt->known && (held = PyObject_IsTrue(walk->held)) == 1) {
             Py_ssize_t stop = at + widest < prompt->known ? at + widest : prompt->known;
-            int all = stop == at + 1 ? 0 : holds_for_all(walk, prompt->hashes[stop - 1]);
-            if (all < 0 || (!all && step_through(walk, prompt, at, stop))) return -1;
+            if (!narrow(walk, prompt, at, stop)) return false;
             at = stop;
         }
-        if (held < 0) return -1;
     }
-    if (held < 1) return held;
-    return narrow(walk, NULL, prompt->total);
+    if (held < 1) return held == 0;
+    PyObject *nobody = PyLong_FromLong(0);
+    bool ok = nobody && end_at(walk, prompt->total, walk->held, nobody);
+    Py_XDECREF(nobody);
+    return ok;
 }
 
 /* walk(prompt, size, seed, chained, masks, old, held, gappy, widest): (bytes of the hashes known then, ends). */
@@ -206,7 +199,7 @@ PyObject *walk(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     Walk state = {.masks = given[4], .old = given[5], .held = Py_NewRef(given[6]), .gappy = given[7]};
     PyObject *found = NULL;
     if (!PyErr_Occurred() && open_prompt(&prompt, given) && (state.ends = PyList_New(0)) &&
-        !walk_along(&state, &prompt, widest < 1 ? 1 : widest))
+        walk_along(&state, &prompt, widest < 1 ? 1 : widest))
         found = Py_BuildValue("(NO)", chain_of(&prompt), state.ends);
     close_prompt(&prompt);
     Py_XDECREF(state.held);

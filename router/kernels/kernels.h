@@ -23,5 +23,6 @@ PyObject *term_names(void);
 PyObject *chain(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *walk(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *price(PyObject *self, PyObject *const *given, Py_ssize_t count);
+PyObject *pool(PyObject *self, PyObject *const *given, Py_ssize_t count);
 
 #endif

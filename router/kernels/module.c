@@ -7,6 +7,7 @@ static PyMethodDef methods[] = {
     METHOD(chain),
     METHOD(walk),
     METHOD(price),
+    METHOD(pool),
     {NULL, NULL, 0, NULL},
 };
 

@@ -15,8 +15,21 @@ import numpy as np
 import xxhash
 
 from fleet.arrays import Float32Array
-from fleet.prediction import SOURCES, Query, confidence, confidences, predict
+from fleet.prediction import (
+    SOURCES,
+    TOKEN_WEIGHTS,
+    TOKENS,
+    KeyedEvidence,
+    Query,
+    SourceEvidence,
+    Tables,
+    confidence,
+    confidences,
+    predict,
+    stored_evidence,
+)
 from fleet.signatures import ClusterModel
+from router import kernels
 from router.prediction.table_replica import TableChange, TableReplica
 
 NAMED_CLUSTERS = 4
@@ -205,6 +218,39 @@ class PredictionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """by layer; empty: its clusters have been replaced since and are no longer in memory"""
 
 
+def pooled(tables: Tables, query: Query) -> tuple[Float32Array, KeyedEvidence | SourceEvidence]:
+    """Return the weights of the clusters, float32 [K], and the evidence: `fleet.prediction.predict`,
+    compiled if that is possible.
+    """
+    library = kernels.compiled()
+    if library is None or not isinstance(query.tokens, list):
+        found = predict(tables, query)
+        return found.weights, found.known
+    known, rows, clusters = stored_evidence(tables, query), len(tables.tokens), len(tables.shares)
+    first = last = min(known.looked_up.start, len(query.tokens))
+    if rows:
+        last = min(known.looked_up.stop, len(query.tokens))
+        known.evidence[TOKENS] = last - first
+    prefix, session, _, tenant = known.ratios
+    weights = np.empty(clusters, np.float32)
+    library.pool(
+        clusters,
+        query.tokens,
+        first,
+        last,
+        TOKEN_WEIGHTS[last - first],
+        rows,
+        tables.tokens,
+        tables.log_shares,
+        tables.weights_with(known.evidence),
+        prefix,
+        session,
+        tenant,
+        weights,
+    )
+    return weights, known
+
+
 class Predictor:
     """State: a replica per model. Models are those of engines that joined; `keep_only` drops the others."""
 
@@ -219,16 +265,18 @@ class Predictor:
         if replica is None or replica.tables is None:
             return None
         tables = replica.tables
-        found = predict(tables, query)
-        known = found.known
-        facts = known.blocks, known.hash, known.looked_up, known.evidence, found.reliabilities
+        weights, known = pooled(tables, query)
         return RequestPrediction(
-            found.weights,
+            weights,
             tables.shares,
-            tables.gain_of(found.weights),
+            tables.gain_of(weights),
             tables.version,
             tables.clusters,
-            *facts,
+            known.blocks,
+            known.hash,
+            known.looked_up,
+            tuple(known.evidence),
+            tables.reliabilities,
         )
 
     def replica(self, model: str) -> TableReplica | None:

@@ -369,15 +369,42 @@ def ends_of(
         chained = prompt.reach(reached)
         step = min(2 * step, _WIDEST_STEP)
         while at < len(chained) and held:
-            # A sequence hash stands for the whole prefix, so the last block of a stretch speaks for the
-            # others: block by block is only looked up where some rank may have gaps or loses the prefix.
             stop = min(len(chained), at + _WIDEST_STEP)
-            if stop == at + 1 or held & gappy or held & (look_up(chained[stop - 1]) or 0) != held:
+            if held & gappy:
                 held = _walk(map(look_up, chained[at:stop]), at, held, ends)
+            else:
+                # A sequence hash stands for the whole prefix, so the last block of a stretch speaks for the
+                # others.
+                still = held & (look_up(chained[stop - 1]) or 0)
+                _halve(look_up, chained, at, stop, held, still, ends)
+                held = still
             at = stop
     if held:
         ends.append((total, held))
     return ends
+
+
+def _halve(
+    look_up: Callable[[int], int | None],
+    chained: Sequence[int],
+    at: int,
+    stop: int,
+    held: int,
+    still: int,
+    ends: list[tuple[int, int]],
+) -> None:
+    """Append the ends of the ranks that are in `held` before block `at` and no longer in `still` after block
+    `stop` - 1, by halving the stretch. No rank has gaps.
+    """
+    if held == still:
+        return
+    if stop == at + 1:
+        ends.append((at, held ^ still))
+        return
+    middle = (at + stop) // 2
+    between = held & (look_up(chained[middle - 1]) or 0)
+    _halve(look_up, chained, at, middle, held, between, ends)
+    _halve(look_up, chained, middle, stop, between, still, ends)
 
 
 def _walk(masks: Iterable[int | None], at: int, held: int, ends: list[tuple[int, int]]) -> int:
