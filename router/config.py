@@ -321,6 +321,8 @@ class RouterConfig:
     """memory for the token ids of message texts and words seen before; 0: no cache"""
     long_prompt_characters: PositiveInt = 8_000
     """longer prompts are tokenised off the event loop"""
+    tokenizer_threads: NonNegativeInt = 0
+    """threads that tokenise long prompts; 0: one for each core, at most 16"""
     kept_decisions: PositiveInt = 10_000
     """number of booked decisions that stay readable"""
     kept_decisions_bytes: PositiveInt = 256 * 1024 * 1024

@@ -7,6 +7,7 @@ GIL for milliseconds, in any thread.
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -29,7 +30,8 @@ from router.openai_api.unserved_fields import PassedFields
 from router.tokenization.tokenizer import ModelTokenizer
 from router.tokenization.tokenizer_registry import TokenizerRegistry
 
-_THREADS = 2
+_MOST_THREADS = 16
+"""unless the settings name more"""
 _CLIENT_PART = 4
 """One client may have this part of the large bodies that wait: a quarter."""
 _MAX_WAITING = 4096
@@ -58,8 +60,9 @@ class BodyReader:
     def __init__(self, config: RouterConfig, registry: TokenizerRegistry) -> None:
         self._large = config.large_body_bytes
         self._long = config.long_prompt_characters
-        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="roost-tokenise")
-        self._turns = FairTurns("prompts", _THREADS, _MAX_WAITING, _MAX_WAITING // 2)
+        threads = config.tokenizer_threads or min(os.cpu_count() or 1, _MOST_THREADS)
+        self.threads = ThreadPoolExecutor(threads, thread_name_prefix="roost-tokenise")
+        self._turns = FairTurns("prompts", threads, _MAX_WAITING, _MAX_WAITING // 2)
         self._stack = AsyncExitStack()
         self.workers = BodyWorkers(
             config.large_body_processes,

@@ -85,6 +85,7 @@ def test_the_version_is_printed() -> None:
     shown = roost("--version")
     assert shown.exit_code == 0
     assert "solvers: " in shown.output
+    assert "decisions: " in shown.output
     assert "embedded engine: " in shown.output
 
 

@@ -1,0 +1,1 @@
+"""Benchmark of tokenising: turns of conversations, and throughput by workers."""
