@@ -50,7 +50,7 @@ from router.scheduling import scheduler
 FLEETS = (8, 64, 512)
 """ranks"""
 SHARES = {"nothing": 0.0, "half": 0.5, "all": 1.0}
-RATIOS = {1024: 0.8, 4096: 0.6, 16_384: 0.4}
+RATIOS = {1024: 0.7, 4096: 0.5, 16_384: 0.35}
 """by prompt length: highest ratio of Roost's p50 to Dynamo's; for p99 the limit is always 1"""
 TURN = 32
 """decisions of one side before the other side's turn"""
@@ -289,7 +289,7 @@ class Measured:
         """Return the measurements and their targets."""
         report = self.report
         report.notes += list(self._notes())
-        for name in ("half", "nothing"):
+        for name in SHARES:
             for length, limit in RATIOS.items():
                 worst, ranks = max((self.taken[ranks, name, length].ratio(0.5), ranks) for ranks in FLEETS)
                 said = f"p50 over SelectionService's, {name} cached, {length} tokens, worst ({ranks} ranks)"

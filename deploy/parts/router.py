@@ -64,7 +64,7 @@ async def serve(
     # the tokenizer gets one text at a time, and a thread pool would cost microseconds for each
     os.putenv("TOKENIZERS_PARALLELISM", "false")
     if kernels.missing:
-        log.warning("decisions are computed in Python, about twice as slow: %s", kernels.missing)
+        log.warning("decisions are computed in Python, two to three times slower: %s", kernels.missing)
     async with PartTasks() as tasks:
         for opened in (listener, private):
             if opened is not None:

@@ -8,7 +8,7 @@ bits. The reasons: docs/decisions/0026-compiled-decisions.md.
 from array import array
 from typing import Any, Protocol, TypeAlias
 
-from fleet.arrays import Float32Array
+from fleet.arrays import Float32Array, KeyArray
 from fleet.compiled import CompiledForm
 
 Hashes: TypeAlias = "array[int]"
@@ -53,6 +53,11 @@ class DecisionKernels(Protocol):
         which those of the ids `first` to `last` (exclusive) count `weight` each; log-shares, weights of the
         sources; ratios of prefix, session and tenant; the result [K].
         """
+
+    def keyed_row(
+        self, key: int, keys: KeyArray, rows: memoryview, ways: int, stride: int, width: int
+    ) -> bytes | None:
+        """`fleet.keyed.KeyedTable.get`: keys [slots], rows of `stride` bytes, of which `width` count."""
 
     def walk(
         self,

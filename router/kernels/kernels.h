@@ -24,5 +24,6 @@ PyObject *chain(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *walk(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *price(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *pool(PyObject *self, PyObject *const *given, Py_ssize_t count);
+PyObject *keyed_row(PyObject *self, PyObject *const *given, Py_ssize_t count);
 
 #endif

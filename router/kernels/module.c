@@ -8,6 +8,7 @@ static PyMethodDef methods[] = {
     METHOD(walk),
     METHOD(price),
     METHOD(pool),
+    METHOD(keyed_row),
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,6 +7,8 @@ a prefix goes before its beginning. A table is sized for about the existing numb
 larger one, until the budget is reached.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,7 @@ from fleet.arrays import ByteArray, KeyArray
 from fleet.keyed import KeyedTable, KeySets
 from fleet.prediction import ROW
 from fleet.signatures import PACKED
+from router import kernels
 
 WAYS = 16
 SLOT = 8 + ROW + 2
@@ -47,6 +50,14 @@ class RowTable(KeyedTable):
     def nbytes(self) -> int:
         """Filled or not."""
         return SLOT * WAYS * self._sets
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """Return the row of a key; does not count as use."""
+        library = kernels.compiled()
+        if library is None:
+            return super().get(key, default)
+        found = library.keyed_row(key, self._keys, self._row_bytes, WAYS, ROW, ROW)
+        return default if found is None else found
 
     def crowded_by(self, more: int) -> bool:
         """Return True if `more` additional rows need a larger table, and the budget allows one."""
