@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import unquote
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
 
+from deploy.http.flow_control import FlowControl
 from deploy.http.write_coalescing import WriteCoalescing
 
 Message = Any

@@ -12,20 +12,19 @@ between two requests. In this protocol
 """
 
 import asyncio
-from collections import deque
 from enum import Enum
 from math import inf
 from typing import Any, cast
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from deploy.http.connection_gate import ConnectionGate
 from deploy.http.declined_upgrade import ReadOn, repeated_head
 from deploy.http.exchange import HttpExchange, split_url
+from deploy.http.flow_control import FlowControl
 from deploy.http.limits import Count, HttpLimits
 from deploy.http.refusal import Refusal
 from deploy.http.write_coalescing import WriteCoalescing
@@ -87,7 +86,8 @@ class LimitedProtocol(asyncio.Protocol):
         }
         """what the requests of this connection have in common"""
         self._app_state = app_state
-        self._pipeline: deque[HttpExchange] = deque()
+        self._pipeline: list[HttpExchange] = []
+        """the next one last"""
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._awaits_continue = False
@@ -316,7 +316,7 @@ class LimitedProtocol(asyncio.Protocol):
             self._start(exchange)
         else:
             self._flow.pause_reading()
-            self._pipeline.appendleft(exchange)
+            self._pipeline.insert(0, exchange)
         self._headers = []  # trailers are read and dropped
 
     def _exchange(self) -> HttpExchange:

@@ -174,10 +174,17 @@ class TokenStream:
         headers = own_headers(context, self._request_log.request_id, decision.id)
         headers += self._service.credentials.for_ranks
         passes = decision.target.engine.capabilities.passes_fields
-        body = rank_body(state.request(decision.cache_salt), state.fields.values if passes else {})
+        fields = state.fields.values if passes else {}
         frames = state.logprobs is None and decision.target.engine.capabilities.token_frames
         opens = self._service.credentials.for_ranks if frames else None
-        async with self._service.upstream.call(decision.target.url, TEXT_PATH, body, headers, opens) as call:
+        # the body is not kept: it is as long as the prompt, and the answer may take minutes
+        async with self._service.upstream.call(
+            decision.target.url,
+            TEXT_PATH,
+            rank_body(state.request(decision.cache_salt), fields),
+            headers,
+            opens,
+        ) as call:
             await self._stream(state, booking, call, span)
         self._service.finished(decision, booking, prompt)
 
@@ -238,7 +245,7 @@ class TokenStream:
         return ready, True, failed if end.error else None
 
     def _count(self, arriving: "_ArrivingAnswer") -> None:
-        """Count new tokens in the booking."""
+        """Count new tokens in the booking, sometimes."""
         if arriving.waiting:
             arriving.waiting = False
             self._first_token(arriving.booking, arriving.span)

@@ -25,7 +25,9 @@ class AsgiResponse:
     ) -> None:
         """write_now: the HTTP server's extension `WRITE_NOW`; None: it has none."""
         self._send = send
-        self._write_now = write_now
+        self.write_now = write_now or _never
+        """Send a piece of the body without waiting. False, with nothing sent, when only `write` can send it.
+        """
         self._before_end = before_end
         self.status = 0
         self.ended = False
@@ -47,12 +49,6 @@ class AsgiResponse:
         """Send a piece of the body. Waits while the client reads too slowly."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    def write_now(self, data: bytes) -> bool:
-        """Send a piece of the body without waiting. False, with nothing sent, when only `write` can send
-        it.
-        """
-        return self._write_now is not None and self.status != 0 and self._write_now(data)
-
     async def end(self, data: bytes = b"") -> None:
         self.ended = True
         self._before_end()
@@ -72,6 +68,10 @@ class AsgiResponse:
     async def error(self, error: ApiError, headers: Headers) -> None:
         """Send OpenAI's error body, with Retry-After if the error has one."""
         await self.whole(error.status, [*headers, *error_headers(error)], error.body())
+
+
+def _never(_: bytes) -> bool:
+    return False
 
 
 def not_ready(message: str) -> ApiError:

@@ -209,11 +209,11 @@ class Connection(asyncio.Protocol):
         """Give the waiting task's `receive` something that arrived on another connection. False: no task
         waits for it.
         """
-        waiter = self._waiter
-        if self._receiver is None or waiter is None or waiter.done():
+        waiter, receive = self._waiter, self._receiver
+        if receive is None or waiter is None or waiter.done():
             return False
         self.read_any = True
-        self._pass_on(self._receiver, waiter, item)
+        self._pass_on(receive, waiter, item)
         return True
 
     def wake(self) -> None:

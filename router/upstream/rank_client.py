@@ -81,6 +81,9 @@ class UpstreamRequest(msgspec.Struct, frozen=True):
     body: bytes
 
 
+_FORGOTTEN = UpstreamRequest("", "", "", (), b"")
+
+
 class Patience(msgspec.Struct, frozen=True):
     """Time limits of a call in seconds; inf: no limit."""
 
@@ -137,6 +140,7 @@ class Call:
             self._connection.send(
                 request_bytes(sent.method, self._origin, sent.path, sent.headers, sent.body)
             )
+            self._sent = _FORGOTTEN  # a long answer need not keep its prompt
             while not self._connection.status:
                 await self._more(AttemptFailure.DISCONNECTED)
             if self._connection.status >= 400:
@@ -267,7 +271,8 @@ class RankCall(Call):
         self._frames = frames
         self._frames_headers = frames_headers
         self._number = 0
-        self._pieces: deque[TokenPiece] = deque()
+        self._pieces: deque[TokenPiece] | None = None
+        """pieces that arrived while the task was busy; exists once there were any"""
         self._frames_lost = ""
 
     async def __aenter__(self) -> "RankCall":
@@ -316,6 +321,8 @@ class RankCall(Call):
     def piece(self, piece: TokenPiece) -> None:
         """Receive a piece. What the client is too slow for is kept, at most the rest of the answer."""
         if self._pieces or not self._connected or not self._connection.give(piece):
+            if self._pieces is None:
+                self._pieces = deque()
             self._pieces.append(piece)
 
     def frames_lost(self, why: str) -> None:

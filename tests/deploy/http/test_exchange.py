@@ -5,9 +5,9 @@ from typing import Any
 
 import httptools
 import pytest
-from uvicorn.protocols.http.flow_control import FlowControl
 
 from deploy.http.exchange import HttpExchange, split_url
+from deploy.http.flow_control import FlowControl
 
 START = "http.response.start"
 BODY = "http.response.body"
