@@ -28,7 +28,8 @@ class CompletionState:
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.emitted: list[int] = []
-        self.sent_text: list[str] = []
+        self._sent = bytearray()
+        """text so far as UTF-8: a string per token would take ten times the memory"""
         self.finish_reason: str | None = None
         self.cached_tokens = 0
         self.failures: list[tuple[RankKey, AttemptFailure]] = []
@@ -95,8 +96,7 @@ class CompletionState:
         if len(self.emitted) + len(ids) > self.max_tokens:
             raise ValueError(f"{len(self.emitted) + len(ids)} tokens came, {self.max_tokens} were requested")
         self.emitted += ids
-        if text:
-            self.sent_text.append(text)
+        self._sent += text.encode("utf-8", "surrogatepass")
 
     @property
     def exhausted(self) -> bool:
@@ -107,7 +107,7 @@ class CompletionState:
         """End an exhausted choice, given the text of all its ids. Text that a dead rank still held back is
         released now.
         """
-        sent = "".join(self.sent_text)
+        sent = self._sent.decode("utf-8", "surrogatepass")
         self.finish_reason = "length"
         return Choice(
             index=self.index,

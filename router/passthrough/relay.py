@@ -36,6 +36,8 @@ _COUNTED_EVERY = 16
 """events between two updates of a booking's remaining tokens; each event counts as one token"""
 _TAIL_BYTES = 4096
 """End of a stream that is kept to read its usage from."""
+_TAIL_PIECES = 5
+"""Pieces of one or more events that are kept for that: more than `counted` looks at."""
 _BUSY = frozenset({429, 529})
 """529 is Anthropic's status for overload."""
 _RETRY_SECONDS = b"2"
@@ -51,7 +53,7 @@ class _Ended(ApiError):
 class _PassedEvents:
     """Events of one attempt on their way to the client."""
 
-    __slots__ = ("_ends", "_ends_bytes", "events", "held", "nothing")
+    __slots__ = ("_ends", "events", "held", "nothing")
 
     def __init__(self) -> None:
         self.held = b""
@@ -61,15 +63,12 @@ class _PassedEvents:
         self.events = 0
         """number of events since the last update of the booking"""
         self._ends: list[bytes] = []
-        self._ends_bytes = 0
 
     def add(self, ready: bytes) -> None:
         """Record events that were passed on."""
-        self._ends.append(ready)
-        self._ends_bytes += len(ready)
-        if self._ends_bytes > 2 * _TAIL_BYTES:  # not each time, since that would copy all of it
-            self._ends = [self.tail]
-            self._ends_bytes = _TAIL_BYTES
+        if ready:
+            self._ends.append(ready)
+            del self._ends[:-_TAIL_PIECES]
         self.events += ready.count(b"\n\n")
 
     @property
