@@ -4,7 +4,7 @@ import asyncio
 
 
 class FlowControl:
-    """Whether reading and writing are paused."""
+    """Pauses of reading and writing."""
 
     __slots__ = ("_transport", "_writable", "read_paused", "write_paused")
 
