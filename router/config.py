@@ -183,7 +183,7 @@ class RouterConfig:
     """a conversation stays with its rank until it has been idle for this long; 0: the cost alone decides"""
     session_affinity_ms: NonNegative = 1000.0
     """a conversation moves to another rank that is cheaper by more than this"""
-    home_confidence: Share = 0.2
+    home_confidence: Share = 0.1
     """least confidence of a request's predicted cluster for routing to the home that the planner gave the
     cluster; 1: never
     """

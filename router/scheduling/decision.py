@@ -56,6 +56,11 @@ _COLUMN_BYTES = 8 * (3 + AMOUNTS + len(TERMS) + 2 + 1 + 4)
 work; score; four columns of the prediction.
 """
 _MIN_GAIN = 1e-6
+HOME_WORTH = 1.5
+"""Value of a home, in predicted savings of sending tokens: the saving itself, and half of it because a
+request that is placed elsewhere takes a place that is the home of another one. The expert term already has
+`gain` of it.
+"""
 _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
 """Bytes of a decision, and of each candidate's entry in its columns."""
 
@@ -629,22 +634,23 @@ def _home(
     output_tokens: int,
 ) -> HomeRanks | None:
     """Return the homes of a request; None: it has none, or they are ignored. The confidence of the request's
-    own prediction decides if homes apply, and scales the expected saving of a home. The calibration earned by
-    past predictions does not count here, since prediction can earn nothing before placement and requests are
-    aligned.
+    own prediction decides if homes apply. It does not scale the expected saving: predicted weights are drawn
+    towards the mix already, as far as evidence is missing. The calibration earned by past predictions does
+    not count here, since prediction can earn nothing before placement and requests are aligned.
 
     Columns are those of the candidates `at`. Once prediction has earned a gain, the expert term gives the
     cost of sending the tokens.
     """
     if prediction.home is None or not rules.depends_on_experts:
         return None
-    sure, gain = prediction.request.confidence, prediction.request.gain
-    if sure < rules.home_confidence:
+    gain = prediction.request.gain
+    if prediction.request.confidence < rules.home_confidence:
         return None
+    worth = max(HOME_WORTH - gain, 0.0)
     if rules.policy != "cost" or not np.logical_and.reduce(prediction.priced):
         return HomeRanks(is_home(prediction.home), None)
     if gain > _MIN_GAIN:
-        return HomeRanks(is_home(prediction.home), scores.ms("experts") * (-sure / gain))
+        return HomeRanks(is_home(prediction.home), scores.ms("experts") * (-worth / gain))
     node_s = target_table.dispatch_node_s[at] if target_table.far else None
     costs = dispatch_seconds(
         target_table.dispatch_s[at],
@@ -653,7 +659,7 @@ def _home(
         prediction.remote_ranks,
         prediction.remote_nodes,
     )
-    return HomeRanks(is_home(prediction.home), costs * (-1000.0 * sure * rules.weights.by_term["experts"]))
+    return HomeRanks(is_home(prediction.home), costs * (-1000.0 * worth * rules.weights.by_term["experts"]))
 
 
 def _place(key: RankKey, target_table: TargetTable, at: NDArray[np.intp]) -> int | None:

@@ -49,7 +49,7 @@ class PolicyRules:
     gamma: float = 1.0
     temperature_ms: float = 0.0
     stay_ms: float = 1000.0
-    home_confidence: float = 0.2
+    home_confidence: float = 0.1
     """requests predicted with less confidence are not sent to their homes"""
 
     @property

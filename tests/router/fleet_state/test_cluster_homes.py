@@ -141,16 +141,20 @@ def test_homes_apply_by_the_requests_own_confidence_regardless_of_the_earned_gai
     assert "0.26 is required" in (unsure.record().homes_note or "")
 
 
-def test_a_home_may_cost_more_by_its_expected_saving_scaled_by_confidence() -> None:
+@pytest.mark.parametrize("gain", [0.0, 0.5, 1.0])
+def test_a_home_may_cost_half_more_than_it_saves_whatever_part_of_that_the_expert_term_has(
+    gain: float,
+) -> None:
     target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
-    near = prediction_of([1.0, 0.5, 1.0, 1.0], gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
-    saved = 1e3 * near.request.confidence * SLOW.dispatch * 0.5 * (100 + 20)
-    for dearer, why in ((0.99 * saved, "home"), (1.01 * saved, "tie")):
+    near = prediction_of([1.0, 0.5, 1.0, 1.0], gain=gain)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    saved = 1e3 * 1.5 * SLOW.dispatch * 0.5 * (100 + 20)
+    for dearer, is_worth_it in ((0.99 * saved, True), (1.01 * saved, False)):
         load = {"switch_delay": np.array([0.0, dearer / 1e3, 0.0, 0.0])}
-        assert decided(target_table, prediction=near, conditions=load).choice.why == why
+        decision = decided(target_table, prediction=near, conditions=load)
+        assert (decision.choice.why == "home", decision.target.name == "e0/1") == (is_worth_it, is_worth_it)
     unpriced = near._replace(priced=np.array([True, False, True, True]))
     load = {"switch_delay": np.array([0.0, 0.5 * saved / 1e3, 0.0, 0.0])}
-    assert decided(target_table, prediction=unpriced, conditions=load).choice.why == "tie", (
+    assert decided(target_table, prediction=unpriced, conditions=load).choice.why != "home", (
         "what is not priced saves nothing that is known"
     )
 
