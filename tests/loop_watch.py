@@ -35,6 +35,11 @@ WATCHED = ("router", "hostile")
 OURS = tuple(f"/{part}/" for part in ("router", "deploy", "bus", "fleet"))
 _ROOT = str(Path(__file__).resolve().parent.parent)
 
+_EVERY_REQUEST = "HttpExchange.run"
+"""The task of any request. Callbacks that nothing was seen of would add up under its name, by chance."""
+_WRITE = "deploy.http.write_coalescing.WriteCoalescing.flush"
+"""A write gives the interpreter to the looking thread: it would be blamed for what came before it."""
+
 KNOWN = {
     "router.service.RouterService.__init__": "made once, at the start",
     "router.telemetry.metrics.RouterMetrics.__init__": "made once, at the start",
@@ -143,9 +148,10 @@ class LoopWatch:
             since, number = self._since, self._number
             if since is not None and time.perf_counter() - since > MOST_SECONDS / 2:
                 frame = sys._current_frames().get(thread)
-                if frame is not None and number == self._number:
+                stack = () if frame is None else _ours(frame)
+                if number == self._number and _WRITE not in stack[-1:]:
                     # the deepest of several looks: the last one may come when the long part is just over
-                    self._seen[number] = max(self._seen.get(number, ()), _ours(frame), key=len)
+                    self._seen[number] = max(self._seen.get(number, ()), stack, key=len)
 
     def _note(self, handle: asyncio.Handle, spent: float) -> None:
         task = getattr(getattr(handle, "_callback", None), "__self__", None)
@@ -155,7 +161,8 @@ class LoopWatch:
             return  # the test's own work
         stack = self._seen.pop(self._number, ())
         was_seen = bool(stack)
-        if not stack and code is not None and any(part in code.co_filename for part in OURS):
+        ours = code is not None and any(part in code.co_filename for part in OURS)
+        if not stack and ours and code.co_qualname != _EVERY_REQUEST:
             stack = (f"{_module(code.co_filename)}.{code.co_qualname}",)
         if stack:
             self.offences.append(Offence(spent, stack, was_seen))
