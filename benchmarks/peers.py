@@ -109,7 +109,7 @@ are tokenised."""
 
 @dataclass(frozen=True)
 class Rig:
-    """What runs: the compiled client, the processes of the engines, and the systems by name."""
+    """Running parts: the compiled client, the processes of the engines, and the systems by name."""
 
     wire: Wire
     engines: list[Started]
