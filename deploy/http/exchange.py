@@ -23,8 +23,8 @@ Application = Callable[
     [dict[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any
 ]
 
-WRITE_NOW = "roost.write_now"
-"""ASGI extension: `HttpExchange.write_now`."""
+WRITE_NOW, ON_DISCONNECT = "roost.write_now", "roost.on_disconnect"
+"""ASGI extensions: `HttpExchange.write_now` and `on_disconnect`."""
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """Token of RFC 9110, 5.6.2."""
 _CONTROLS = bytes([*range(9), *range(10, 32), 127])
@@ -86,6 +86,7 @@ class HttpExchange:
         "_flow",
         "_left",
         "_news",
+        "_on_disconnect",
         "_on_response",
         "_transport",
         "body",
@@ -112,10 +113,11 @@ class HttpExchange:
         after 100 Continue.
         """
         self.scope = scope
-        scope["extensions"] = {WRITE_NOW: self.write_now}
+        scope["extensions"] = {WRITE_NOW: self.write_now, ON_DISCONNECT: self.on_disconnect}
         self._transport = transport
         self._flow = flow
         self._on_response = on_response
+        self._on_disconnect: Callable[[], object] | None = None
         self.keep_alive = keep_alive
         self._awaits_continue = awaits_continue
         self.disconnected = False
@@ -138,6 +140,26 @@ class HttpExchange:
         if self._event is not None:
             self._event.set()
 
+    def disconnect(self) -> None:
+        """Record that the client has gone before the response was complete."""
+        self.disconnected = True
+        self.notify()
+        if self._on_disconnect is not None:
+            gone, self._on_disconnect = self._on_disconnect, None
+            gone()
+
+    def on_disconnect(self, callback: Callable[[], object] | None) -> None:
+        """Call `callback` when the client disconnects before the response is complete, now if it has; None:
+        do not. It is for applications that have read the request, and costs no task that waits in `receive`.
+        """
+        self._on_disconnect = callback
+        if callback is None:
+            return
+        if self.disconnected:
+            self.disconnect()
+        else:
+            self._flow.resume_reading()  # otherwise the end of the connection is not noticed
+
     async def run(self, app: Application) -> None:
         """Run the application. One that fails, or ends too early, gets status 500 if nothing was sent, else
         its connection is closed.
@@ -155,7 +177,7 @@ class HttpExchange:
                 log.error("the ASGI application returned without completing its response")
                 await self._fail()
         finally:
-            self._on_response = _nothing
+            self._on_response, self._on_disconnect = _nothing, None
             self.scope["extensions"] = {}  # no ring of references is left
 
     async def _fail(self) -> None:

@@ -61,6 +61,39 @@ class LimitedProtocol(asyncio.Protocol):
     """One connection. `count` is called with the cause when the connection is cut: head_too_large,
     url_too_long, malformed, pipelined, slow_head, slow_body, unread_answer, shed or too_many_connections."""
 
+    __slots__ = (
+        "_app",
+        "_app_state",
+        "_awaits_continue",
+        "_connections",
+        "_count",
+        "_draining",
+        "_dropped",
+        "_due",
+        "_flow",
+        "_gate",
+        "_headers",
+        "_keep_alive",
+        "_limits",
+        "_overhead",
+        "_parser",
+        "_phase",
+        "_pipeline",
+        "_read",
+        "_running",
+        "_scope",
+        "_server_state",
+        "_silent",
+        "_tasks",
+        "_unparsed",
+        "_upgrading",
+        "_url",
+        "_wire",
+        "_write_due",
+        "loop",
+        "transport",
+    )  # a dictionary of so many attributes takes 1.6 kB
+
     def __init__(
         self,
         limits: HttpLimits,
@@ -154,13 +187,15 @@ class LimitedProtocol(asyncio.Protocol):
         self._connections.discard(self)
         for exchange in (self._running, self._read):
             if exchange is not None and not exchange.response_complete:
-                exchange.disconnected = True
-                exchange.notify()
+                exchange.disconnect()
         self._flow.resume_writing()
         if exc is None:
             self._wire.close()
         self._due = self._write_due = inf
         self._unparsed.clear()
+        # no ring of references is left: a connection that was open for long would wait for a full collection
+        self._wire.let_go()
+        del self._parser
 
     def _has_input(self) -> bool:
         return self._phase is _BODY or self._phase is _REFUSED
@@ -168,8 +203,7 @@ class LimitedProtocol(asyncio.Protocol):
     def _leave_running(self) -> None:
         """Drop the running exchange: its client has gone, or counts as gone."""
         if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True
-            self._running.notify()
+            self._running.disconnect()
 
     def shutdown(self) -> None:
         """Close after the running request: the server stops. A request that is being received is still

@@ -104,6 +104,10 @@ class WriteCoalescing(asyncio.Transport):
             self._real.close()
             self._loop.call_later(self._linger_seconds, self._real.abort)
 
+    def let_go(self) -> None:
+        """Forget the protocol, after the connection is lost."""
+        self._has_input = bool
+
     def abort(self) -> None:
         self._held.clear()
         self._real.abort()

@@ -15,7 +15,7 @@ from fleet.blocks import salted_seed
 from fleet.completions import UNREADABLE, ApiError, context_exceeded
 from router.access.api_keys import ADMIN, INFER, ROUTE, TRACE
 from router.admission.queue_policy import TIMEOUT_HEADER, class_of
-from router.api.client_connection import ClientGone, ClientWatch, ClientWatches, read_body
+from router.api.client_connection import ClientGone, ClientWatch, read_body
 from router.api.token_stream import TokenStream
 from router.bodies.reader import Decoded
 from router.bodies.tasks import Kind as BodyKind
@@ -27,7 +27,16 @@ from router.foreign_api.headers import decision_header, value_of
 from router.foreign_api.lenient_fields import LenientRequest
 from router.foreign_api.object_locations import ObjectLocations
 from router.foreign_api.routes import CHAT_ROUTE, ForeignRoute, RouteKind, route_of
-from router.http.asgi_response import WRITE_NOW, AsgiResponse, Headers, Receive, Scope, Send, not_ready
+from router.http.asgi_response import (
+    ON_DISCONNECT,
+    WRITE_NOW,
+    AsgiResponse,
+    Headers,
+    Receive,
+    Scope,
+    Send,
+    not_ready,
+)
 from router.openai_api.completion_state import CompletionState
 from router.openai_api.request_schema import (
     CHAT_PATH,
@@ -86,7 +95,6 @@ class HotRoutes:
     def __init__(self, service: RouterService, tracing: RouterTracing | None) -> None:
         self.service = service
         self._tracing = tracing
-        self._watches = ClientWatches()
         self._unstreamed, self._located = UnstreamedAnswers(service), ObjectLocations()
         self._direct = DirectRequests(service, self._located)
         config = service.config
@@ -161,8 +169,9 @@ class HotRoutes:
         headers = self.known_headers(scope)
         request_log = self.begin(path, headers, scope)
         fixed: Headers = [(b"x-request-id", request_log.request_id.encode())]
-        watch = ClientWatch(receive)
-        reply = AsgiResponse(send, watch.stop, scope.get("extensions", {}).get(WRITE_NOW))
+        extensions = scope.get("extensions", {})
+        watch = ClientWatch(extensions.get(ON_DISCONNECT))
+        reply = AsgiResponse(send, watch.stop, extensions.get(WRITE_NOW))
         outcome = RequestEnd.FAILED
         service.metrics.in_flight += 1
         try:
@@ -172,7 +181,7 @@ class HotRoutes:
             self.admit(request_log, headers, right or (INFER if path in (CHAT_PATH, TEXT_PATH) else ROUTE))
             with service.body_budget.share(request_log.client) as share:
                 body = await read_body(scope, receive, service.config.max_body_bytes, share)
-                self._watches.start(watch, request_log.request_id)
+                watch.start()
                 await answer(request_log, reply, fixed, body)
             outcome = outcome_of(reply.status)
         except ApiError as error:
@@ -404,6 +413,15 @@ class HotRoutes:
         self, kind: BodyKind, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
     ) -> None:
         """Answer with ranks that speak token ids."""
+        stream = await self._token_stream(kind, request_log, reply, headers, body)
+        await stream.run()
+
+    async def _token_stream(
+        self, kind: BodyKind, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
+    ) -> TokenStream:
+        """Decode a request for ranks that speak token ids. A frame of its own, so that the decoded body,
+        which is large, is not kept while the answer lasts.
+        """
         decoded = await self._decoded(kind, request_log, body)
         request = decoded.request
         table = await self.service.wait_queue.live_target_table(request_log, request.model)
@@ -421,9 +439,9 @@ class HotRoutes:
         request_log.answer_id = f"{prefix}-{request_log.decision_id}"
         head = ResponseHead(id=request_log.answer_id, model=request.model, created=int(time.time()))
         answer = answer_for(request, head, len(states))
-        await TokenStream(
+        return TokenStream(
             self.service, request_log, reply, headers, answer, states, settings.n, table.tokenizer
-        ).run()
+        )
 
     async def _explain(
         self, query: bytes, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes

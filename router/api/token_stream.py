@@ -111,7 +111,7 @@ class TokenStream:
                 return
             if state.exhausted:
                 tokenizer = self._service.tokenizer(self._digest)
-                whole_text = "" if tokenizer is None else tokenizer.decode(state.emitted)
+                whole_text = "" if tokenizer is None else tokenizer.decode(state.emitted.tolist())
                 await self._write(self._added(state, [state.finish_with(whole_text)]))
                 await self._finished(state)
                 return
@@ -129,7 +129,7 @@ class TokenStream:
         self, state: CompletionState, attempt: int, replaces: str | None
     ) -> tuple[Decision, UpstreamFailed | None]:
         """Make one attempt at one rank, for the tokens that are missing."""
-        prompt = TokenPrompt(state.prompt + state.emitted if state.emitted else state.prompt, self._seed)
+        prompt = TokenPrompt([*state.prompt, *state.emitted] if state.emitted else state.prompt, self._seed)
         missing = state.max_tokens - len(state.emitted)
         other = self._service.other_runtime
         need = RoutingRequest(

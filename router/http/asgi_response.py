@@ -11,8 +11,11 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 WriteNow = Callable[[bytes], bool]
+OnDisconnect = Callable[[Callable[[], object] | None], object]
 WRITE_NOW = "roost.write_now"
 """ASGI extension of Roost's HTTP server: sends a piece of a chunked body at once, or returns false."""
+ON_DISCONNECT = "roost.on_disconnect"
+"""Another one: sets a callback for a client that disconnects before its response is complete."""
 
 
 class AsgiResponse:

@@ -2,6 +2,8 @@
 Pure. `router.health.attempt_failures` says which ranks may be the next.
 """
 
+from array import array
+
 from fleet.completions import Choice, Completion, RankRequest, StreamOptions
 from router.fleet_state.target_table import RankKey
 from router.health.attempt_failures import AttemptFailure, BegunAnswer
@@ -27,7 +29,7 @@ class CompletionState:
         self.index = index
         self.prompt = prompt
         self.max_tokens = max_tokens
-        self.emitted: list[int] = []
+        self.emitted = array("I")
         self._sent = bytearray()
         """text so far as UTF-8: a string per token would take ten times the memory"""
         self.finish_reason: str | None = None
@@ -51,7 +53,7 @@ class CompletionState:
         """
         sampling = self._sampling
         return RankRequest(
-            prompt=self.prompt + self.emitted if self.emitted else self.prompt,
+            prompt=[*self.prompt, *self.emitted] if self.emitted else self.prompt,
             model=self._model,
             max_tokens=self.max_tokens - len(self.emitted),
             temperature=sampling.temperature,
@@ -92,10 +94,13 @@ class CompletionState:
         return choice
 
     def add(self, ids: list[int], text: str) -> None:
-        """Record tokens that are not the last ones. ValueError for more than were requested."""
+        """Record tokens that are not the last ones. ValueError for more than were requested, or no ids."""
         if len(self.emitted) + len(ids) > self.max_tokens:
             raise ValueError(f"{len(self.emitted) + len(ids)} tokens came, {self.max_tokens} were requested")
-        self.emitted += ids
+        try:
+            self.emitted.extend(ids)
+        except OverflowError as error:
+            raise ValueError("a token id is not a number of 32 bits") from error
         self._sent += text.encode("utf-8", "surrogatepass")
 
     @property

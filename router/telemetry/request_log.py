@@ -46,12 +46,21 @@ class RequestEnd(StrEnum):
     """a fault of the router itself"""
 
 
-class RequestLog:
-    """State of a request while it is answered. Times are seconds on the router's clock. Class attributes hold
-    the defaults that most requests keep.
-    """
+class RequestLog(msgspec.Struct, eq=False):
+    """State of a request while it is answered. Times are seconds on the router's clock."""
 
-    address = ""
+    request_id: str
+    decision_id: str
+    """of the first decision; later ones add a suffix"""
+    path: str
+    started: float
+    client_headers: Headers = []
+    """headers of the request, unchanged"""
+    failures: list[AttemptFailure] = []
+    finish_reasons: list[str] = []
+    pass_on: dict[str, str] = {}
+    """headers to forward unchanged: the client's trace context, while this router does not trace"""
+    address: str = ""
     """remote address of the client; "" for this process itself, or the bus"""
     session: str | None = None
     tenant: str | None = None
@@ -60,52 +69,39 @@ class RequestLog:
     """
     caller: Caller = TRUSTED
     """the sender, from its key"""
-    salt = ""
+    salt: str = ""
     """KV blocks are shared only among requests with this salt (`router.access.tenancy`); "": among all
     requests without one
     """
     priority_header: str | None = None
     timeout_header: str | None = None
     """priority and timeout headers, not parsed yet"""
-    priority = ""
+    priority: str = ""
     """name of its priority class"""
-    urgency = 0
+    urgency: int = 0
     """index of that class, 0 being the most urgent"""
-    give_up_at = inf
+    give_up_at: float = inf
     """deadline for a rank to take the request"""
-    query = b""
-    body_bytes = 0
-    queued_seconds = 0.0
+    query: bytes = b""
+    body_bytes: int = 0
+    queued_seconds: float = 0.0
     """longest wait in the queue; 0: admitted at once"""
-    model = ""
-    stream = False
+    model: str = ""
+    stream: bool = False
     answer_id: str | None = None
     """id in the answer, if the router assigns one"""
     first_token_at: float | None = None
-    whole = False
+    whole: bool = False
     """the answer was not streamed: the time of its first token is unknown"""
     decision: Decision | None = None
     """last decision for the first choice"""
-    prompt_tokens = 0
-    output_tokens = 0
-    cached_tokens = 0
-    status = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    status: int = 0
     detail: str | None = None
     """message of an error"""
     trace: RequestTrace | None = None
-
-    def __init__(self, request_id: str, decision_id: str, path: str, started: float) -> None:
-        """decision_id: of the first decision; later ones add a suffix."""
-        self.request_id = request_id
-        self.decision_id = decision_id
-        self.path = path
-        self.started = started
-        self.client_headers: Headers = []
-        """headers of the request, unchanged"""
-        self.failures: list[AttemptFailure] = []
-        self.finish_reasons: list[str] = []
-        self.pass_on: dict[str, str] = {}
-        """headers to forward unchanged: the client's trace context, while this router does not trace"""
 
     @property
     def block_seed(self) -> int:

@@ -295,6 +295,7 @@ class Connection(asyncio.Protocol):
         if self.status and self._until_closed and error is None and self.lost is None:
             self.complete = True
         self.lost = self.lost or (str(error) if error else "the server closed the connection")
+        self._parser = None  # no ring of references is left
         self._quiet_alarm()
         self._wake()
 

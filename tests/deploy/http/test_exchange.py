@@ -27,6 +27,12 @@ class Wire(asyncio.Transport):
     def write_whole(self, data: bytes) -> None:
         self.write(data)
 
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 
@@ -251,3 +257,32 @@ async def test_a_piece_for_a_client_that_has_gone_is_dropped() -> None:
     one.disconnected = True
     assert one.write_now(b"piece")
     assert wire.written == before
+
+
+async def test_a_disconnect_is_told_once_and_only_to_those_who_still_want_to_know() -> None:
+    gone: list[str] = []
+    one, two = exchange(Wire()), exchange(Wire())
+    one.on_disconnect(lambda: gone.append("one"))
+    two.on_disconnect(lambda: gone.append("two"))
+    two.on_disconnect(None)
+    for _ in range(2):
+        one.disconnect()
+        two.disconnect()
+    assert gone == ["one"]
+
+
+async def test_a_disconnect_that_came_before_is_told_at_once() -> None:
+    gone: list[str] = []
+    one = exchange(Wire())
+    one.disconnect()
+    one.on_disconnect(lambda: gone.append("one"))
+    assert gone == ["one"]
+
+
+async def test_a_connection_is_read_while_its_disconnect_matters() -> None:
+    wire = Wire()
+    flow = FlowControl(wire)
+    one = exchange(wire, flow=flow)
+    flow.pause_reading()
+    one.on_disconnect(lambda: None)
+    assert not flow.read_paused

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 from typing import Any
 
 import pytest
 
+from deploy.http.limited_protocol import LimitedProtocol
 from deploy.http.server import HttpServer
 from deploy.http.sockets import CannotListen, HttpError, adopt, listen, probe, url_of
 
@@ -47,6 +49,25 @@ async def test_pages_are_served_and_other_statuses_raise() -> None:
             await probe(f"{url_of(listener)}/missing")
     with pytest.raises(OSError, match="Connect call failed"):
         await probe(f"http://127.0.0.1:{port}")
+
+
+async def test_a_closed_connection_leaves_no_ring_of_references() -> None:
+    def connections() -> int:
+        return sum(type(one) is LimitedProtocol for one in gc.get_objects())
+
+    listener = listen("127.0.0.1", 0)
+    gc.collect()
+    before = connections()
+    gc.disable()
+    try:
+        async with HttpServer(App(), listener, drain_seconds=1):
+            for _ in range(3):
+                await probe(f"{url_of(listener)}/page")
+            async with asyncio.timeout(5):
+                while connections() > before:  # noqa: ASYNC110 (the connections end in their own time)
+                    await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def test_connections_send_without_delay() -> None:

@@ -275,13 +275,15 @@ def test_a_completion_refuses_more_than_requested_and_text_without_ids() -> None
         state(2).take(chunk([1, 2, 3], "x"))
     with pytest.raises(ValueError, match="without token ids"):
         state().take(chunk(None, "x"))
+    with pytest.raises(ValueError, match="not a number of 32 bits"):
+        state().take(chunk([2**32], "x"))
 
 
 def test_nothing_is_taken_after_the_finish_reason() -> None:
     one = state()
     assert one.take(chunk([1], "a", "stop")) is not None
     assert one.take(chunk([2], "b")) is None
-    assert one.emitted == [1]
+    assert list(one.emitted) == [1]
 
 
 def test_an_exhausted_course_gives_out_what_was_held_back() -> None:
