@@ -2,7 +2,8 @@
 Pure."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ class EvaluatedPlan:
     def net_seconds(self) -> float:
         return self.payback.gain_per_second * self.payback.lifetime_seconds - self.payback.cost_seconds
 
-    @property
+    @cached_property
     def copies(self) -> int:
         return sum(len(step.copies) for handover in self.handovers for step in handover.steps)
 
@@ -82,21 +83,45 @@ def evaluate(
     return EvaluatedPlan(candidate, placement, after, handovers, paid, gain)
 
 
-def gain_limit(found: PlanningProblem, end: Placement) -> float:
-    """Upper estimate of the seconds per step gained on the way to a placement within the budget.
+class GainLimit(NamedTuple):
+    """Upper estimate of what plans towards a placement gain, by their number of copies: a concave line
+    through these points. Arrays [n]."""
+
+    copies: NDArray[np.float64]
+    """ascending from 0, within the budget"""
+    gain: NDArray[np.float64]
+    """seconds by which a step gets shorter"""
+
+    @property
+    def most(self) -> float:
+        """Gain of all copies that the budget allows."""
+        return float(self.gain[-1])
+
+    def at(self, copies: float) -> float:
+        """Gain of a number of copies."""
+        return float(np.interp(copies, self.copies, self.gain))
+
+
+def gain_limit(found: PlanningProblem, end: Placement) -> GainLimit:
+    """Estimate from above the seconds per step gained on the way to a placement within the budget.
 
     Layers that gain most per copy come first. The last layer that the budget reaches counts in proportion to
     its copies, though its fullest rank is relieved only after others.
     """
     gain = np.maximum(found.before.seconds - found.price(end).seconds, 0.0)
-    most = found.limits.max_copies
-    if most is None:
-        return float(gain.sum())
     copies = np.maximum((end.replicas_on_rank > found.placement.replicas_on_rank).sum(axis=(1, 2)), 1)
     # Greedy by gain per copy, as in the fractional knapsack: an upper estimate.
     order = np.argsort(-gain / copies, kind="stable")
-    gain, copies = gain[order], copies[order]
-    return float((gain * np.clip((most - copies.cumsum()) / copies + 1.0, 0.0, 1.0)).sum())
+    limit = GainLimit(
+        np.append(0.0, copies[order].cumsum()), np.append(0.0, np.asarray(gain[order], np.float64).cumsum())
+    )
+    most = found.limits.max_copies
+    if most is None or most >= limit.copies[-1]:
+        return limit
+    reached = int(np.searchsorted(limit.copies, most))
+    return GainLimit(
+        np.append(limit.copies[:reached], float(most)), np.append(limit.gain[:reached], limit.at(most))
+    )
 
 
 def cost_floor(found: PlanningProblem, candidate: PlanCandidate) -> float:

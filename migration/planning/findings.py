@@ -22,6 +22,7 @@ class FindingCode(StrEnum):
     # Candidates
     OUTCOME = auto()
     TOO_MANY_COPIES = auto()
+    COPIES_OUTWEIGH = auto()
     GAINS_NO_MORE = auto()
     COSTS_MORE = auto()
     NOT_NEEDED = auto()

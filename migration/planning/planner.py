@@ -20,7 +20,7 @@ from migration.model.placement_changes import made, within
 from migration.model.plan import Plan, planned
 from migration.model.plan_record import MemoryPoint, PlanRecord
 from migration.planning.demand_forecast import RoutingForecast
-from migration.planning.evaluation import EvaluatedPlan, cost_floor, evaluate, gain_limit
+from migration.planning.evaluation import EvaluatedPlan, GainLimit, cost_floor, evaluate, gain_limit
 from migration.planning.findings import Finding, FindingCode, Infeasible
 from migration.planning.joint_homes import effective_homes, joint, published_homes, with_expected_demand
 from migration.planning.layer_turns import SUBJECT, TurnedLayers, turned_layers
@@ -334,22 +334,25 @@ class _PlanningRun:
             if tried is None or not tried.handovers or tried.net_seconds <= 0:
                 continue
             beaten = 0.0 if best is None else best.net_seconds
-            if tried.net_seconds >= beaten + self._margin + self._doubt(tried, best):
+            if tried.net_seconds >= beaten + self._margin + self._doubt(tried.copies, tried.layers, best):
                 best = tried
             elif tried.net_seconds >= beaten + self._margin:
                 self._gain_too_small = True
                 self._note(FindingCode.TOO_MANY_COPIES, tried.candidate.name)
         return best
 
-    def _doubt(self, tried: EvaluatedPlan, best: EvaluatedPlan | None) -> float:
-        """Extra seconds that a strategy must gain because it copies more than the best one so far."""
+    def _doubt(self, copies: float, layers: int, best: EvaluatedPlan | None) -> float:
+        """Extra seconds that a strategy must gain because it copies more than the best one so far.
+
+        copies, layers: number of its copies, and of the layers that they change.
+        """
         found = self._found
         # Moves that were found on samples were tested one by one, and each brings what its copy must.
         if found.question.policy != "roost" or found.samples is not None:
             return 0.0
-        more = max(tried.copies - (0 if best is None else best.copies), 0) / max(self._cells, 1)
+        more = max(copies - (0 if best is None else best.copies), 0) / max(self._cells, 1)
         spent = found.before.figures.seconds
-        touched = 0.0 if not more else tried.layers / len(found.chosen)
+        touched = 0.0 if not more else layers / len(found.chosen)
         noise = _NOISE_MARGIN * np.sqrt(touched) * found.noise_seconds
         return self._worth(max(_COPY_MARGIN * more * (spent.experts + spent.dispatch), noise))
 
@@ -409,13 +412,29 @@ class _PlanningRun:
         self, best: EvaluatedPlan | None, name: str, at_most: Callable[[PlanningProblem], Placement]
     ) -> bool:
         """True if a strategy would not be worth its changes even without any limits. Adds the finding."""
-        gain = gain_limit(self._found, at_most(self._found))
-        reason = self._enough(best, gain)
+        limit = gain_limit(self._found, at_most(self._found))
+        reason = self._enough(best, limit.most)
+        if reason is None and self._outweighed(best, limit):
+            self._gain_too_small = True
+            reason = Finding.of(FindingCode.COPIES_OUTWEIGH, gain=limit.most, copies=int(limit.copies[-1]))
         if reason is None:
             return False
-        self._max_gain = max(self._max_gain, gain)
+        self._max_gain = max(self._max_gain, limit.most)
         self._findings.append(reason.of_subject(name))
         return True
+
+    def _outweighed(self, best: EvaluatedPlan | None, limit: GainLimit) -> bool:
+        """True if no number of copies gains as much more than `best` as that number must.
+
+        The line of gains is concave and what copies must gain rises evenly, so their difference is greatest
+        at a point of the line, or where copies begin to exceed those of `best`.
+        """
+        beaten, fewest = (0.0, 0) if best is None else (best.net_seconds, best.copies)
+        points = [(fewest, limit.at(fewest)), *zip(limit.copies.tolist(), limit.gain.tolist(), strict=True)]
+        return all(
+            self._worth(gain) < beaten + self._margin + self._doubt(copies, 0, best)
+            for copies, gain in points
+        )
 
     def _enough(self, best: EvaluatedPlan | None, gain: float, cost_seconds: float = 0.0) -> Finding | None:
         """Reason to stop evaluating a strategy beside `best`, which copies less; None: there is none.

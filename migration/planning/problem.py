@@ -161,7 +161,7 @@ class PlanningProblem:
             return np.ones(self.placement.layers, bool)
         return np.isin(self.layers, self.question.layers)
 
-    @property
+    @cached_property
     def steps_per_second(self) -> float:
         return self.view.evaluation.tokens_per_second(self.terms.top_k) / self.terms.step_tokens
 

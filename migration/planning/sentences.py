@@ -61,6 +61,10 @@ def _small_at_most(gain: float) -> str:
     return f"gains at most {duration(gain)} per step within the budget"
 
 
+def _copies_outweigh(gain: float, copies: int) -> str:
+    return f"gains at most {duration(gain)} per step with {copies:,} copies: too little for their number"
+
+
 def _ranks_lost(dead: tuple[int, ...], recovery: Recovery) -> str:
     return f"without {'rank' if len(dead) == 1 else 'ranks'} {listed(dead)}: {recovery_summary(recovery)}"
 
@@ -134,6 +138,7 @@ TEXTS: dict[FindingCode, str | Callable[..., str]] = {
     FindingCode.POLICY_UNABLE: "the policy {policy} cannot plan for this engine",
     FindingCode.OUTCOME: _outcome,
     FindingCode.TOO_MANY_COPIES: "that is too little for its number of copies",
+    FindingCode.COPIES_OUTWEIGH: _copies_outweigh,
     FindingCode.GAINS_NO_MORE: _gains_no_more,
     FindingCode.COSTS_MORE: _costs_more,
     FindingCode.NOT_NEEDED: (

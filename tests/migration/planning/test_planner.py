@@ -213,6 +213,18 @@ def test_more_bytes_are_taken_only_for_more_seconds() -> None:
     assert any("all anew" in reason for reason in found.record.reasons), "it was thought of"
 
 
+def test_a_full_placement_that_gains_too_little_for_its_copies_is_rejected_by_its_end_alone() -> None:
+    truth, foreign, dice = zipf(3)
+    seen = view(planned_for(truth, 9), drifted(truth, foreign, "mix25", dice))
+    anew = decided(seen, policy="full").record
+    found = decided(seen).record
+    assert found.copies == 0 < anew.copies
+    assert found.net_seconds < anew.net_seconds < 1.1 * found.net_seconds
+    reasons = [reason for reason in found.reasons if "all anew" in reason]
+    assert len(reasons) == 1
+    assert f"with {anew.copies} copies: too little for their number" in reasons[0]
+
+
 def test_a_step_of_evenly_loaded_ranks_lasts_what_the_speeds_say_and_chance_and_uneven_ranks_add_to_it() -> (
     None
 ):
