@@ -21,7 +21,7 @@ except ImportError:  # as a script, the back end is not needed
 
 KERNELS = {
     # No contraction of a * b + c: results are bit-equal to numpy's.
-    "migration/solvers/kernels": ("-ffp-contract=off",),
+    "migration/kernels": ("-ffp-contract=off",),
     "router/kernels": ("-ffp-contract=off",),
     "engine_adapter/embedded/kernels": ("-ffp-contract=fast", "-Wno-psabi"),
 }

@@ -13,7 +13,7 @@ from deploy.terminal.command_settings import running, settings_from
 from deploy.terminal.options import ConfigOption, JsonOption
 from deploy.terminal.output import fail, show
 from engine_adapter.embedded import kernels as layers
-from migration.solvers import kernels as solvers
+from migration import kernels as solvers
 from router import kernels as decisions
 
 app = typer.Typer(

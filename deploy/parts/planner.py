@@ -9,9 +9,9 @@ from bus import BusError
 from bus.config import BusConfig
 from deploy.http.sockets import CannotListen
 from deploy.parts.part_tasks import PartTasks
+from migration import kernels
 from migration.config import MigrationConfig
 from migration.service import MigrationService
-from migration.solvers import kernels
 
 logger = logging.getLogger(__name__)
 

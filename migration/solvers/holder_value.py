@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import BoolArray, FloatingArray
-from migration.solvers import kernels
+from migration import kernels
 
 
 class HolderValue(NamedTuple):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import BoolArray, FloatArray, SlotTable
 from fleet.placement import EMPTY, Split
-from migration.solvers import kernels
+from migration import kernels
 from migration.solvers.holder_value import HolderValue
 from migration.solvers.split_weights import ROUNDS, DemandPull, SplitResult, diffused, shared, split_of
 

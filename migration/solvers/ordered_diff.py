@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from fleet.arrays import BoolArray, FloatArray, SlotTable
 from fleet.placement import EMPTY
+from migration import kernels
 from migration.model.constraints import UNLIMITED, Constraints
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, made, taken, within
-from migration.solvers import kernels
 from migration.solvers.load_cap import held_of, level
 from migration.solvers.locality_placement import LocalityProblem
 

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from fleet.arrays import BoolArray, FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY
+from migration import kernels
 from migration.model.constraints import Constraints
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, joined
-from migration.solvers import kernels
 from migration.solvers.overflow_state import (
     OverflowRanks,
     OverflowView,

@@ -14,9 +14,9 @@ from scipy.sparse.csgraph import connected_components
 
 from fleet.arrays import BoolArray, FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY
+from migration import kernels
 from migration.model.constraints import Constraints
 from migration.model.placement_changes import NOWHERE
-from migration.solvers import kernels
 from migration.solvers.split_weights import SplitResult
 
 HOMELESS = 0.2

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import BoolArray, FloatArray, IndexArray
-from migration.solvers import kernels
+from migration import kernels
 from migration.solvers.holder_value import HolderValue
 
 _TINY = 1e-7

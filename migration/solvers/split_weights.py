@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray, IndexArray, SlotTable
 from fleet.placement import EMPTY, FULL, Split
-from migration.solvers import kernels
+from migration import kernels
 
 ROUNDS = 40
 """Rounds of flow to convergence; within 0.001 of the optimum on graphs of up to 64 ranks."""

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fleet.arrays import BoolArray, Float32Array, FloatArray, IndexArray
+from migration import kernels
 from migration.model.placement_changes import ChangeKind
-from migration.solvers import kernels
 from migration.solvers.search_state import SearchState, penalty
 
 INVITING = 0.02

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from migration.solvers import kernels
+from migration import kernels
 from migration.solvers.even_split_copies import even_split_copies
 from migration.solvers.full_placement import full_placement
 from migration.solvers.holder_value import HolderValue, filled, held_by_worth
@@ -16,7 +16,7 @@ from migration.solvers.load_cap import held_of, levelled
 from migration.solvers.locality_placement import LocalityPrices, LocalityProblem, locality_placement
 from migration.solvers.ordered_diff import ordered_diff
 from migration.solvers.pairwise_exchange import exchange_experts
-from tests.migration.solvers.kernels.cases import Case, cases
+from tests.migration.kernels.cases import Case, cases
 
 
 @settings(max_examples=60, deadline=None)

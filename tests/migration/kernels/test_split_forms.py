@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
-from migration.solvers import kernels
+from migration import kernels
 from migration.solvers.split_copies import split_copies
 from migration.solvers.split_weights import reweight
-from tests.migration.solvers.kernels.cases import Case, cases
+from tests.migration.kernels.cases import Case, cases
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,4 +1,4 @@
-"""Inner loops of the solvers, compiled from C. Pure: arrays in, arrays out.
+"""Inner loops of solvers and prices, compiled from C. Pure: arrays in, arrays out.
 
 Every loop exists twice: here in C, and as numpy code beside its caller. The numpy form is the oracle of the
 tests, and serves where no library was built (`hatch_build.py`; there was no C compiler). Both give the same
