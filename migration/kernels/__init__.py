@@ -87,6 +87,9 @@ class Kernels(Protocol):
     def ordered_series(self, table: NDArray[np.int16], *arguments: Any) -> None:
         """`migration.solvers.ordered_diff._series`: the last three arrays are written."""
 
+    def priced_traffic(self, table: NDArray[np.int16], *arguments: Any) -> None:
+        """`migration.model.cost_model._dispatched`: the last eight arrays are written."""
+
     def overflow_tried(self, row: IndexArray, *arguments: Any) -> None:
         """`migration.solvers.overflow_copies._tried`."""
 

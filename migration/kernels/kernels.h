@@ -86,5 +86,6 @@ KERNEL(locality_handed_over);
 KERNEL(cap_levelled);
 KERNEL(cap_pairs);
 KERNEL(ordered_series);
+KERNEL(priced_traffic);
 
 #endif

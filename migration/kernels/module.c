@@ -75,6 +75,7 @@ static PyMethodDef methods[] = {
     METHOD(cap_levelled),
     METHOD(cap_pairs),
     METHOD(ordered_series),
+    METHOD(priced_traffic),
     {NULL, NULL, 0, NULL},
 };
 

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray
-from fleet.dispatch import LocalReplicas, loads, served_by
+from fleet.dispatch import LocalReplicas
 from fleet.experts import ModelShape
 from fleet.placement import FULL, Placement
 from fleet.timing import EngineSpeed
-from migration.model.grouped_routing import draws_of, limited
+from migration.model.dispatch_traffic import DispatchedPairs, dispatched
 from migration.model.sampling_noise import expected_most
 
 _TINY = 1e-300
@@ -61,8 +61,14 @@ class CostTerms:
     def pairs_per_demand(self, demand: NDArray[Any]) -> float:
         """Return the (token, k) pairs of one step and layer per unit of demand [ranks, layers, experts]; 0
         without demand."""
-        total = float(demand.sum(dtype=np.float64))
-        return self.step_tokens * self.top_k * demand.shape[1] / total if total else 0.0
+        return self.pairs_per_unit(float(demand.sum(dtype=np.float64)), demand.shape[1])
+
+    def pairs_per_unit(self, total: float, layers: int) -> float:
+        """Return the (token, k) pairs of one step and layer per unit of demand. 0 without demand.
+
+        total: demand of all layers together.
+        """
+        return self.step_tokens * self.top_k * layers / total if total else 0.0
 
 
 class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,10 +122,12 @@ def priced(
     memory_seconds: from `migration.planning.slots_vs_kv_cache`. Without demand all times are 0 and everything
     is balanced and local.
     """
-    load = loads(placement, demand, terms.node) * terms.pairs_per_demand(demand)
-    sent = traffic(placement, demand, terms)
+    served = dispatched(placement, demand, terms.node, terms.top_k, terms.shape)
+    pairs = float(served.pairs.sum())
+    load = served.load * terms.pairs_per_unit(pairs, placement.layers)
+    sent = DispatchTraffic.of(served, placement.layers, terms)
     even, experts, dispatch = balance(load), expert_seconds(load, terms.speed), sent.seconds(terms.speed)
-    tokens, pairs = terms.step_tokens * placement.layers, float(demand.sum(dtype=np.float64))
+    tokens = terms.step_tokens * placement.layers
     found = Figures(
         seconds=StepSeconds(
             experts=float(experts.sum()), dispatch=float(dispatch.sum()), memory=memory_seconds
@@ -217,6 +225,18 @@ class DispatchTraffic(NamedTuple):
     local: FloatArray
     """pairs of this rank's tokens that the rank serves itself, in the unit of the demand"""
 
+    @classmethod
+    def of(cls, served: DispatchedPairs, layers: int, terms: CostTerms) -> "DispatchTraffic":
+        """Convert demand that is served to the tokens of one step."""
+        tokens = terms.pairs_per_unit(float(served.pairs.sum()), layers) / terms.top_k
+        return cls(
+            ranks_out=served.ranks_out * tokens,
+            ranks_in=served.ranks_in * tokens,
+            nodes_out=served.nodes_out * tokens,
+            nodes_in=served.nodes_in * tokens,
+            local=served.local,
+        )
+
     def seconds(self, speed: EngineSpeed) -> FloatArray:
         """Return the time of the busiest rank, float64 [layers]: max of sent and received, summed over the
         link classes."""
@@ -228,54 +248,10 @@ class DispatchTraffic(NamedTuple):
 
 
 def traffic(placement: Placement, demand: NDArray[Any], terms: CostTerms) -> DispatchTraffic:
-    """Return the distinct destinations of one step's tokens, by the dispatch rule of `fleet.dispatch`.
-
-    The k experts of a token count as independent draws. A destination that serves a fraction m of a rank's
-    pairs is therefore reached with probability 1 - (1 - m)^k. For group-limited gates,
-    `migration.model.grouped_routing` gives the probability of reaching a node.
-    """
-    pairs = demand.sum(axis=2, dtype=np.float64).T
-    tokens = pairs * (terms.pairs_per_demand(demand) / terms.top_k)
-    part = served_by(placement, demand, terms.node)
-    local = np.einsum("lrr->lr", part).copy()
-    part /= np.maximum(pairs, _TINY)[:, None, :]
-    member = (terms.node[:, None] == np.arange(int(terms.node.max()) + 1)).astype(np.float64)
-    across = _nodes_reached(member.T @ part, placement, terms) * tokens[:, None, :] * (1.0 - member.T)
-    reached = _reached(part, terms.top_k) * tokens[:, None, :]
-    np.einsum("lrr->lr", reached)[...] = 0.0
-    return DispatchTraffic(
-        ranks_out=reached.sum(axis=1),
-        ranks_in=reached.sum(axis=2),
-        nodes_out=across.sum(axis=1),
-        nodes_in=(across.sum(axis=2) / np.maximum(member.sum(axis=0), 1.0))[:, terms.node],
-        local=local,
+    """Return the distinct destinations of one step's tokens."""
+    return DispatchTraffic.of(
+        dispatched(placement, demand, terms.node, terms.top_k, terms.shape), placement.layers, terms
     )
-
-
-def _nodes_reached(mass: FloatArray, placement: Placement, terms: CostTerms) -> FloatArray:
-    """Return the probability that a token of a rank reaches a node, [layers, nodes, ranks]."""
-    nodes = mass.shape[1]
-    if terms.shape is None or not limited(terms.shape) or nodes == 1:
-        return _reached(mass, terms.top_k)
-    on_node = np.stack(
-        [placement.replicas_on_rank[:, terms.node == at].any(axis=1) for at in range(nodes)], axis=1
-    )
-    return np.asarray(1.0 - (1.0 - mass.clip(0.0, 1.0)) ** draws_of(terms.shape, on_node)[:, None, None])
-
-
-def _reached(mass: FloatArray, top_k: int) -> FloatArray:
-    """Return 1 - (1 - mass)^k, using exponentiation by squaring."""
-    square, left = np.clip(mass, 0.0, 1.0), top_k
-    np.subtract(1.0, square, out=square)
-    power: FloatArray | None = None
-    # In place: at 256 ranks a temporary array takes longer to get than to compute.
-    while left:
-        if left & 1:
-            power = square.copy() if power is None else np.multiply(power, square, out=power)
-        left >>= 1
-        if left:
-            np.multiply(square, square, out=square)
-    return np.zeros_like(square) if power is None else np.subtract(1.0, power, out=power)
 
 
 class LinkSpeeds(msgspec.Struct, frozen=True, kw_only=True):

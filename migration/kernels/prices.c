@@ -1,0 +1,216 @@
+/* Who serves whose tokens, and the ranks and nodes that they reach (cost_model.py). Arrays of a layer are [experts,
+   ranks] or [ranks, ranks]: the last index is the rank of the tokens. */
+#include "kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define TINY 1e-300
+#define PAIRWISE 128
+
+typedef struct {
+    int64_t layers, ranks, experts, nodes, per;
+    int64_t top_k; /* draws of a token; for nodes 0: the caller counts those that it reaches */
+    int64_t node_top_k;
+    const int64_t *node;
+} Shape;
+
+/* Space of one layer. */
+typedef struct {
+    double *left;              /* [experts, ranks] pairs that their rank does not keep */
+    double *claimed;           /* [nodes, experts] */
+    double *here, *row, *power; /* [ranks] */
+} Space;
+
+/* What is found of one layer: [ranks] each, but for mass [nodes, ranks] and nodes_in [nodes]. */
+typedef struct {
+    double *pairs, *load, *local, *ranks_out, *ranks_in, *mass, *nodes_out, *nodes_in;
+} Found;
+
+/* The sum of n numbers, in the order of numpy (pairwise summation). */
+static double sum_of(const double *values, int64_t n) {
+    if (n < 8) {
+        double sum = 0.0;
+        for (int64_t at = 0; at < n; at++) sum += values[at];
+        return sum;
+    }
+    if (n > PAIRWISE) {
+        int64_t half = n / 2;
+        half -= half % 8;
+        return sum_of(values, half) + sum_of(values + half, n - half);
+    }
+    double lane[8];
+    int64_t at = 8;
+    for (int64_t one = 0; one < 8; one++) lane[one] = values[one];
+    for (; at + 8 <= n; at += 8)
+        for (int64_t one = 0; one < 8; one++) lane[one] += values[at + one];
+    double sum = ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+    for (; at < n; at++) sum += values[at];
+    return sum;
+}
+
+/* into [experts, ranks] = the demand [ranks, experts] of a layer, in tiles that stay in the cache. */
+WIDE static void turned(const double *restrict demand, int64_t ranks, int64_t experts, double *restrict into) {
+    const int64_t tile = 16;
+    for (int64_t first = 0; first < ranks; first += tile)
+        for (int64_t begin = 0; begin < experts; begin += tile)
+            for (int64_t rank = first; rank < ranks && rank < first + tile; rank++)
+                for (int64_t expert = begin; expert < experts && expert < begin + tile; expert++)
+                    into[expert * ranks + rank] = demand[rank * experts + expert];
+}
+
+/* here [first, end) += weight * left: the tokens of these ranks for one expert. */
+WIDE static void serve(double *restrict here, const double *restrict left, double weight, int64_t first, int64_t end) {
+    for (int64_t from = first; from < end; from++) here[from] += left[from] * weight;
+}
+
+/* row = (1 - (1 - mass)^top_k) * pairs: the tokens that get somewhere. */
+WIDE static void reach(const double *restrict mass, const double *restrict pairs, int64_t top_k, int64_t ranks,
+                       double *restrict power, double *restrict row) {
+    bool begun = false;
+    for (int64_t at = 0; at < ranks; at++) {
+        double part = mass[at] > 0.0 ? mass[at] : 0.0;
+        row[at] = 1.0 - (part < 1.0 ? part : 1.0);
+    }
+    for (int64_t left = top_k; left;) {
+        if (left & 1) {
+            if (begun)
+                for (int64_t at = 0; at < ranks; at++) power[at] *= row[at];
+            else
+                memcpy(power, row, (size_t)ranks * sizeof *power);
+            begun = true;
+        }
+        left >>= 1;
+        if (left)
+            for (int64_t at = 0; at < ranks; at++) row[at] *= row[at];
+    }
+    for (int64_t at = 0; at < ranks; at++) row[at] = (1.0 - power[at]) * pairs[at];
+}
+
+WIDE static void divide(double *restrict here, const double *restrict pairs, int64_t ranks) {
+    for (int64_t at = 0; at < ranks; at++) here[at] /= pairs[at] > TINY ? pairs[at] : TINY;
+}
+
+WIDE static void add(double *restrict into, const double *restrict values, int64_t count) {
+    for (int64_t at = 0; at < count; at++) into[at] += values[at];
+}
+
+/* The tokens that a rank's slots serve, of all ranks, in space->here. Return those that the rank keeps. */
+static double serve_all(const Shape *it, int64_t rank, const int16_t *row, const double *keep, const double *spill,
+                        const double *near, bool by_node, const Space *space, const double *demand) {
+    double kept = 0.0;
+    memset(space->here, 0, (size_t)it->ranks * sizeof *space->here);
+    for (int64_t slot = rank * it->per; slot < (rank + 1) * it->per; slot++) {
+        int64_t expert = row[slot];
+        if (expert == EMPTY) continue;
+        kept += demand[rank * it->experts + expert] * keep[slot];
+        const double *left = space->left + expert * it->ranks;
+        if (!by_node) {
+            serve(space->here, left, spill[slot], 0, it->ranks);
+            continue;
+        }
+        /* Ranks of one node side by side are served alike. */
+        for (int64_t first = 0, end; first < it->ranks; first = end) {
+            int64_t node = it->node[first];
+            for (end = first + 1; end < it->ranks && it->node[end] == node;) end++;
+            double claimed = space->claimed[node * it->experts + expert], most = claimed > 1.0 ? claimed : 1.0;
+            double weight = spill[slot] * (1.0 - claimed / most);
+            if (it->node[rank] == node) weight += near[slot] / most;
+            if (weight != 0.0) serve(space->here, left, weight, first, end);
+        }
+    }
+    return kept;
+}
+
+/* Pairs that are not kept, by expert, and the claims of each node's slots. False: an expert out of range. */
+static bool begin(const Shape *it, const int16_t *row, const double *keep, const double *near, const double *demand,
+                  const Space *space, const Found *into) {
+    for (int64_t rank = 0; rank < it->ranks; rank++)
+        into->pairs[rank] = sum_of(demand + rank * it->experts, it->experts);
+    turned(demand, it->ranks, it->experts, space->left);
+    memset(space->claimed, 0, (size_t)(it->nodes * it->experts) * sizeof *space->claimed);
+    for (int64_t slot = 0; slot < it->ranks * it->per; slot++) {
+        int64_t rank = slot / it->per, expert = row[slot];
+        if (expert == EMPTY) continue;
+        if (expert < 0 || expert >= it->experts) return false;
+        space->left[expert * it->ranks + rank] -= demand[rank * it->experts + expert] * keep[slot];
+        space->claimed[it->node[rank] * it->experts + expert] += near[slot];
+    }
+    return true;
+}
+
+static bool one_layer(const Shape *it, const int16_t *row, const double *keep, const double *spill,
+                      const double *near, bool by_node, const double *demand, const Space *space,
+                      const Found *into) {
+    if (!begin(it, row, keep, near, demand, space, into)) return false;
+    size_t places = (size_t)(it->nodes * it->ranks);
+    memset(into->mass, 0, places * sizeof *into->mass);
+    memset(into->ranks_out, 0, (size_t)it->ranks * sizeof *into->ranks_out);
+    memset(into->nodes_out, 0, (size_t)it->ranks * sizeof *into->nodes_out);
+    for (int64_t rank = 0; rank < it->ranks; rank++) {
+        double kept = serve_all(it, rank, row, keep, spill, near, by_node, space, demand);
+        space->here[rank] += kept;
+        into->local[rank] = space->here[rank];
+        into->load[rank] = sum_of(space->here, it->ranks);
+        divide(space->here, into->pairs, it->ranks);
+        add(into->mass + it->node[rank] * it->ranks, space->here, it->ranks);
+        reach(space->here, into->pairs, it->top_k, it->ranks, space->power, space->row);
+        space->row[rank] = 0.0;
+        add(into->ranks_out, space->row, it->ranks);
+        into->ranks_in[rank] = sum_of(space->row, it->ranks);
+    }
+    for (int64_t node = 0; node < it->nodes && it->node_top_k; node++) {
+        reach(into->mass + node * it->ranks, into->pairs, it->node_top_k, it->ranks, space->power, space->row);
+        for (int64_t rank = 0; rank < it->ranks; rank++)
+            if (it->node[rank] == node) space->row[rank] = 0.0;
+        add(into->nodes_out, space->row, it->ranks);
+        into->nodes_in[node] = sum_of(space->row, it->ranks);
+    }
+    return true;
+}
+
+/* priced_traffic(table, keep, spill, near [layers, slots], demand [layers, ranks, experts], node, layers, experts,
+   top_k, top_k of nodes, written [layers, ranks]: pairs, load, local, ranks_out, ranks_in, then mass [layers, nodes,
+   ranks], nodes_out [layers, ranks], nodes_in [layers, nodes]) */
+static bool all_layers(const Argument *arguments, const Shape *it, bool *legal) {
+    size_t ranks = (size_t)it->ranks, cells = (size_t)(it->experts * it->ranks);
+    double *memory = malloc((cells + (size_t)(it->nodes * it->experts) + 3 * ranks) * sizeof *memory);
+    if (!memory) return false;
+    Space space = {.left = memory, .claimed = memory + cells};
+    space.here = space.claimed + it->nodes * it->experts;
+    space.row = space.here + ranks;
+    space.power = space.row + ranks;
+    int64_t slots = it->ranks * it->per;
+    bool by_node = false;
+    for (int64_t at = 0; at < COUNT(3) && !by_node; at++) by_node = AS_D(3)[at] != 0.0;
+    for (int64_t layer = 0; layer < it->layers && *legal; layer++) {
+        int64_t first = layer * slots, begin = layer * it->ranks;
+        Found into = {AS_D(10) + begin, AS_D(11) + begin, AS_D(12) + begin, AS_D(13) + begin, AS_D(14) + begin,
+                      AS_D(15) + begin * it->nodes, AS_D(16) + begin, AS_D(17) + layer * it->nodes};
+        *legal = one_layer(it, AS_H(0) + first, AS_D(1) + first, AS_D(2) + first, AS_D(3) + first, by_node,
+                           AS_D(4) + layer * (int64_t)cells, &space, &into);
+    }
+    free(memory);
+    return true;
+}
+
+static bool fits(const Argument *arguments, Shape *it) {
+    int64_t layers = COUNT(6), ranks = COUNT(5), experts = COUNT(7), slots = layers > 0 ? COUNT(0) / layers : 0;
+    int64_t nodes = layers > 0 ? COUNT(17) / layers : 0, here = layers * ranks;
+    *it = (Shape){layers, ranks, experts, nodes, ranks > 0 ? slots / ranks : 0, COUNT(8), COUNT(9), AS_L(5)};
+    return expect(layers > 0 && ranks > 0 && experts > 0 && nodes > 0 && it->per > 0 && it->top_k > 0 &&
+                      it->node_top_k >= 0 && COUNT(0) == here * it->per && COUNT(1) == COUNT(0) &&
+                      COUNT(2) == COUNT(0) && COUNT(3) == COUNT(0) && COUNT(4) == here * experts &&
+                      COUNT(10) == here && COUNT(11) == here && COUNT(12) == here && COUNT(13) == here &&
+                      COUNT(14) == here && COUNT(15) == here * nodes && COUNT(16) == here &&
+                      COUNT(17) == layers * nodes,
+                  "priced_traffic: arrays differ in length") &&
+           all_below(AS_L(5), ranks, nodes, "priced_traffic: no such node");
+}
+
+KERNEL(priced_traffic) {
+    Shape shape;
+    bool legal = true;
+    RUN("hddddlnnnnDDDDDDDD", fits(arguments, &shape), ok = all_layers(arguments, &shape, &legal),
+        expect(legal, "priced_traffic: no such expert"));
+}
