@@ -35,7 +35,8 @@ from migration.solvers.full_placement import full_placement
 from migration.solvers.full_tables import completed
 from migration.solvers.rank_relabelling import relabelled
 from migration.solvers.specialisation_test import SpecialisationTest, gate
-from migration.solvers.split_copies import split_copies
+from migration.solvers.split_copies import copies_for
+from migration.solvers.split_weights import DemandPull, check
 
 _MAX_SCATTER = 4 * DESIGN_EFFECT
 """Largest overdispersion between two windows that counts as noise; more is a change of demand. On the usual
@@ -238,18 +239,17 @@ class PlanningProblem:
         return balance(self._even_loads(self.anew))
 
     @cached_property
+    def pull(self) -> DemandPull:
+        """Demand that weights and copies are fitted to, as their solvers read it."""
+        check(self.table, self.fit, self.ranks, self.placement.experts)
+        return DemandPull(self.fit, self.ranks, self.several_nodes, self.limits.live)
+
+    @cached_property
     def few_copies(self) -> PlacementChanges:
         """Changes that bring the balance near to that of `anew`, with freely chosen shares."""
-        size, noise = (self.ranks, self.placement.experts), LoadNoise(self.pairs)
-        return split_copies(
-            self.table,
-            self.fit,
-            *size,
-            self.limits,
-            goal=self.anew_balance,
-            noise=noise,
-            node=self.several_nodes,
-        ).changes
+        return copies_for(
+            self.table, self.pull, self.limits, goal=self.anew_balance, noise=LoadNoise(self.pairs)
+        )
 
     def _even_loads(self, table: SlotTable) -> NDArray[np.float64]:
         """float64 [layers, ranks]: loads under the even split, regardless of where demand originates."""

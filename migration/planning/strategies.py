@@ -22,7 +22,7 @@ from migration.solvers.even_split_copies import even_split_copies
 from migration.solvers.fill_empty_slots import filled
 from migration.solvers.locality_placement import locality_placement
 from migration.solvers.ordered_diff import ordered_diff
-from migration.solvers.split_weights import SLACK, reweight
+from migration.solvers.split_weights import SLACK, reweighted
 from migration.solvers.table_diff import between, shortened
 
 NOTICEABLE = 0.02
@@ -253,17 +253,8 @@ def shared(found: PlanningProblem, table: SlotTable, slack: float = SLACK) -> Sp
 
     In those other layers, experts whose holders changed share evenly. slack: see `reweight`.
     """
-    experts, start = found.placement.experts, found.placement
-    new = reweight(
-        table,
-        found.fit,
-        found.ranks,
-        experts,
-        found.several_nodes,
-        pairs=found.pairs,
-        live=found.limits.live,
-        slack=slack,
-    )
+    start = found.placement
+    new = reweighted(table, found.pull, pairs=found.pairs, slack=slack)
     if found.chosen.all():
         return new
     return Split(

@@ -15,7 +15,7 @@ from migration.model.constraints import UNLIMITED, Constraints
 from migration.model.placement_changes import NONE, PlacementChanges, made, within
 from migration.model.sampling_noise import LoadNoise, changed, deviation, expected_most
 from migration.solvers.overflow_copies import NEAR_CAP, overflow_copies
-from migration.solvers.split_weights import ROUNDS, SLACK, DemandPull, check, diffused, reweight, shared
+from migration.solvers.split_weights import ROUNDS, SLACK, DemandPull, check, diffused, reweighted, shared
 
 NEARBY = 0.02
 """Most by which the fullest rank may stay above that of a full re-placement, in mean rank loads, whatever the
@@ -57,30 +57,38 @@ def split_copies(
     """
     check(table, demand, ranks, experts)
     wants = DemandPull(demand, ranks, node, limits.live)
+    changes = copies_for(table, wants, limits, goal=goal, noise=noise)
+    after, pairs = made(table, changes), None if noise is None else noise.window
+    return SplitCopies(after, reweighted(after, wants, pairs=pairs, slack=slack), changes)
+
+
+def copies_for(
+    table: SlotTable,
+    wants: DemandPull,
+    limits: Constraints = UNLIMITED,
+    *,
+    goal: NDArray[Any] | None = None,
+    noise: LoadNoise | None = None,
+) -> PlacementChanges:
+    """Return the copies of `split_copies` alone, for callers that ask several solvers about one demand."""
     if goal is not None and np.shape(goal) != (len(table),):
         raise ValueError(
             f"split: goal has shape {np.shape(goal)}; expected one balance for each of {len(table)} layers"
         )
+    ranks = wants.ranks
     aim = np.ones(len(table)) if goal is None else np.clip(np.asarray(goal, np.float64), _TINY, 1.0)
     parts = shared(table, wants.load, ranks, limits.live)
-    changes = NONE
-    if len(parts.slot) or (table == EMPTY).any():
-        served = parts.whole / parts.replicas
-        cap, open_layers = _caps(
-            table, wants.load, parts.of_rank(served).reshape(len(table), ranks), aim, limits, noise
-        )
-        # Half the rounds suffice here: the search continues from these weights.
-        served = diffused(parts, served, ROUNDS // 2)
-        above = _alive(parts.of_rank(served).reshape(len(table), ranks), limits).max(axis=1) > cap + NEAR_CAP
-        changes = overflow_copies(table, wants.load, parts, served, cap, open_layers & above, limits, node)
-        changes = changes if limits.max_copies is None else within(changes, limits.max_copies)
-    after = made(table, changes)
-    pairs = None if noise is None else noise.window
-    return SplitCopies(
-        after,
-        reweight(after, demand, ranks, experts, node, pairs=pairs, live=limits.live, slack=slack),
-        changes,
+    if not len(parts.slot) and not (table == EMPTY).any():
+        return NONE
+    served = parts.whole / parts.replicas
+    cap, open_layers = _caps(
+        table, wants.load, parts.of_rank(served).reshape(len(table), ranks), aim, limits, noise
     )
+    # Half the rounds suffice here: the search continues from these weights.
+    served = diffused(parts, served, ROUNDS // 2)
+    above = _alive(parts.of_rank(served).reshape(len(table), ranks), limits).max(axis=1) > cap + NEAR_CAP
+    changes = overflow_copies(table, wants.load, parts, served, cap, open_layers & above, limits, wants.node)
+    return changes if limits.max_copies is None else within(changes, limits.max_copies)
 
 
 def _alive(loads: FloatArray, limits: Constraints) -> FloatArray:

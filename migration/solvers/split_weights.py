@@ -17,6 +17,7 @@ Stein's shrinkage, positive part).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -208,13 +209,23 @@ def reweight(
     that could stay local (known sources only). ValueError when shapes contradict each other.
     """
     check(table, demand, ranks, experts)
-    wants = DemandPull(demand, ranks, node, live)
-    parts = shared(table, wants.load, ranks, live)
+    return reweighted(table, DemandPull(demand, ranks, node, live), pairs=pairs, slack=slack)
+
+
+def reweighted(
+    table: SlotTable,
+    wants: "DemandPull",
+    *,
+    pairs: float | FloatArray | None = None,
+    slack: float = SLACK,
+) -> Split:
+    """Return the split of `reweight`, for callers that ask about several tables of one demand."""
+    parts = shared(table, wants.load, wants.ranks, wants.live)
     own = wants.own(parts)
     # Start at the most local split; only the difference from it is subject to shrinkage.
     start = wants.at_home_first(parts, own)
     best = diffused(parts, start, own=own, enough=1.0 + slack) if wants.known else diffused(parts, start)
-    return split_of(table, parts, start + trust(parts, start, pairs, len(table)) * (best - start), wants)
+    return split_of(table, parts, start + trust(parts, start, pairs, len(table)) * (best - start), wants, own)
 
 
 def check(table: SlotTable, demand: NDArray[Any], ranks: int, experts: int) -> None:
@@ -238,7 +249,7 @@ class DemandPull:
     def __init__(
         self, demand: NDArray[Any], ranks: int, node: NDArray[np.intp] | None, live: NDArray[np.bool_] | None
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self.live = ranks, live
         self.node = None if node is None or int(node.max()) == 0 else node
         """None: all ranks are equally near to each other."""
         self.known = demand.ndim == 3
@@ -254,23 +265,27 @@ class DemandPull:
         """[n]: demand of the slot's own rank for its expert."""
         if not self.known:
             return np.asarray(parts.whole / self.ranks)
-        cell = (parts.rank % self.ranks) * self.load.size + parts.place
-        return np.asarray(self._demand.reshape(-1)[cell] / self._unit[parts.place // self.load.shape[1], 0])
+        layer, expert = np.divmod(parts.place, self.load.shape[1])
+        return np.asarray(self._demand[parts.rank % self.ranks, layer, expert] / self._unit[layer, 0])
 
     def of_nodes(self, parts: SplitResult) -> FloatArray:
         """[nodes, groups]: demand of each node for the shared experts."""
         assert self.node is not None
-        nodes = int(self.node.max()) + 1
         place = np.empty(parts.groups, np.intp)
         place[parts.group] = parts.place
-        size = np.bincount(self.node, minlength=nodes)[:, None]
         if not self.known:
+            size = np.bincount(self.node)[:, None]
             return np.asarray(size / self.ranks * self.load.reshape(-1)[place])
-        rank_demand = self._demand.reshape(self.ranks, -1)[:, place]
-        of_node = np.stack(
-            [rank_demand[self.node == at].sum(axis=0, dtype=np.float64) for at in range(nodes)]
-        )
-        return np.asarray(of_node / self._unit[place // self.load.shape[1], 0])
+        return np.asarray(self._by_node[:, place] / self._unit[place // self.load.shape[1], 0])
+
+    @cached_property
+    def _by_node(self) -> FloatArray:
+        """[nodes, layers * experts]: the demand of each node's ranks."""
+        assert self.node is not None
+        found = np.zeros((int(self.node.max()) + 1, *self.load.shape))
+        for node, demand in zip(self.node.tolist(), self._demand, strict=True):
+            found[node] += demand
+        return found.reshape(len(found), -1)
 
     def at_home_first(self, parts: SplitResult, own: FloatArray) -> FloatArray:
         """[n]: loads when every rank serves its own demand, then a node's replicas share the rest of the
@@ -299,10 +314,15 @@ def trust(parts: SplitResult, start: FloatArray, pairs: float | FloatArray | Non
     return np.asarray(np.maximum(0.0, 1.0 - noise / np.maximum(seen, _TINY))[parts.rank // ranks])
 
 
-def split_of(table: SlotTable, parts: SplitResult, served: FloatArray, wants: DemandPull) -> Split:
+def split_of(
+    table: SlotTable, parts: SplitResult, served: FloatArray, wants: DemandPull, own: FloatArray | None = None
+) -> Split:
     """Return the split under which slots serve these loads ([n]), as much as possible for their own rank,
-    then for their node."""
-    own = wants.own(parts)
+    then for their node.
+
+    own: `wants.own(parts)`, where known.
+    """
+    own = wants.own(parts) if own is None else own
     kept = np.minimum(own, served)
     rest = served - kept
     keep = np.where(table.reshape(-1) == EMPTY, np.uint16(0), np.uint16(FULL))
