@@ -10,6 +10,7 @@ With few pairs per expert it is less, and that matters: the average over many la
 noise to a few thousandths of it.
 """
 
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.polynomial.legendre import leggauss
 from numpy.typing import NDArray
 
-from fleet.arrays import FloatArray
+from fleet.arrays import FloatArray, IndexArray
 
 SURE = 5.0
 """Standard deviations beyond the expected noise. A normal tail would be 3e-7, but pairs of one text are
@@ -30,6 +31,8 @@ FEW = 1.0
 _NODES, _WEIGHTS = leggauss(48)
 _MANY = 50.0
 """Expected pairs of a source and expert beyond which a series replaces the integral."""
+_BLOCK = 1 << 12
+"""Integrals that are computed together: what they need fits in the cache."""
 
 
 class Evidence(Enum):
@@ -72,20 +75,21 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0) 
     are correlated (the design effect, Kish 1965); the effective number of pairs is smaller by this factor.
     ValueError when shapes do not fit.
     """
-    counts = _counts(demand, pairs, dispersion)
-    sources, experts = len(counts), counts.shape[2]
-    total = counts.sum(axis=(0, 2))
-    enough = (counts.sum(axis=2) >= FEW * experts).sum(axis=0) >= 2
+    of_source, scale = _of_sources(demand, pairs, dispersion)
+    sources, experts = len(demand), demand.shape[2]
+    total = of_source.sum(axis=0)
+    enough = (of_source >= FEW * experts).sum(axis=0) >= 2
     mean_pairs = float(total.mean() / max(1, sources))
     if sources < 2 or not enough.any():
         return SpecialisationTest(Evidence.TOO_FEW_PAIRS, sources, experts, mean_pairs)
     # Layers with too few pairs would add noise only.
-    counts, total = counts[:, enough], total[enough]
-    noise = expected_noise(counts)
+    layers = slice(None) if enough.all() else enough
+    counts = _Counts.of(one[layers] * part[layers, None] for one, part in zip(demand, scale, strict=True))
+    noise = counts.noise
     found, floor, spread = (
-        float(divergence(counts).mean()),
+        float(counts.divergence.mean()),
         float(noise.mean()),
-        float(_spread(counts, noise, total)),
+        _spread(noise, counts.total),
     )
     if found <= floor + SURE * spread:
         evidence = Evidence.NONE
@@ -96,8 +100,10 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0) 
     return SpecialisationTest(evidence, sources, experts, mean_pairs, found, floor, spread)
 
 
-def _counts(demand: NDArray[Any], pairs: NDArray[Any], dispersion: float) -> FloatArray:
-    """[sources, layers, experts]: demand, scaled to effective pairs."""
+def _of_sources(
+    demand: NDArray[Any], pairs: NDArray[Any], dispersion: float
+) -> tuple[FloatArray, FloatArray]:
+    """Return (effective pairs, factors of demand that lead to them), [sources, layers] each."""
     if demand.ndim != 3 or np.shape(pairs) not in (demand.shape[:1], demand.shape[:2]):
         raise ValueError(
             f"gate: demand has shape {demand.shape} and pairs {np.shape(pairs)}; expected [sources, layers,"
@@ -105,9 +111,82 @@ def _counts(demand: NDArray[Any], pairs: NDArray[Any], dispersion: float) -> Flo
         )
     if not dispersion >= 1.0:
         raise ValueError(f"gate: dispersion must be at least 1, not {dispersion}")
-    known = np.asarray(pairs, np.float64).reshape(len(demand), -1, 1) / dispersion
-    sums = demand.sum(axis=2, dtype=np.float64, keepdims=True)
-    return np.asarray(demand * (known / np.where(sums > 0, sums, 1.0)))
+    known = np.asarray(pairs, np.float64).reshape(len(demand), -1) / dispersion
+    sums = demand.sum(axis=2, dtype=np.float64)
+    return np.where(sums > 0, known, 0.0), known / np.where(sums > 0, sums, 1.0)
+
+
+class _Counts(NamedTuple):
+    """What the test needs of counts [sources, layers, experts]."""
+
+    of_source: FloatArray
+    """[sources, layers]"""
+    of_expert: FloatArray
+    """[layers, experts]"""
+    cells: FloatArray
+    """[layers]: sum of x ln x over all counts"""
+
+    @classmethod
+    def of(cls, counts: Iterable[FloatArray]) -> "_Counts":
+        """Add up the counts [layers, experts] of the sources one by one, as one fits in the cache."""
+        of_source, of_expert, cells = [], np.zeros(()), np.zeros(())
+        for one in counts:
+            of_source.append(one.sum(axis=1))
+            of_expert, cells = of_expert + one, cells + _xlogx(one).sum(axis=1)
+        return cls(np.stack(of_source), of_expert, cells)
+
+    @property
+    def total(self) -> FloatArray:
+        """[layers]"""
+        return np.asarray(self.of_source.sum(axis=0))
+
+    @property
+    def divergence(self) -> FloatArray:
+        """[layers]: Jensen-Shannon divergence of the sources, nats, weighted by their pairs."""
+        total = np.maximum(self.total, 1e-300)
+        margins = _xlogx(self.of_source).sum(axis=0) + _xlogx(self.of_expert).sum(axis=1)
+        return np.asarray((self.cells - margins + _xlogx(total)) / total)
+
+    @property
+    def noise(self) -> FloatArray:
+        """[layers]: expectation of `divergence` if all sources had the same distribution, given each source's
+        and each expert's pairs."""
+        total = np.maximum(self.total, 1.0)
+        part = self.of_source / total
+        # Drawn without replacement: the variance of an expert with share m of all pairs is 1 - m times the
+        # binomial one.
+        weight = np.where(self.of_expert > 0, 1.0 - self.of_expert / total[:, None], 0.0)
+        # The series of `_excess`, summed over experts: it has a part without the mean and one with 1 / mean.
+        plain = 0.5 * weight.sum(axis=1)
+        inverse = (weight / np.maximum(self.of_expert, 1e-300)).sum(axis=1) / 12.0
+        safe = np.where(part > 0, part, 1.0)
+        found = np.where(part > 0, (1.0 - part) * (plain + (1.0 + part) / safe * inverse), 0.0).sum(axis=0)
+        for layer, expert, share in self._rare(part):
+            trials = self.of_expert[layer, expert]
+            more = _excess(trials, share) - _series(trials, share)
+            found += np.bincount(layer, weight[layer, expert] * more, len(found))
+        return np.asarray(found / total)
+
+    def _rare(self, part: FloatArray) -> Iterator[tuple[IndexArray, IndexArray, FloatArray]]:
+        """Yield (layer, expert, the source's part [sources, layers] of the layer) of counts of which few are
+        expected, some thousand at a time."""
+        waiting: list[tuple[IndexArray, IndexArray, FloatArray]] = []
+        for sent in part:
+            mean = sent[:, None] * self.of_expert
+            layer, expert = np.nonzero((mean < _MANY) & (mean > 0))
+            waiting.append((layer, expert, sent[layer]))
+            if sum(len(layer) for layer, *_ in waiting) >= _BLOCK:
+                yield _joined(waiting)
+                waiting = []
+        if waiting:
+            yield _joined(waiting)
+
+
+def _joined(
+    parts: list[tuple[IndexArray, IndexArray, FloatArray]],
+) -> tuple[IndexArray, IndexArray, FloatArray]:
+    layer, expert, share = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return layer, expert, share
 
 
 def divergence(counts: FloatArray) -> FloatArray:
@@ -115,65 +194,45 @@ def divergence(counts: FloatArray) -> FloatArray:
 
     counts: [sources, layers, experts].
     """
-    total = np.maximum(counts.sum(axis=(0, 2)), 1e-300)
-    cells = _xlogx(counts).sum(axis=(0, 2))
-    margins = _xlogx(counts.sum(axis=2)).sum(axis=0) + _xlogx(counts.sum(axis=0)).sum(axis=1)
-    return np.asarray((cells - margins + _xlogx(total)) / total)
+    return _Counts.of(counts).divergence
 
 
 def expected_noise(counts: FloatArray) -> FloatArray:
     """float64 [layers]: expectation of `divergence` if all sources had the same distribution, given each
     source's and each expert's pairs."""
-    of_source, of_expert = counts.sum(axis=2), counts.sum(axis=0)
-    total = np.maximum(of_expert.sum(axis=1), 1.0)
-    found = np.zeros(len(total))
-    for sent in of_source:
-        part = (sent / total)[:, None]
-        mean = part * of_expert
-        # Drawn without replacement: the variance of an expert with share m of all pairs is 1 - m times the
-        # binomial one.
-        found += (_excess(of_expert, part) * (1.0 - of_expert / total[:, None]) * (mean > 0)).sum(axis=1)
-    return np.asarray(found / total)
+    return _Counts.of(counts).noise
+
+
+def _series(trials: FloatArray, part: FloatArray) -> FloatArray:
+    """Return `_excess` for large means: the first terms of the series in moments about the mean.
+
+    (1 - part) / 2 + (1 - part)(1 + part) / (12 mean).
+    """
+    return np.asarray((1.0 - part) * (0.5 + (1.0 + part) / (12.0 * np.maximum(trials * part, 1e-300))))
 
 
 def _excess(trials: FloatArray, part: FloatArray) -> FloatArray:
-    """Return E[x ln x] - mu ln mu of a binomial x with mu = trials * part.
+    """Return E[x ln x] - mu ln mu of binomials x with mu = trials * part, [n] each.
 
-    The arguments broadcast; `trials` is at least 1 where it is not 0. With ln x = int_0^inf (e^-t - e^-xt) /
-    t dt and u = 1 - e^-t: E[x ln x] = mu int_0^1 (1 - (1 - part u)^(trials - 1)) / -ln(1 - u) du. For large
-    mu: (1 - part) / 2 + (1 - part)(1 + part) / (12 mu), the first terms of the series in moments about the
-    mean.
+    `trials` is at least 1 where it is not 0. With ln x = int_0^inf (e^-t - e^-xt) / t dt and u = 1 - e^-t:
+    E[x ln x] = mu int_0^1 (1 - (1 - part u)^(trials - 1)) / -ln(1 - u) du.
     """
-    mean = trials * part
-    series = (1.0 - part) * (0.5 + (1.0 + part) / (12.0 * np.maximum(mean, 1e-300)))
-    small = np.broadcast_to(mean < _MANY, mean.shape)
-    if not small.any():
-        return np.asarray(series)
-    at, share = np.broadcast_to(trials, mean.shape)[small], np.broadcast_to(part, mean.shape)[small]
-    exact = np.zeros(len(at))
+    exact, more = np.zeros(len(trials)), np.maximum(trials, 1.0) - 1.0
     # Nodes in u = v^2: the integrand falls steeply at 0 where mu is large.
     for node, weight in zip(0.5 * (_NODES + 1.0), 0.5 * _WEIGHTS, strict=True):
         u = node * node
-        exact += (
-            2.0
-            * node
-            * weight
-            * (-np.expm1((np.maximum(at, 1.0) - 1.0) * np.log1p(-share * u)))
-            / -np.log1p(-u)
-        )
-    mu = at * share
-    found = np.array(series)
-    found[small] = mu * (exact - np.log(np.maximum(mu, 1e-300)))
-    return found
+        exact += 2.0 * node * weight * (-np.expm1(more * np.log1p(-part * u))) / -np.log1p(-u)
+    mu = trials * part
+    return np.asarray(mu * (exact - np.log(np.maximum(mu, 1e-300))))
 
 
-def _spread(counts: FloatArray, noise: FloatArray, total: FloatArray) -> float:
+def _spread(noise: FloatArray, total: FloatArray) -> float:
     """Standard deviation of the mean over layers.
 
     That of chi-square, sqrt(2 * degrees) / (2 * pairs), with the degrees of freedom that the noise implies.
     """
     degrees = 2.0 * total * noise
-    return float(np.sqrt((2.0 * degrees / (2.0 * total) ** 2).sum()) / counts.shape[1])
+    return float(np.sqrt((2.0 * degrees / (2.0 * total) ** 2).sum()) / len(noise))
 
 
 def _xlogx(values: FloatArray) -> FloatArray:
