@@ -124,6 +124,17 @@ class Demand:
         scale = np.where(total > 0, self.pairs[:, None, None] / np.where(total > 0, total, 1.0), 0.0)
         return np.asarray(counts * scale, np.float32)
 
+    def evidence_of(self, layers: NDArray[np.intp]) -> NDArray[np.float64]:
+        """float64 [layers, experts]: `evidence` of some layers, summed over ranks."""
+        rates = self.rates
+        total = rates.sum(axis=2, dtype=np.float64)
+        scale = np.where(total > 0, self.pairs[:, None] / np.where(total > 0, total, 1.0), 0.0)
+        found = np.zeros((len(layers), rates.shape[2]))
+        # Rank by rank: all of them fill no cache.
+        for counts, part in zip(rates, scale, strict=True):
+            found += counts[layers] * part[layers, None]
+        return found
+
     def tokens_per_second(self, top_k: int) -> float:
         """Return the tokens per second of all ranks together."""
         return float(self.rates.sum(dtype=np.float64) / (len(self.rates[0]) * top_k))

@@ -141,10 +141,7 @@ class PlanningProblem:
         later = self.view.later
         if later is None:
             return 1.0
-        first, last = (
-            window.evidence[:, self.layers].sum(axis=0, dtype=np.float64)
-            for window in (self.view.demand, later)
-        )
+        first, last = (window.evidence_of(self.layers) for window in (self.view.demand, later))
         return min(scatter(first, last), _MAX_SCATTER)
 
     @cached_property
@@ -243,6 +240,11 @@ class PlanningProblem:
         """Demand that weights and copies are fitted to, as their solvers read it."""
         check(self.table, self.fit, self.ranks, self.placement.experts)
         return DemandPull(self.fit, self.ranks, self.several_nodes, self.limits.live)
+
+    @cached_property
+    def splits(self) -> dict[tuple[bytes, float], Split]:
+        """Shares that were found for tables under a slack: strategies may lead to the same table."""
+        return {}
 
     @cached_property
     def few_copies(self) -> PlacementChanges:

@@ -253,10 +253,14 @@ def shared(found: PlanningProblem, table: SlotTable, slack: float = SLACK) -> Sp
 
     In those other layers, experts whose holders changed share evenly. slack: see `reweight`.
     """
-    start = found.placement
+    key = table.tobytes(), slack
+    if (known := found.splits.get(key)) is not None:
+        return known
     new = reweighted(table, found.pull, pairs=found.pairs, slack=slack)
-    if found.chosen.all():
-        return new
-    return Split(
-        *(np.where(found.chosen[:, None], part, old) for part, old in zip(new, start.split, strict=True))
-    )
+    if not found.chosen.all():
+        old = found.placement.split
+        new = Split(
+            *(np.where(found.chosen[:, None], part, other) for part, other in zip(new, old, strict=True))
+        )
+    found.splits[key] = new
+    return new

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fleet.arrays import SlotTable
 from fleet.placement import EMPTY
 from migration.model.constraints import UNLIMITED, Constraints
-from migration.model.placement_changes import NOWHERE, ChangeKind, PlacementChanges, joined
+from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, joined
 from migration.solvers.load_cap import held_of
 
 
@@ -31,6 +31,8 @@ def filled(
         raise ValueError(
             f"filling: a table of {table.shape} and demand {demand.shape} do not fit {ranks} ranks"
         )
+    if not (table == EMPTY).any():
+        return NONE
     held = held_of(table, ranks, demand.shape[2])
     share = demand / np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), 1e-300)[None, :, None]
     open_to = np.ones(held.shape[::2], bool) if limits.frozen is None else ~limits.frozen

@@ -32,11 +32,7 @@ def relabelled(
     old, new = (
         _held(table[layers], ranks, int(max(before.max(), after.max())) + 1) for table in (before, after)
     )
-    source = (
-        np.stack([_assigned(one) for one in old @ new.swapaxes(1, 2)])
-        if node is None
-        else _by_node(old, new, np.asarray(node))
-    )
+    source = _assigned(old @ new.swapaxes(1, 2)) if node is None else _by_node(old, new, np.asarray(node))
     result = after.copy()
     sets = after[layers].reshape(len(layers), ranks, -1)
     result[layers] = np.take_along_axis(sets, source[:, :, None], axis=1).reshape(len(layers), -1)
@@ -85,9 +81,9 @@ def _held(table: SlotTable, ranks: int, experts: int) -> Float32Array:
     return held[:, :, :experts]
 
 
-def _assigned(common: NDArray[np.float32]) -> NDArray[np.intp]:
-    """Return for each row its column, for the greatest sum of common [rows, columns]."""
-    return np.asarray(linear_sum_assignment(common, maximize=True)[1], np.intp)
+def _assigned(common: Float32Array) -> NDArray[np.intp]:
+    """Return for each row its column, [n, rows], for the greatest sum of each common [n, rows, columns]."""
+    return np.stack([linear_sum_assignment(one, maximize=True)[1] for one in common])
 
 
 def _by_node(old: Float32Array, new: Float32Array, node: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -100,10 +96,16 @@ def _by_node(old: Float32Array, new: Float32Array, node: NDArray[np.intp]) -> ND
         for held in (old, new)
     ]
     fits = np.where(sizes[:, None] == sizes, 0.0, -1e9).astype(np.float32)
-    common = old @ new.swapaxes(1, 2)
+    others = _assigned(there[0] @ there[1].swapaxes(1, 2) + fits)
     source = np.empty((len(old), len(node)), np.intp)
-    for layer, shared in enumerate(there[0] @ there[1].swapaxes(1, 2) + fits):
-        for here, other in enumerate(_assigned(shared).tolist()):
-            mine, theirs = members[here], members[other]
-            source[layer, mine] = theirs[_assigned(common[layer][np.ix_(mine, theirs)])]
+    layer = np.arange(len(old))[:, None, None]
+    for size in np.unique(sizes[sizes > 0]).tolist():
+        # Only ranks of a node and of the one whose sets it takes are compared.
+        alike = np.flatnonzero(sizes == size)
+        ranks_of = np.zeros((len(members), size), np.intp)
+        ranks_of[alike] = [members[at] for at in alike]
+        theirs = ranks_of[others[:, alike]]
+        common = old[:, ranks_of[alike]] @ new[layer, theirs].swapaxes(2, 3)
+        taken = _assigned(common.reshape(-1, size, size)).reshape(theirs.shape)
+        source[:, ranks_of[alike]] = np.take_along_axis(theirs, taken, axis=2)
     return source

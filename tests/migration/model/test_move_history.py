@@ -131,6 +131,7 @@ def test_two_samples_of_one_demand_hardly_ever_differ() -> None:
 def test_the_evidence_of_a_demand_is_counts_of_the_pairs_behind_it() -> None:
     demand = Demand.of(np.array([[[1.0, 3.0]], [[0.0, 0.0]]]), np.array([8.0, 0.0]))
     assert demand.evidence.tolist() == [[[2.0, 6.0]], [[0.0, 0.0]]]
+    assert demand.evidence_of(np.array([0])).tolist() == [[2.0, 6.0]]
 
 
 def test_experts_that_did_harm_rest_until_their_time_also_while_others_are_moved() -> None:

@@ -65,6 +65,21 @@ def test_sets_that_shared_a_node_share_one_still(seed: int) -> None:
 
 
 @settings(max_examples=20, deadline=None)
+@given(st.integers(0, 100_000))
+def test_nodes_of_other_sizes_keep_their_sets(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    before, after = (np.stack([dice.permutation(12) for _ in range(2)]).astype(np.int16) for _ in range(2))
+    result = relabelled(before, after, 6, np.array([2, 0, 1, 0, 3, 0]))
+    nodes = {(1, 3, 5): 3, (0,): 1, (2,): 1, (4,): 1}
+    for new, given_out in zip(after, result, strict=True):
+        wanted, found = (sets(row, 6) for row in (new, given_out))
+        for ranks, size in nodes.items():
+            mine = sorted(map(sorted, (found[rank] for rank in ranks)))
+            alike = [other for other in nodes if len(other) == size]
+            assert mine in [sorted(map(sorted, (wanted[rank] for rank in other))) for other in alike]
+
+
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 100_000), st.booleans())
 def test_what_a_rank_keeps_stays_in_its_slot_and_nothing_is_lost(seed: int, ranks_too: bool) -> None:
     before, after = tables(seed)
