@@ -227,11 +227,15 @@ def know(tables: Tables, query: Query) -> SourceEvidence:
     return SourceEvidence(ratios, tuple(keyed.evidence), keyed.blocks, keyed.hash, keyed.looked_up)
 
 
-def stored_evidence(tables: Tables, query: Query) -> KeyedEvidence:
-    """Look up the prefix, the session and the tenant."""
+def stored_evidence(
+    tables: Tables, query: Query, longest: tuple[int, bytes | None] | None = None
+) -> KeyedEvidence:
+    """Look up the prefix, the session and the tenant. longest: the known prefix, as `longest_known`, if it
+    was looked up before.
+    """
     ratios: list[Float32Array | None] = [None] * len(SOURCES)
     evidence = [0.0] * len(SOURCES)
-    blocks, found = longest_known(tables.blocks, query.prefix, query.guess)
+    blocks, found = longest or longest_known(tables.blocks, query.prefix, query.guess)
     last = query.prefix[blocks - 1] if blocks else 0
     for source, key, rows in (
         (PREFIX, last, None),

@@ -28,6 +28,24 @@ class DecisionKernels(Protocol):
         u32, ValueError beyond the end.
         """
 
+    def longest_known(
+        self,
+        prompt: "list[int] | bytes",
+        size: int,
+        seed: int,
+        chained: Hashes,
+        keys: KeyArray,
+        rows: memoryview,
+        ways: int,
+        stride: int,
+        width: int,
+        guess: int,
+        widest: int,
+    ) -> tuple[bytes, int, bytes | None]:
+        """`fleet.prediction.longest_known` in a table as of `keyed_row`: the hashes known afterwards, the
+        number of leading blocks that are known, and the row of the last of them.
+        """
+
     TERMS: tuple[str, ...]
     """Names of the terms of `price`, in order."""
 

@@ -1,6 +1,6 @@
 /* Sequence hashes of a prompt's blocks (fleet.blocks), and the walk along them through the index of blocks
    (router.prefix_index.block_index). A prompt is a list of token ids, or a buffer of four bytes a token. */
-#include "kernels.h"
+#include "keyed.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -108,6 +108,43 @@ PyObject *chain(PyObject *self, PyObject *const *given, Py_ssize_t count) {
         ok = false;
     }
     PyObject *found = ok && reach(&prompt, depth) ? chain_of(&prompt) : NULL;
+    close_prompt(&prompt);
+    return found;
+}
+
+/* fleet.prediction.longest_known, for a prompt whose hashes are computed on access. */
+static Py_ssize_t longest(Prompt *prompt, const Rows *table, Py_ssize_t guess, Py_ssize_t widest, const char **row) {
+    Py_ssize_t low = 0, high = prompt->total, step = guess > 1 ? guess : 1, next = 1;
+    while (low < high) {
+        Py_ssize_t middle = !step ? (low + high + 1) / 2 : low + step < high ? low + step : high;
+        if (!reach(prompt, middle)) return -1;
+        const char *found = row_of(table, prompt->hashes[middle - 1]);
+        if (!found) {
+            high = middle - 1, step = 0;
+            continue;
+        }
+        low = middle, *row = found;
+        if (!step) continue;
+        step = next, next = 2 * next < widest ? 2 * next : widest;
+    }
+    return low;
+}
+
+/* longest_known(prompt, size, seed, chained, keys, rows, ways, stride, width, guess, widest): the hashes known then, the
+   leading blocks whose rows are known, and the row of the last of them or None. */
+PyObject *longest_known(PyObject *self, PyObject *const *given, Py_ssize_t count) {
+    (void)self;
+    if (count != 11) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 11", count);
+    Prompt prompt = {0};
+    Rows table = {0};
+    const char *row = NULL;
+    PyObject *found = NULL;
+    Py_ssize_t guess = PyLong_AsSsize_t(given[9]), widest = PyLong_AsSsize_t(given[10]);
+    if (!PyErr_Occurred() && open_prompt(&prompt, given) && open_rows(&table, given + 4)) {
+        Py_ssize_t blocks = longest(&prompt, &table, guess, widest < 1 ? 1 : widest, &row);
+        if (blocks >= 0) found = Py_BuildValue("(NnN)", chain_of(&prompt), blocks, row_bytes(&table, row));
+    }
+    close_rows(&table);
     close_prompt(&prompt);
     return found;
 }

@@ -21,6 +21,7 @@ bool expect(bool holds, const char *message);
 PyObject *term_names(void);
 
 PyObject *chain(PyObject *self, PyObject *const *given, Py_ssize_t count);
+PyObject *longest_known(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *walk(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *price(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *pool(PyObject *self, PyObject *const *given, Py_ssize_t count);

@@ -5,6 +5,7 @@
 
 static PyMethodDef methods[] = {
     METHOD(chain),
+    METHOD(longest_known),
     METHOD(walk),
     METHOD(price),
     METHOD(pool),

@@ -30,7 +30,9 @@ from fleet.prediction import (
 )
 from fleet.signatures import ClusterModel
 from router import kernels
+from router.prediction.row_table import RowTable
 from router.prediction.table_replica import TableChange, TableReplica
+from router.prefix_index.block_hash_chain import BlockHashChain
 
 NAMED_CLUSTERS = 4
 """Clusters that a decision's record names, heaviest first."""
@@ -226,7 +228,10 @@ def pooled(tables: Tables, query: Query) -> tuple[Float32Array, KeyedEvidence | 
     if library is None or not isinstance(query.tokens, list):
         found = predict(tables, query)
         return found.weights, found.known
-    known, rows, clusters = stored_evidence(tables, query), len(tables.tokens), len(tables.shares)
+    longest = None
+    if isinstance(tables.blocks, RowTable) and isinstance(query.prefix, BlockHashChain):
+        longest = tables.blocks.longest_known(query.prefix, query.guess)
+    known, rows, clusters = stored_evidence(tables, query, longest), len(tables.tokens), len(tables.shares)
     first = last = min(known.looked_up.start, len(query.tokens))
     if rows:
         last = min(known.looked_up.stop, len(query.tokens))

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from fleet.arrays import ByteArray, KeyArray
 from fleet.keyed import KeyedTable, KeySets
-from fleet.prediction import ROW
+from fleet.prediction import ROW, STRIDE, longest_known
 from fleet.signatures import PACKED
 from router import kernels
+from router.prefix_index.block_hash_chain import BlockHashChain
 
 WAYS = 16
 SLOT = 8 + ROW + 2
@@ -58,6 +59,27 @@ class RowTable(KeyedTable):
             return super().get(key, default)
         found = library.keyed_row(key, self._keys, self._row_bytes, WAYS, ROW, ROW)
         return default if found is None else found
+
+    def longest_known(self, prefix: BlockHashChain, guess: int) -> tuple[int, bytes | None]:
+        """Return what `fleet.prediction.longest_known` does of the blocks of a prompt."""
+        library = kernels.compiled()
+        if library is None:
+            return longest_known(self, prefix, guess)
+        hashes, blocks, row = library.longest_known(
+            prefix.prompt,
+            prefix.size,
+            prefix.seed,
+            prefix.reach(0),
+            self._keys,
+            self._row_bytes,
+            WAYS,
+            ROW,
+            ROW,
+            guess,
+            STRIDE,
+        )
+        prefix.know(hashes)
+        return blocks, row
 
     def crowded_by(self, more: int) -> bool:
         """Return True if `more` additional rows need a larger table, and the budget allows one."""
