@@ -90,6 +90,9 @@ class Kernels(Protocol):
     def priced_traffic(self, table: NDArray[np.int16], *arguments: Any) -> None:
         """`migration.model.cost_model._dispatched`: the last eight arrays are written."""
 
+    def transported(self, cost: FloatArray, order: IndexArray, *arguments: Any) -> None:
+        """`migration.solvers.transportation.transported`: the last array, of zeros, is written."""
+
     def overflow_tried(self, row: IndexArray, *arguments: Any) -> None:
         """`migration.solvers.overflow_copies._tried`."""
 

@@ -87,5 +87,6 @@ KERNEL(cap_levelled);
 KERNEL(cap_pairs);
 KERNEL(ordered_series);
 KERNEL(priced_traffic);
+KERNEL(transported);
 
 #endif

@@ -76,6 +76,7 @@ static PyMethodDef methods[] = {
     METHOD(cap_pairs),
     METHOD(ordered_series),
     METHOD(priced_traffic),
+    METHOD(transported),
     {NULL, NULL, 0, NULL},
 };
 

@@ -15,8 +15,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment, linprog
-from scipy.sparse import coo_array
+from scipy.optimize import linear_sum_assignment
 
 from fleet.arrays import BoolArray, FloatArray, SlotTable
 from migration.planning.findings import Finding, FindingCode, Infeasible
@@ -28,6 +27,7 @@ from migration.solvers.locality_placement import (
     placed,
     worth_of,
 )
+from migration.solvers.transportation import transported
 
 _ROUNDS = 6
 _FIRST = 3
@@ -236,33 +236,12 @@ def routed(value: FloatArray, shares: NDArray[Any], capacity: FloatArray) -> Flo
     """float64 [K, ranks]: maximise sum shares * homes * value.
 
     Constraints: rows of homes sum to 1 (where the share is not 0), and sum shares * homes is at most a rank's
-    capacity. This transportation problem is solved as a linear programme (HiGHS).
+    capacity.
     """
     used = np.flatnonzero(shares > 0)
-    clusters, ranks = len(used), len(capacity)
     weight = np.asarray(shares[used], np.float64) / float(shares[used].sum())
-    cells = np.arange(clusters * ranks)
-    each = coo_array((np.ones(len(cells)), (cells // ranks, cells)), (clusters, len(cells)))
-    full = coo_array((weight[cells // ranks], (cells % ranks, cells)), (ranks, len(cells)))
-    objective = -(weight[:, None] * value[used]).ravel()
-    found = linprog(
-        objective,
-        A_ub=full,
-        b_ub=capacity + _ROUNDING,
-        A_eq=each,
-        b_eq=np.ones(clusters),
-        bounds=(0.0, 1.0),
-        method="highs",
-        # Of a transportation problem presolving removes nothing, and takes a quarter of the time.
-        options={"presolve": False},
-    )
-    if found.status != 0:
-        raise ValueError(
-            f"homes: {clusters} clusters do not fit on ranks of capacity {capacity.round(3).tolist()}:"
-            f" {found.message}"
-        )
-    homes = np.zeros((len(shares), ranks))
-    homes[used] = found.x.reshape(clusters, ranks)
+    homes = np.zeros((len(shares), len(capacity)))
+    homes[used] = transported(value[used], weight, capacity + _ROUNDING) / weight[:, None]
     homes[homes < 1e-9] = 0.0
     homes[used] /= homes[used].sum(axis=1, keepdims=True)
     return homes
