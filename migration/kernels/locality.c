@@ -85,9 +85,35 @@ static void take_best(const double *score, int64_t count, int64_t slots, double 
     }
 }
 
+#define FEW 16
+
+/* The same for FEW slots or less: the best so far are kept in order. */
+static void take_few(const double *score, int64_t count, int64_t slots, uint8_t *best) {
+    double top[FEW];
+    int64_t place[FEW], full = 0;
+    for (int64_t at = 0; at < count; at++) {
+        if (!(score[at] >= 0.0) || (full == slots && !(score[at] > top[full - 1]))) continue;
+        int64_t nth = full < slots ? full++ : full - 1;
+        for (; nth > 0 && score[at] > top[nth - 1]; nth--) top[nth] = top[nth - 1], place[nth] = place[nth - 1];
+        top[nth] = score[at], place[nth] = at;
+    }
+    memset(best, 0, (size_t)count);
+    for (int64_t nth = 0; nth < full; nth++) best[place[nth]] = 1;
+}
+
+/* What a replica of each expert adds on a rank; -1 where it has replicas enough. */
+WIDE static void score_all(const double *restrict own, const double *restrict shared, const int32_t *restrict count,
+                           const int32_t *restrict beside, int64_t experts, int32_t limit, double *restrict score) {
+    for (int64_t at = 0; at < experts; at++) {
+        double more = beside[at] == 0 ? shared[at] : 0.0;
+        score[at] = count[at] < limit ? own[at] + more : -1.0;
+    }
+}
+
 /* filled(own, shared, node, changed: held, home or None, layers, slots, most, passes) */
 static bool fill(const Argument *arguments, const Shape *it) {
-    int64_t experts = it->experts, cells = it->ranks * experts, slots = COUNT(6), limit = COUNT(7);
+    int64_t experts = it->experts, cells = it->ranks * experts, slots = COUNT(6);
+    int32_t limit = COUNT(7) < INT32_MAX ? (int32_t)COUNT(7) : INT32_MAX;
     double *score = malloc((size_t)experts * 2 * sizeof(double) + (size_t)(it->nodes + 2) * (size_t)experts * 4);
     if (!score) return false;
     int32_t *count = (int32_t *)(score + 2 * experts), *based = count + experts, *near = based + experts;
@@ -104,18 +130,21 @@ static bool fill(const Argument *arguments, const Shape *it) {
             int32_t *beside = near + node * experts;
             /* The rank's replicas are removed, so that its own experts are scored as any others. */
             for (int64_t at = 0; at < experts; at++) {
-                bool needed = mine[at] && (!must || must[at]);
-                count[at] -= mine[at];
-                based[at] -= needed;
-                beside[at] -= mine[at];
-                score[at] = count[at] < limit ? own[at] + (beside[at] == 0 ? shared[at] : 0.0) : -1.0;
-                if (needed && based[at] == 0) score[at] = INFINITY;
+                if (!mine[at]) continue;
+                count[at]--, beside[at]--;
+                based[at] -= !must || must[at];
             }
-            take_best(score, experts, slots, score + experts, mine);
+            score_all(own, shared, count, beside, experts, limit, score);
+            for (int64_t at = 0; at < experts; at++)
+                if (mine[at] && (!must || must[at]) && based[at] == 0) score[at] = INFINITY;
+            if (slots <= FEW && slots < experts)
+                take_few(score, experts, slots, mine);
+            else
+                take_best(score, experts, slots, score + experts, mine);
             for (int64_t at = 0; at < experts; at++) {
-                count[at] += mine[at];
-                based[at] += mine[at] && (!must || must[at]);
-                beside[at] += mine[at];
+                if (!mine[at]) continue;
+                count[at]++, beside[at]++;
+                based[at] += !must || must[at];
             }
         }
     }
@@ -228,52 +257,88 @@ KERNEL(locality_one_each) {
         ok = place_each(arguments, &shape), true);
 }
 
+/* The experts of a layer that have one replica only, and what each gains at any rank. */
+typedef struct {
+    int64_t number;
+    int32_t *expert, *where; /* [number] */
+    float *at_rank;          /* [ranks, number] */
+    float *of_sole;          /* [number, ranks]: the same */
+    float *top;              /* [number]: gain of the best exchange */
+    int32_t *best;           /* [number]: its partner */
+    int32_t *count, *place;  /* [experts]: replicas; the first rank that holds it */
+} Soles;
+
+static void find_soles(const Shape *it, Soles *in, const uint8_t *held) {
+    int64_t experts = it->experts;
+    memset(in->count, 0, (size_t)experts * sizeof *in->count);
+    for (int64_t rank = it->ranks; rank-- > 0;)
+        for (int64_t at = 0; at < experts; at++)
+            if (held[rank * experts + at]) in->count[at]++, in->place[at] = (int32_t)rank;
+    in->number = 0;
+    for (int64_t at = 0; at < experts; at++) {
+        if (in->count[at] != 1) continue;
+        in->expert[in->number] = (int32_t)at;
+        in->where[in->number++] = in->place[at];
+    }
+}
+
+static void value_soles(const Shape *it, const Soles *in, const float *own, const float *shared,
+                        const uint8_t *home) {
+    int64_t experts = it->experts;
+    for (int64_t rank = 0; rank < it->ranks; rank++) {
+        const float *extra = shared + node_of(it, rank) * experts;
+        for (int64_t nth = 0; nth < in->number; nth++) {
+            int64_t at = in->expert[nth], from = in->where[nth];
+            float here = own[rank * experts + at], there = own[from * experts + at];
+            if (it->nodes > 1) here += extra[at], there += shared[node_of(it, from) * experts + at];
+            float gain = home && !home[rank * experts + at] ? -INFINITY : here - there;
+            in->at_rank[rank * in->number + nth] = gain;
+            in->of_sole[nth * it->ranks + rank] = gain;
+        }
+    }
+}
+
+/* Let all experts consider an exchange with one, `other`: mine: their gains at its rank; its: its gains at ranks. */
+WIDE static void consider_other(int64_t number, const int32_t *restrict where, const float *restrict mine,
+                                const float *restrict its, int32_t other, float *restrict top,
+                                int32_t *restrict best) {
+    for (int64_t at = 0; at < number; at++) {
+        float gain = mine[at] + its[where[at]];
+        bool better = gain > top[at];
+        top[at] = better ? gain : top[at];
+        best[at] = better ? other : best[at];
+    }
+}
+
 /* swapped(own, shared (float32), node, changed: held, home or None, layers; out: changed [layers]) */
 static bool swap(const Argument *arguments, const Shape *it) {
-    int64_t experts = it->experts, ranks = it->ranks, cells = ranks * experts;
-    float *moved = malloc((size_t)cells * sizeof(float) + (size_t)experts * (3 * sizeof(int32_t) + sizeof(float)));
-    if (!moved) return false;
-    float *top = moved + cells;
-    int32_t *where = (int32_t *)(top + experts), *count = where + experts, *best = count + experts;
+    size_t experts = (size_t)it->experts, cells = (size_t)it->ranks * experts;
+    float *memory = malloc((2 * cells + experts) * sizeof(float) + 5 * experts * sizeof(int32_t));
+    if (!memory) return false;
+    Soles in = {.at_rank = memory, .of_sole = memory + cells, .top = memory + 2 * cells};
+    in.expert = (int32_t *)(in.top + experts);
+    in.where = in.expert + experts, in.best = in.where + experts, in.count = in.best + experts;
+    in.place = in.count + experts;
     for (int64_t layer = 0; layer < it->layers; layer++) {
-        uint8_t *held = AS_B(3) + layer * cells;
-        const uint8_t *home = AS_B(4) ? AS_B(4) + layer * cells : NULL;
-        const float *own = AS_F(0) + layer * cells, *shared = AS_F(1) + layer * it->nodes * experts;
-        memset(count, 0, (size_t)experts * sizeof *count);
-        memset(where, 0, (size_t)experts * sizeof *where);
-        for (int64_t rank = ranks; rank-- > 0;)
-            for (int64_t at = 0; at < experts; at++)
-                if (held[rank * experts + at]) count[at]++, where[at] = (int32_t)rank;
-        /* moved: [experts, ranks], gain of an expert at a rank. */
-        for (int64_t rank = 0; rank < ranks; rank++) {
-            const float *extra = shared + node_of(it, rank) * experts;
-            for (int64_t at = 0; at < experts; at++) {
-                const float *at_home = shared + node_of(it, where[at]) * experts;
-                float here = own[rank * experts + at], there = own[where[at] * experts + at];
-                if (it->nodes > 1) here += extra[at], there += at_home[at];
-                moved[at * ranks + rank] = home && !home[rank * experts + at] ? -INFINITY : here - there;
-            }
-        }
-        for (int64_t at = 0; at < experts; at++) {
-            top[at] = -INFINITY, best[at] = 0;
-            if (count[at] != 1) continue;
-            const float *mine = moved + at * ranks;
-            for (int64_t other = 0; other < experts; other++) {
-                if (count[other] != 1) continue;
-                float gain = mine[where[other]] + moved[other * ranks + where[at]];
-                if (gain > top[at]) top[at] = gain, best[at] = (int32_t)other;
-            }
-        }
+        uint8_t *held = AS_B(3) + layer * (int64_t)cells;
+        find_soles(it, &in, held);
+        value_soles(it, &in, AS_F(0) + layer * (int64_t)cells, AS_F(1) + layer * it->nodes * it->experts,
+                    AS_B(4) ? AS_B(4) + layer * (int64_t)cells : NULL);
+        for (int64_t at = 0; at < in.number; at++) in.top[at] = -INFINITY, in.best[at] = 0;
+        for (int64_t other = 0; other < in.number; other++)
+            consider_other(in.number, in.where, in.at_rank + in.where[other] * in.number,
+                           in.of_sole + other * it->ranks, (int32_t)other, in.top, in.best);
         bool changed = false;
-        for (int64_t at = 0; at < experts; at++) {
-            if (best[best[at]] != at || !(top[at] > 1e-7f)) continue;
+        for (int64_t at = 0; at < in.number; at++) {
+            int32_t other = in.best[at];
+            if (in.best[other] != at || !(in.top[at] > 1e-7f)) continue;
             changed = true;
-            held[where[at] * experts + at] = 0;
-            held[where[best[at]] * experts + at] = 1;
+            held[in.where[at] * it->experts + in.expert[at]] = 0;
+            held[in.where[other] * it->experts + in.expert[at]] = 1;
         }
         AS_B(6)[layer] = changed;
     }
-    free(moved);
+    free(memory);
     return true;
 }
 

@@ -19,6 +19,7 @@ from scipy.optimize import linear_sum_assignment
 
 from fleet.arrays import BoolArray, FloatArray, SlotTable
 from migration.planning.findings import Finding, FindingCode, Infeasible
+from migration.solvers.holder_value import HolderValue
 from migration.solvers.load_cap import held_of
 from migration.solvers.locality_placement import (
     LocalityPlacement,
@@ -165,22 +166,30 @@ class _Search:
         layers, experts = traffic.profiles.shape[1:]
         count = min(layers, max(4, _CELLS // (room.ranks * experts)))
         self.layers = np.unique(np.linspace(0, layers - 1, count).round().astype(np.intp))
-        self._traffic = traffic.some(self.layers)
+        some = traffic.some(self.layers)
+        # Converted once: every demand is a product with these.
+        self._traffic = replace(some, profiles=np.asarray(some.profiles, np.float64))
         self._room = room if room.home is None else replace(room, home=room.home[self.layers])
         self._present = None if present is None else held_of(present[self.layers], room.ranks, experts)
 
     def held(self, homes: FloatArray) -> BoolArray:
         """Place experts under these homes."""
-        return placed(worth_of(self._traffic.demand(homes), self._room), self._room, _EXCHANGES)
+        return self._placed(self._worth(homes))
 
     def saved(self, homes: FloatArray) -> float:
         """Return the saving by these homes and the placement made for them."""
-        worth = worth_of(self._traffic.demand(homes), self._room)
-        return float(worth.of(placed(worth, self._room, _EXCHANGES)).mean())
+        worth = self._worth(homes)
+        return float(worth.of(self._placed(worth)).mean())
 
     def saved_by(self, held: BoolArray, homes: FloatArray) -> float:
         """Return the saving by these homes under a given placement."""
-        return float(worth_of(self._traffic.demand(homes), self._room).of(held).mean())
+        return float(self._worth(homes).of(held).mean())
+
+    def _worth(self, homes: FloatArray) -> HolderValue:
+        return worth_of(self._traffic.demand(homes), self._room)
+
+    def _placed(self, worth: HolderValue) -> BoolArray:
+        return placed(worth, self._room, _EXCHANGES)
 
     def best(self, before: FloatArray | None) -> tuple[FloatArray, float]:
         """Return (homes, saved): of all starts, the best after a few rounds, continued to convergence."""
@@ -202,11 +211,12 @@ class _Search:
         return self._alternated(homes, _ROUNDS - _FIRST)[:2]
 
     def _alternated(self, homes: FloatArray, rounds: int) -> tuple[FloatArray, float, int]:
-        value = 0.0
+        value, worth = 0.0, self._worth(homes)
         for turn in range(rounds):
-            held = self.held(homes)
+            held = self._placed(worth)
             routed = self.routed_to(held)
-            reached = self.saved_by(held, routed)
+            worth = self._worth(routed)
+            reached = float(worth.of(held).mean())
             if reached < value + _STILL:
                 return homes, max(value, reached), turn + 1
             homes, value = routed, reached

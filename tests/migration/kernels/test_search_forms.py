@@ -104,6 +104,15 @@ def test_the_forms_agree_on_a_placement_of_full_size() -> None:
     assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
+def test_the_forms_agree_where_ranks_hold_many_experts() -> None:
+    dice = np.random.default_rng(1)
+    demand = dice.gamma(0.3, size=(4, 3, 64)).round(1)
+    room = LocalityProblem(np.array([0, 0, 1, 1]), 24, LocalityPrices(1.0, 1.5), balance=0.9)
+    with kernels.python_form():
+        expected = locality_placement(demand, room)
+    assert np.array_equal(locality_placement(demand, room).table, expected.table)
+
+
 def test_experts_that_do_not_fit_are_refused_by_both_forms() -> None:
     worth = HolderValue(np.ones((1, 2, 4)), np.zeros((1, 1, 4)), np.zeros(2, np.intp))
     home = np.zeros((1, 2, 4), bool)
