@@ -24,7 +24,8 @@ from migration.solvers.load_cap import held_of
 from migration.solvers.locality_placement import (
     LocalityPlacement,
     LocalityProblem,
-    locality_placement,
+    locality_table,
+    measured,
     placed,
     worth_of,
 )
@@ -115,7 +116,22 @@ def homes(
     least: float = 0.005,
     better: float = 0.005,
 ) -> tuple[FloatArray, LocalityPlacement]:
-    """Return homes of the clusters, float64 [K, ranks], and the placement that goes with them.
+    """Return homes of the clusters, float64 [K, ranks], and the placement that goes with them; arguments of
+    `homes_and_table`."""
+    best, table = homes_and_table(traffic, room, before=before, present=present, least=least, better=better)
+    return best, measured(table, None, traffic.demand(best), room)
+
+
+def homes_and_table(
+    traffic: ClusterTraffic,
+    room: LocalityProblem,
+    *,
+    before: FloatArray | None = None,
+    present: SlotTable | None = None,
+    least: float = 0.005,
+    better: float = 0.005,
+) -> tuple[FloatArray, SlotTable]:
+    """Return homes of the clusters, float64 [K, ranks], and the table that goes with them.
 
     Rows sum to 1, for unused clusters to 0. Infeasible gives the reason for no homes. Savings are parts of
     the dispatch cost with nothing local (`LocalityPlacement.saved`). least: minimal saving over having no
@@ -141,7 +157,7 @@ def homes(
             room,
             traffic.room_for(room.ranks),
         )
-    return best, locality_placement(traffic.demand(best), room, present)
+    return best, locality_table(traffic.demand(best), room, present)
 
 
 def homes_for_table(

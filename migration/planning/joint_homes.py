@@ -17,7 +17,7 @@ from fleet.placement import Placement
 from migration.model.cost_model import PricedPlacement
 from migration.model.engine_view import PlannedHomes
 from migration.model.placement_changes import PlacementChanges, made
-from migration.planning.cluster_homes import ClusterTraffic, homes, homes_for_table
+from migration.planning.cluster_homes import ClusterTraffic, homes_and_table, homes_for_table
 from migration.planning.demand_forecast import RoutingForecast, homes_within_capacity, spread
 from migration.planning.findings import Finding, FindingCode, Infeasible
 from migration.planning.group_affinity import keep_groups
@@ -32,7 +32,7 @@ from migration.planning.strategies import (
     shared,
     without_reversals,
 )
-from migration.solvers.locality_placement import locality_placement
+from migration.solvers.locality_placement import locality_table
 from migration.solvers.ordered_diff import ordered_diff
 from migration.solvers.split_weights import SLACK
 
@@ -100,13 +100,15 @@ def joint(found: PlanningProblem) -> PlanCandidate:
     room, traffic, (stay, _) = locality_problem(found), known.fit, effective_homes(found)
     bar = _material(found, traffic) * (1.0 if known.known is None else _EXTENDED)
     before = None if stay is None else _within_capacity(stay, traffic)
-    best_homes, placed = homes(traffic, room, before=before, present=found.table, least=bar, better=_CLEARLY)
+    best_homes, goal = homes_and_table(
+        traffic, room, before=before, present=found.table, least=bar, better=_CLEARLY
+    )
     share = stay if stay is not None and best_homes is before else best_homes
-    goal, end = placed.table, _expected(found, known, share)
+    end = _expected(found, known, share)
     # Group-limited gates: one node per group may be cheaper than free placement.
     whole = keep_groups(found.view.shape, found.terms.speed, end.fit, room)
     if whole.home is not None:
-        goal = locality_placement(end.fit, replace(room, home=whole.home), present=found.table).table
+        goal = locality_table(end.fit, replace(room, home=whole.home), present=found.table)
     changes = without_reversals(found, ordered_diff(found.table, goal, end.fit, room, found.limits))
     base = _before(found, known, stay)
     ways = [_candidate(found, changes, base, one, of) for one, of in _choices(found, known, share, stay, end)]

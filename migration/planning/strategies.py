@@ -20,7 +20,7 @@ from migration.planning.problem import PlanningProblem
 from migration.solvers.eplb import as_placement, eplb_global, eplb_hierarchical, raw_shares
 from migration.solvers.even_split_copies import even_split_copies
 from migration.solvers.fill_empty_slots import filled
-from migration.solvers.locality_placement import locality_placement
+from migration.solvers.locality_placement import locality_table
 from migration.solvers.ordered_diff import ordered_diff
 from migration.solvers.split_weights import SLACK, reweighted
 from migration.solvers.table_diff import between, shortened
@@ -123,8 +123,8 @@ def local(found: PlanningProblem) -> PlanCandidate:
     """
     room = locality_problem(found)
     whole = keep_groups(found.view.shape, found.terms.speed, found.fit, room)
-    goal = locality_placement(found.fit, replace(room, home=whole.home), present=found.table)
-    changes = without_reversals(found, ordered_diff(found.table, goal.table, found.fit, room, found.limits))
+    goal = locality_table(found.fit, replace(room, home=whole.home), present=found.table)
+    changes = without_reversals(found, ordered_diff(found.table, goal, found.fit, room, found.limits))
     table = made(found.table, changes)
     # Two trade-offs between even ranks and local tokens; the cost model decides.
     ways = [PlanCandidate("locality", changes, shared(found, table, slack)) for slack in (SLACK, NEARER)]

@@ -79,20 +79,19 @@ class LoadCap(NamedTuple):
         return each.reshape(table.shape)
 
 
-def level(table: SlotTable, demand: NDArray[Any], ranks: int, node: NDArray[np.intp]) -> LoadCap:
+def level(table: SlotTable, wants: DemandPull) -> LoadCap:
     """Level ranks by diffusion, as in `migration.solvers.split_weights`, in two pools: node demand and the
     rest.
 
-    A node's own demand flows among its replicas, and the rest among all replicas. demand: [ranks, layers,
-    experts].
+    A node's own demand flows among its replicas, and the rest among all replicas.
     """
-    wants = DemandPull(demand, ranks, node, None)
+    ranks = wants.ranks
     parts = shared(table, wants.load, ranks)
     own = wants.own(parts)
     # Pools: per expert (far), and per expert and node (near).
     near, cell, cells = np.zeros_like(own), parts.group, parts.groups
     if wants.node is not None:
-        nodes = int(node.max()) + 1
+        nodes = int(wants.node.max()) + 1
         cell, cells = wants.node[parts.rank % ranks] * parts.groups + parts.group, nodes * parts.groups
         node_demand = wants.of_nodes(parts).reshape(-1)
         # Start: every rank serves its own demand, and a node's rest is shared evenly on the node.
@@ -143,13 +142,13 @@ def split_under(
 ) -> Split:
     """Return the split that levels ranks within nodes first; ranks above `cap` times the mean then give away
     local load too."""
-    found = level(table, demand, ranks, node)
+    found = level(table, DemandPull(demand, ranks, node, None))
     each = diffused(found.parts, found.each, own=np.minimum(found.home, found.each), enough=cap)
     return split_of(table, found.parts, each, found.wants)
 
 
 class _Layers(NamedTuple):
-    """Layers being processed, first axis of all arrays; changed in place."""
+    """Layers, first axis of all arrays; changed in place."""
 
     table: SlotTable
     held: BoolArray
@@ -163,6 +162,22 @@ class _Layers(NamedTuple):
     """[layers, ranks]."""
     demand: FloatArray
     """[layers, ranks, experts] in units of the mean rank load, as the loads are."""
+
+    @classmethod
+    def of(cls, table: SlotTable, demand: NDArray[Any], worth: HolderValue) -> "_Layers":
+        """Read a table; loads are not known yet. demand: [ranks, layers, experts]."""
+        ranks, layers, experts = demand.shape
+        mean = np.maximum(demand.sum(axis=(0, 2)) / ranks, _TINY)[:, None, None]
+        held = held_of(table, ranks, experts)
+        return cls(
+            table.copy(),
+            held,
+            worth.near(held),
+            held.sum(axis=1),
+            np.zeros(table.shape),
+            np.zeros((layers, ranks)),
+            np.ascontiguousarray(demand.transpose(1, 0, 2) / mean),
+        )
 
     def put(self, layer: int, slot: int, expert: int, worth: HolderValue) -> None:
         """Put an expert, or none, into a slot."""
@@ -189,69 +204,35 @@ def levelled(
     The argument is not changed. demand: [ranks, layers, experts]. most: replicas of an expert. home: bool
     [layers, ranks, experts] where one replica must stay; None: anywhere.
     """
-    table, ranks = table.copy(), len(worth.node)
+    ranks = len(worth.node)
+    wants = DemandPull(demand, ranks, worth.node, None)
+    state = _Layers.of(table, demand, worth)
     busy, least = np.arange(len(table)), np.full(len(table), np.inf)
     failed = np.zeros(len(table), int)
     best = table.copy()
     for _ in range(_LOOKS):
-        found = level(table[busy], demand[:, busy], ranks, worth.node)
-        each, load = found.slots(table[busy]), found.load
+        found = level(state.table[busy], wants if len(busy) == len(table) else wants.some(busy))
+        each, load = found.slots(state.table[busy]), found.load
         fullest = load.max(axis=1)
         # Later states may be worse, as steps assume constant weights: keep the best.
         better = fullest < least[busy] - _TINY
-        best[busy[better]], least[busy[better]] = table[busy[better]], fullest[better]
+        best[busy[better]], least[busy[better]] = state.table[busy[better]], fullest[better]
         failed[busy] = np.where(better, 0, failed[busy] + 1)
         going = (fullest > cap) & (failed[busy] < _PATIENCE)
-        busy, each, load = busy[going], each[going], load[going]
+        busy = busy[going]
         if not len(busy):
             break
+        state.each[busy], state.load[busy] = each[going], load[going]
         # After a failure try exchanges only: the load that a further replica takes over is an estimate, and
         # was wrong.
-        allowed = np.where(failed[busy] % 2 == 1, 1, most)
-        table[busy] = _exchanged(
-            table[busy],
-            each,
-            load,
-            demand[:, busy],
-            worth.at(busy),
-            cap,
-            allowed,
-            None if home is None else home[busy],
-        )
+        allowed = np.where(failed % 2 == 1, 1, most)
+        # A few exchanges in each of these layers; loads are updated as if weights were constant.
+        for _ in range(_STEPS):
+            rows = busy[state.load[busy].max(axis=1) > cap]
+            if not len(rows):
+                break
+            _make(state, worth, rows, _cheapest(state, worth, rows, cap, allowed, home))
     return best
-
-
-def _exchanged(
-    table: SlotTable,
-    each: FloatArray,
-    load: FloatArray,
-    demand: NDArray[Any],
-    worth: HolderValue,
-    cap: float,
-    most: NDArray[np.intp],
-    home: BoolArray | None,
-) -> SlotTable:
-    """Return the table after a few exchanges in each of these layers; loads are updated as if weights were
-    constant."""
-    demand_of_rank = (
-        demand.transpose(1, 0, 2) / np.maximum(demand.sum(axis=(0, 2)) / len(demand), _TINY)[:, None, None]
-    )
-    held = held_of(table, len(worth.node), demand_of_rank.shape[2])
-    state = _Layers(
-        table.copy(),
-        held,
-        worth.near(held),
-        held.sum(axis=1),
-        each.copy(),
-        load.copy(),
-        np.ascontiguousarray(demand_of_rank),
-    )
-    for _ in range(_STEPS):
-        rows = np.flatnonzero(state.load.max(axis=1) > cap)
-        if not len(rows):
-            break
-        _make(state, worth, rows, _cheapest(state, worth, rows, cap, most, home))
-    return state.table
 
 
 class _Cheapest(NamedTuple):

@@ -126,7 +126,14 @@ def worth_of(demand: NDArray[Any], room: LocalityProblem) -> HolderValue:
 def locality_placement(
     demand: NDArray[Any], room: LocalityProblem, present: SlotTable | None = None, stay: float = 0.05
 ) -> LocalityPlacement:
-    """Return the placement that saves most dispatch at the required balance.
+    """Return the placement that saves most dispatch at the required balance; see `locality_table`."""
+    return measured(locality_table(demand, room, present, stay), None, demand, room)
+
+
+def locality_table(
+    demand: NDArray[Any], room: LocalityProblem, present: SlotTable | None = None, stay: float = 0.05
+) -> SlotTable:
+    """Return the table of the placement that saves most dispatch at the required balance.
 
     demand: [ranks, layers, experts] pairs by the rank that serves their requests. present: int16 [layers,
     ranks * slots], the present placement: the worth of its replicas is raised by the part `stay`, so that
@@ -144,8 +151,7 @@ def locality_placement(
         # Hysteresis: present replicas count slightly more.
         worth = worth._replace(own=worth.own * (1.0 + stay * start))
     held = placed(worth, room, start=start)
-    table = levelled(table_of(held, room.slots), demand, worth, 1.0 / room.balance, room.replicas, room.home)
-    return _levelled_figures(table, demand, room)
+    return levelled(table_of(held, room.slots), demand, worth, 1.0 / room.balance, room.replicas, room.home)
 
 
 def placed(

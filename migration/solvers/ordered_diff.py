@@ -19,6 +19,7 @@ from migration.model.constraints import UNLIMITED, Constraints
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, made, taken, within
 from migration.solvers.load_cap import held_of, level
 from migration.solvers.locality_placement import LocalityProblem
+from migration.solvers.split_weights import DemandPull
 
 _WHOLE = 0.98
 """Part of the most that a layer's series gains at which it may end; later changes level ranks, and are
@@ -378,9 +379,10 @@ def _levelled(
     """Cut the ends of layers' series that make a rank too full for any weights: by a quarter until none
     does."""
 
+    wants = DemandPull(demand, room.ranks, room.node, None)
+
     def fullest(after: SlotTable, layers: NDArray[np.intp]) -> FloatArray:
-        load = level(after[layers], demand[:, layers], room.ranks, room.node).load
-        return np.asarray(load.max(axis=1))
+        return np.asarray(level(after[layers], wants.some(layers)).load.max(axis=1))
 
     over = np.unique(changes.layer).astype(np.intp)
     allowed = np.full(len(table), np.inf)

@@ -16,6 +16,7 @@ way from the even split: the part by which the imbalance exceeds what sampling a
 Stein's shrinkage, positive part).
 """
 
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -260,13 +261,27 @@ class DemandPull:
         self.load: FloatArray = load / self._unit
         """[layers, experts]"""
         self._demand = demand
+        self._layers: IndexArray | None = None
+        """Layers of the demand that this is about; None: all."""
+
+    def some(self, layers: IndexArray) -> "DemandPull":
+        """Return the same of some layers of the demand."""
+        found = copy(self)
+        found.load, found._unit = self.load[layers], self._unit[layers]
+        found._layers = layers if self._layers is None else self._layers[layers]
+        if self.node is not None and self.known:
+            found._by_node = self._by_node.reshape(-1, *self.load.shape)[:, layers].reshape(
+                len(self._by_node), -1
+            )
+        return found
 
     def own(self, parts: SplitResult) -> FloatArray:
         """[n]: demand of the slot's own rank for its expert."""
         if not self.known:
             return np.asarray(parts.whole / self.ranks)
         layer, expert = np.divmod(parts.place, self.load.shape[1])
-        return np.asarray(self._demand[parts.rank % self.ranks, layer, expert] / self._unit[layer, 0])
+        at = layer if self._layers is None else self._layers[layer]
+        return np.asarray(self._demand[parts.rank % self.ranks, at, expert] / self._unit[layer, 0])
 
     def of_nodes(self, parts: SplitResult) -> FloatArray:
         """[nodes, groups]: demand of each node for the shared experts."""
