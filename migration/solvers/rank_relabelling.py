@@ -46,11 +46,9 @@ def arranged(before: SlotTable, after: SlotTable, ranks: int) -> SlotTable:
     layers, slots = after.shape
     places, per = layers * ranks, slots // ranks
     old, new = before.reshape(places, per), after.reshape(places, per)
-    slot_of = np.full((places, int(max(before.max(), after.max())) + 2), -1, np.intp)
-    np.put_along_axis(slot_of, old.astype(np.intp), np.arange(per)[None, :], axis=1)
-    # EMPTY is -1 and was written to the last column.
-    slot_of[:, -1] = -1
-    at = np.take_along_axis(slot_of, new.astype(np.intp), axis=1)
+    # The slot that held each new expert before; of several, the last one.
+    same = (new[:, :, None] == old[:, None, ::-1]) & (new != EMPTY)[:, :, None]
+    at = np.where(same.any(axis=2), per - 1 - same.argmax(axis=2), -1)
     # First, experts that stay, in their former slots.
     result = np.full((places, per), EMPTY, np.int16)
     place, nth = np.nonzero(at >= 0)
