@@ -52,10 +52,16 @@ bool expect(bool holds, const char *message) {
     return holds;
 }
 
+/* True if a number is outside of [first, end): then a difference to one of the ends is negative. */
+WIDE static bool any_outside(int64_t first, const int64_t *numbers, int64_t count, int64_t end) {
+    uint64_t found = 0, low = (uint64_t)first, high = (uint64_t)end - 1;
+    for (int64_t at = 0; at < count; at++)
+        found |= ((uint64_t)numbers[at] - low) | (high - (uint64_t)numbers[at]);
+    return found >> 63;
+}
+
 bool all_between(int64_t first, const int64_t *numbers, int64_t count, int64_t end, const char *message) {
-    bool holds = true;
-    for (int64_t at = 0; at < count; at++) holds &= numbers[at] >= first && numbers[at] < end;
-    return expect(holds, message);
+    return expect(!any_outside(first, numbers, count, end), message);
 }
 
 bool all_below(const int64_t *numbers, int64_t count, int64_t end, const char *message) {

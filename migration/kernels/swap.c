@@ -27,9 +27,21 @@ typedef struct {
     int64_t at;
 } Best;
 
+/* The greatest of some numbers, at least `top`, in lanes that do not wait for each other. */
+WIDE static float greatest(const float *worth, int64_t c, float top) {
+    float lanes[8];
+    int64_t whole = c - c % 8;
+    for (int lane = 0; lane < 8; lane++) lanes[lane] = top;
+    for (int64_t first = 0; first < whole; first += 8)
+        for (int lane = 0; lane < 8; lane++)
+            lanes[lane] = worth[first + lane] > lanes[lane] ? worth[first + lane] : lanes[lane];
+    for (int lane = 0; lane < 8; lane++) top = lanes[lane] > top ? lanes[lane] : top;
+    for (int64_t at = whole; at < c; at++) top = worth[at] > top ? worth[at] : top;
+    return top;
+}
+
 static void choose(Best *best, const float *worth, int64_t c, int64_t first) {
-    float top = best->worth;
-    for (int64_t at = 0; at < c; at++) top = worth[at] > top ? worth[at] : top;
+    float top = greatest(worth, c, best->worth);
     if (!(top > best->worth)) return;
     best->worth = top;
     for (int64_t at = 0; at < c; at++)
@@ -58,12 +70,13 @@ static void gather(const Argument *arguments, int64_t row, int64_t reach, const 
         if (++of == wide) nth++, of = 0;
         int64_t within = AS_L(SLOT_EXPERT)[layer * slots + slot], expert = layer * experts + within;
         double each = AS_D(EACH)[expert];
-        bool stays = AS_B(HELD)[expert * ranks + own] || within == experts - 1 || AS_B(FIXED)[expert];
+        /* No branches: what is held, and where, cannot be predicted. */
+        bool stays = AS_B(HELD)[expert * ranks + own] | (within == experts - 1) | AS_B(FIXED)[expert];
         into->slot[at] = slot;
         into->place[at] = (int32_t)rank;
         into->level[at] = (float)(AS_D(OVER)[layer * ranks + rank] - each);
         into->each[at] = (float)each;
-        into->rise[at] = (float)((stays ? (double)BARRED : 0.0) - AS_D(PAYS)[layer * ranks + rank]);
+        into->rise[at] = (float)((double)stays * (double)BARRED - AS_D(PAYS)[layer * ranks + rank]);
         into->weight[at] = (float)AS_B(FRESH)[layer * slots + slot] + 1.0f;
     }
 }
