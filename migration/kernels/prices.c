@@ -18,7 +18,8 @@ typedef struct {
 /* Space of one layer. */
 typedef struct {
     double *left;              /* [experts, ranks] pairs that their rank does not keep */
-    double *claimed;           /* [nodes, experts] */
+    double *claimed;           /* [experts, nodes] */
+    double *rest;              /* [experts, ranks] part that the claims of a rank's node leave */
     double *here, *row, *power; /* [ranks] */
 } Space;
 
@@ -28,7 +29,7 @@ typedef struct {
 } Found;
 
 /* The sum of n numbers, in the order of numpy (pairwise summation). */
-static double sum_of(const double *values, int64_t n) {
+WIDE static double sum_of(const double *values, int64_t n) {
     if (n < 8) {
         double sum = 0.0;
         for (int64_t at = 0; at < n; at++) sum += values[at];
@@ -59,19 +60,26 @@ WIDE static void turned(const double *restrict demand, int64_t ranks, int64_t ex
                     into[expert * ranks + rank] = demand[rank * experts + expert];
 }
 
-/* here [first, end) += weight * left: the tokens of these ranks for one expert. */
-WIDE static void serve(double *restrict here, const double *restrict left, double weight, int64_t first, int64_t end) {
-    for (int64_t from = first; from < end; from++) here[from] += left[from] * weight;
+/* Serve the tokens of all ranks for one expert alike. */
+WIDE static void serve(double *restrict here, const double *restrict left, double weight, int64_t ranks) {
+    for (int64_t from = 0; from < ranks; from++) here[from] += left[from] * weight;
+}
+
+/* The same where nodes claim their ranks' tokens: near, of the node `own` of the slot. */
+WIDE static void serve_nodes(double *restrict here, const double *restrict left, const double *restrict rest,
+                             const int64_t *restrict node, double spill, double near, int64_t own, int64_t ranks) {
+    for (int64_t from = 0; from < ranks; from++)
+        here[from] += left[from] * (spill * rest[from] + (node[from] == own ? near : 0.0));
 }
 
 /* row = (1 - (1 - mass)^top_k) * pairs: the tokens that get somewhere. */
 WIDE static void reach(const double *restrict mass, const double *restrict pairs, int64_t top_k, int64_t ranks,
                        double *restrict power, double *restrict row) {
     bool begun = false;
-    for (int64_t at = 0; at < ranks; at++) {
-        double part = mass[at] > 0.0 ? mass[at] : 0.0;
-        row[at] = 1.0 - (part < 1.0 ? part : 1.0);
-    }
+    /* Loops of their own: together the compiler makes branches of the two bounds. */
+    for (int64_t at = 0; at < ranks; at++) row[at] = mass[at] > 0.0 ? mass[at] : 0.0;
+    for (int64_t at = 0; at < ranks; at++) row[at] = row[at] < 1.0 ? row[at] : 1.0;
+    for (int64_t at = 0; at < ranks; at++) row[at] = 1.0 - row[at];
     for (int64_t left = top_k; left;) {
         if (left & 1) {
             if (begun)
@@ -99,6 +107,7 @@ WIDE static void add(double *restrict into, const double *restrict values, int64
 static double serve_all(const Shape *it, int64_t rank, const int16_t *row, const double *keep, const double *spill,
                         const double *near, bool by_node, const Space *space, const double *demand) {
     double kept = 0.0;
+    int64_t own = it->node[rank];
     memset(space->here, 0, (size_t)it->ranks * sizeof *space->here);
     for (int64_t slot = rank * it->per; slot < (rank + 1) * it->per; slot++) {
         int64_t expert = row[slot];
@@ -106,25 +115,19 @@ static double serve_all(const Shape *it, int64_t rank, const int16_t *row, const
         kept += demand[rank * it->experts + expert] * keep[slot];
         const double *left = space->left + expert * it->ranks;
         if (!by_node) {
-            serve(space->here, left, spill[slot], 0, it->ranks);
+            serve(space->here, left, spill[slot], it->ranks);
             continue;
         }
-        /* Ranks of one node side by side are served alike. */
-        for (int64_t first = 0, end; first < it->ranks; first = end) {
-            int64_t node = it->node[first];
-            for (end = first + 1; end < it->ranks && it->node[end] == node;) end++;
-            double claimed = space->claimed[node * it->experts + expert], most = claimed > 1.0 ? claimed : 1.0;
-            double weight = spill[slot] * (1.0 - claimed / most);
-            if (it->node[rank] == node) weight += near[slot] / most;
-            if (weight != 0.0) serve(space->here, left, weight, first, end);
-        }
+        double claimed = space->claimed[expert * it->nodes + own];
+        serve_nodes(space->here, left, space->rest + expert * it->ranks, it->node, spill[slot],
+                    near[slot] / (claimed > 1.0 ? claimed : 1.0), own, it->ranks);
     }
     return kept;
 }
 
-/* Pairs that are not kept, by expert, and the claims of each node's slots. False: an expert out of range. */
-static bool begin(const Shape *it, const int16_t *row, const double *keep, const double *near, const double *demand,
-                  const Space *space, const Found *into) {
+/* Pairs that are not kept, by expert, and what nodes' claims leave of them. False: an expert out of range. */
+static bool begin(const Shape *it, const int16_t *row, const double *keep, const double *near, bool by_node,
+                  const double *demand, const Space *space, const Found *into) {
     for (int64_t rank = 0; rank < it->ranks; rank++)
         into->pairs[rank] = sum_of(demand + rank * it->experts, it->experts);
     turned(demand, it->ranks, it->experts, space->left);
@@ -134,7 +137,14 @@ static bool begin(const Shape *it, const int16_t *row, const double *keep, const
         if (expert == EMPTY) continue;
         if (expert < 0 || expert >= it->experts) return false;
         space->left[expert * it->ranks + rank] -= demand[rank * it->experts + expert] * keep[slot];
-        space->claimed[it->node[rank] * it->experts + expert] += near[slot];
+        space->claimed[expert * it->nodes + it->node[rank]] += near[slot];
+    }
+    for (int64_t expert = 0; by_node && expert < it->experts; expert++) {
+        const double *claimed = space->claimed + expert * it->nodes;
+        for (int64_t node = 0; node < it->nodes; node++)
+            space->power[node] = 1.0 - claimed[node] / (claimed[node] > 1.0 ? claimed[node] : 1.0);
+        for (int64_t rank = 0; rank < it->ranks; rank++)
+            space->rest[expert * it->ranks + rank] = space->power[it->node[rank]];
     }
     return true;
 }
@@ -142,7 +152,7 @@ static bool begin(const Shape *it, const int16_t *row, const double *keep, const
 static bool one_layer(const Shape *it, const int16_t *row, const double *keep, const double *spill,
                       const double *near, bool by_node, const double *demand, const Space *space,
                       const Found *into) {
-    if (!begin(it, row, keep, near, demand, space, into)) return false;
+    if (!begin(it, row, keep, near, by_node, demand, space, into)) return false;
     size_t places = (size_t)(it->nodes * it->ranks);
     memset(into->mass, 0, places * sizeof *into->mass);
     memset(into->ranks_out, 0, (size_t)it->ranks * sizeof *into->ranks_out);
@@ -174,9 +184,10 @@ static bool one_layer(const Shape *it, const int16_t *row, const double *keep, c
    ranks], nodes_out [layers, ranks], nodes_in [layers, nodes]) */
 static bool all_layers(const Argument *arguments, const Shape *it, bool *legal) {
     size_t ranks = (size_t)it->ranks, cells = (size_t)(it->experts * it->ranks);
-    double *memory = malloc((cells + (size_t)(it->nodes * it->experts) + 3 * ranks) * sizeof *memory);
+    size_t count = 2 * cells + (size_t)(it->nodes * (it->experts + 1)) + 3 * ranks;
+    double *memory = malloc(count * sizeof *memory);
     if (!memory) return false;
-    Space space = {.left = memory, .claimed = memory + cells};
+    Space space = {.left = memory, .rest = memory + cells, .claimed = memory + 2 * cells};
     space.here = space.claimed + it->nodes * it->experts;
     space.row = space.here + ranks;
     space.power = space.row + ranks;

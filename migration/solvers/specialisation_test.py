@@ -132,7 +132,7 @@ class _Counts(NamedTuple):
         of_source, of_expert, cells = [], np.zeros(()), np.zeros(())
         for one in counts:
             of_source.append(one.sum(axis=1))
-            of_expert, cells = of_expert + one, cells + _xlogx(one).sum(axis=1)
+            of_expert, cells = of_expert + one, cells + _xlogx_sum(one)
         return cls(np.stack(of_source), of_expert, cells)
 
     @property
@@ -144,8 +144,8 @@ class _Counts(NamedTuple):
     def divergence(self) -> FloatArray:
         """[layers]: Jensen-Shannon divergence of the sources, nats, weighted by their pairs."""
         total = np.maximum(self.total, 1e-300)
-        margins = _xlogx(self.of_source).sum(axis=0) + _xlogx(self.of_expert).sum(axis=1)
-        return np.asarray((self.cells - margins + _xlogx(total)) / total)
+        margins = _xlogx_sum(self.of_source.T) + _xlogx_sum(self.of_expert)
+        return np.asarray((self.cells - margins + total * np.log(total)) / total)
 
     @property
     def noise(self) -> FloatArray:
@@ -171,7 +171,8 @@ class _Counts(NamedTuple):
         """Yield (layer, expert, the source's part [sources, layers] of the layer) of counts of which few are
         expected, some thousand at a time."""
         waiting: list[tuple[IndexArray, IndexArray, FloatArray]] = []
-        for sent in part:
+        lowest = np.where(self.of_expert > 0, self.of_expert, np.inf).min(axis=1)
+        for sent in part[((part * lowest < _MANY) & (part > 0)).any(axis=1)]:
             mean = sent[:, None] * self.of_expert
             layer, expert = np.nonzero((mean < _MANY) & (mean > 0))
             waiting.append((layer, expert, sent[layer]))
@@ -235,5 +236,6 @@ def _spread(noise: FloatArray, total: FloatArray) -> float:
     return float(np.sqrt((2.0 * degrees / (2.0 * total) ** 2).sum()) / len(noise))
 
 
-def _xlogx(values: FloatArray) -> FloatArray:
-    return np.asarray(values * np.log(np.where(values > 0, values, 1.0)))
+def _xlogx_sum(values: FloatArray) -> FloatArray:
+    """[n]: sum of x ln x over the columns of values [n, m]."""
+    return np.asarray(np.einsum("nm,nm->n", values, np.log(np.maximum(values, 1e-300))))
