@@ -29,7 +29,7 @@ certain it is."""
 FEW = 1.0
 """Mean pairs per source and expert below which the test gives no result."""
 _NODES, _WEIGHTS = leggauss(48)
-_MANY = 50.0
+_MANY = 18.0
 """Expected pairs of a source and expert beyond which a series replaces the integral."""
 _BLOCK = 1 << 12
 """Integrals that are computed together: what they need fits in the cache."""
@@ -156,11 +156,13 @@ class _Counts(NamedTuple):
         # Drawn without replacement: the variance of an expert with share m of all pairs is 1 - m times the
         # binomial one.
         weight = np.where(self.of_expert > 0, 1.0 - self.of_expert / total[:, None], 0.0)
-        # The series of `_excess`, summed over experts: it has a part without the mean and one with 1 / mean.
-        plain = 0.5 * weight.sum(axis=1)
-        inverse = (weight / np.maximum(self.of_expert, 1e-300)).sum(axis=1) / 12.0
+        # The series of `_excess`, summed over experts: its terms differ in the power of the mean.
+        plain, once, twice = (
+            (weight / np.maximum(self.of_expert, 1e-100) ** power).sum(axis=1) for power in range(3)
+        )
         safe = np.where(part > 0, part, 1.0)
-        found = np.where(part > 0, (1.0 - part) * (plain + (1.0 + part) / safe * inverse), 0.0).sum(axis=0)
+        terms = plain / 2.0 + ((1.0 + part) * once / safe + twice / safe**2) / 12.0
+        found = np.where(part > 0, (1.0 - part) * terms, 0.0).sum(axis=0)
         for layer, expert, share in self._rare(part):
             trials = self.of_expert[layer, expert]
             more = _excess(trials, share) - _series(trials, share)
@@ -207,9 +209,11 @@ def expected_noise(counts: FloatArray) -> FloatArray:
 def _series(trials: FloatArray, part: FloatArray) -> FloatArray:
     """Return `_excess` for large means: the first terms of the series in moments about the mean.
 
-    (1 - part) / 2 + (1 - part)(1 + part) / (12 mean).
+    (1 - part) (1 / 2 + (1 + part) / (12 mean) + 1 / (12 mean^2)). Where the part is small, the next term is
+    19 / (120 mean^3).
     """
-    return np.asarray((1.0 - part) * (0.5 + (1.0 + part) / (12.0 * np.maximum(trials * part, 1e-300))))
+    mean = np.maximum(trials * part, 1e-100)
+    return np.asarray((1.0 - part) * (0.5 + ((1.0 + part) / mean + 1.0 / mean**2) / 12.0))
 
 
 def _excess(trials: FloatArray, part: FloatArray) -> FloatArray:
