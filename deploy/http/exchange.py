@@ -88,6 +88,7 @@ class HttpExchange:
         "_news",
         "_on_disconnect",
         "_on_response",
+        "_takes_pieces",
         "_transport",
         "body",
         "body_bytes",
@@ -128,6 +129,8 @@ class HttpExchange:
         self.response_started = self.response_complete = False
         self._chunked: bool | None = None
         """None: the head says nothing about the body's length"""
+        self._takes_pieces = False
+        """the head is sent, and the body, which is in chunks, is not over"""
         self._left = 0
         """bytes that the stated length still requires"""
         self._news = False
@@ -229,10 +232,9 @@ class HttpExchange:
         """
         if self.disconnected:
             return True
-        if self._flow.write_paused or not self._chunked or self.response_complete:
+        if not self._takes_pieces or self._flow.write_paused:
             return False
-        if self.scope["method"] != "HEAD":
-            self._transport.write_whole(b"%x\r\n%b\r\n" % (len(body), body))
+        self._transport.write_whole(b"%x\r\n%b\r\n" % (len(body), body))
         return True
 
     def _send_head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -257,6 +259,7 @@ class HttpExchange:
         if len(head) - len(head.translate(None, _CONTROLS)) != 2 * len(lines):
             raise RuntimeError("a header's value contains a control character")
         self._transport.write(head)
+        self._takes_pieces = bool(self._chunked) and self.scope["method"] != "HEAD"
 
     def _note_framing(self, start: bytes, value: bytes) -> bool:
         """Read a header that says where the response or the connection ends. Return True if the connection
@@ -287,7 +290,7 @@ class HttpExchange:
             return
         if self._left:
             raise RuntimeError("the response is shorter than its content-length")
-        self.response_complete = True
+        self.response_complete, self._takes_pieces = True, False
         self.notify()
         if not self.keep_alive:
             self._transport.close()

@@ -19,6 +19,17 @@ class WriteCoalescing(asyncio.Transport):
     """Transport that buffers writes until the current turn of the loop ends. All other calls go to the real
     transport."""
 
+    __slots__ = (
+        "_bytes",
+        "_has_input",
+        "_held",
+        "_linger_seconds",
+        "_loop",
+        "_real",
+        "is_closing",
+        "resume_reading",
+    )
+
     def __init__(
         self,
         transport: asyncio.Transport,
@@ -42,10 +53,16 @@ class WriteCoalescing(asyncio.Transport):
         self._bytes = 0
         # The most frequent calls bypass this object.
         self.is_closing = transport.is_closing  # type: ignore[method-assign]
-        self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
-        self.pause_reading = transport.pause_reading  # type: ignore[method-assign]
         self.resume_reading = transport.resume_reading  # type: ignore[method-assign]
-        self.set_protocol = transport.set_protocol  # type: ignore[method-assign]
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._real.get_extra_info(name, default)
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._real.set_protocol(protocol)
+
+    def pause_reading(self) -> None:
+        self._real.pause_reading()
 
     def write(self, data: Any) -> None:
         if not self._held:

@@ -23,7 +23,7 @@ class PieceEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str = ""
 
 
-class TokenPiece(msgspec.Struct, frozen=True, array_like=True):
+class TokenPiece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Growth of one answer."""
 
     number: int

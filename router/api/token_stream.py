@@ -12,6 +12,7 @@ import msgspec
 
 from fleet.completions import ApiError, Choice, Completion, PromptDetails, Usage, rank_body
 from fleet.completions.token_frames import PieceEnd, TokenPiece
+from router.api.token_relay import TokenRelay
 from router.attempt import make_attempt
 from router.fleet_state.reservations import Booking
 from router.foreign_api.headers import decision_header, own_headers
@@ -39,15 +40,20 @@ _Taken = tuple[bytes, bool, UpstreamFailed | None]
 class _ArrivingAnswer:
     """Answer of one attempt while it arrives."""
 
-    __slots__ = ("booking", "counted", "span", "splitter", "state", "waiting")
+    __slots__ = ("booking", "call", "counted", "relay", "span", "splitter", "state", "waiting")
+
+    splitter: EventSplitter
+    """of an answer that comes in events"""
 
     def __init__(
-        self, state: CompletionState, booking: Booking, span: AttemptTrace | None, splitter: EventSplitter
+        self, state: CompletionState, booking: Booking, call: RankCall, span: AttemptTrace | None
     ) -> None:
+        self.call = call
+        self.relay: TokenRelay | None = None
+        """takes pieces before `TokenStream`, once the answer has begun"""
         self.state = state
         self.booking = booking
         self.span = span
-        self.splitter = splitter
         self.waiting = True
         """nothing has arrived yet"""
         self.counted = len(state.emitted)
@@ -86,6 +92,12 @@ class TokenStream:
         """Answer the request. ApiError when a choice cannot be finished, also after the answer has begun (see
         `AsgiResponse.status`).
         """
+        try:
+            await self._follow_all()
+        finally:
+            self._request_log.output_tokens = sum(len(state.emitted) for state in self._states)
+
+    async def _follow_all(self) -> None:
         if len(self._states) == 1:
             await self._follow(self._states[0])
             return
@@ -194,7 +206,9 @@ class TokenStream:
         """Forward a rank's stream to its end. After the finish reason only usage is missing, which is not
         worth a retry.
         """
-        arriving = _ArrivingAnswer(state, booking, span, EventSplitter(self._service.config.max_event_bytes))
+        arriving = _ArrivingAnswer(state, booking, call, span)
+        if not call.framed:
+            arriving.splitter = EventSplitter(self._service.config.max_event_bytes)
         over = False
         while not over:
             try:
@@ -226,12 +240,13 @@ class TokenStream:
         return None
 
     def _take_piece(self, arriving: "_ArrivingAnswer", piece: TokenPiece) -> _Taken | None:
-        """Do the same as `_take` for a piece of a token frame."""
+        """Do the same as `_take` for a piece of a token frame that no relay took."""
         state, end, ids = arriving.state, piece.end, piece.token_ids
+        if arriving.relay is not None:
+            arriving.relay.until = -1
         try:
             if end is None:
                 state.add(ids, piece.text)
-                self._request_log.output_tokens += len(ids)
                 ready = self._answer.add_tokens(state.index, ids, piece.text)
             else:
                 ready = self._added(state, _last_choices(state, piece, end))
@@ -240,9 +255,23 @@ class TokenStream:
         if end is None or not end.error:
             self._count(arriving)
         if end is None:
-            return None if not ready or self._reply.write_now(ready) else (ready, False, None)
+            if ready and not self._reply.write_now(ready):
+                return ready, False, None
+            self._relay_next(arriving)
+            return None
         failed = UpstreamFailed(AttemptFailure.BROKEN, f"the rank answered {end.error!r}")
         return ready, True, failed if end.error else None
+
+    def _relay_next(self, arriving: "_ArrivingAnswer") -> None:
+        """Let a relay take the next pieces, up to the next update of the booking."""
+        state = arriving.state
+        if arriving.relay is None:
+            around = self._answer.around(state.index) if self._reply.status else None
+            if around is None:
+                return
+            arriving.relay = TokenRelay(state, around, self._reply.write_now)
+            arriving.call.relay(arriving.relay)
+        arriving.relay.until = min(state.max_tokens, arriving.counted + _EMITTED_EVERY - 1)
 
     def _count(self, arriving: "_ArrivingAnswer") -> None:
         """Count new tokens in the booking, sometimes."""
@@ -264,7 +293,6 @@ class TokenStream:
         """Add pieces to the answer. Return the bytes for the client."""
         data = b""
         for choice in choices:
-            self._request_log.output_tokens += len(choice.token_ids or ())
             data += self._answer.add(state.index, choice)
         return data
 

@@ -30,7 +30,7 @@ class CompletionState:
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.emitted = array("I")
-        self._sent = bytearray()
+        self.sent = bytearray()
         """text so far as UTF-8: a string per token would take ten times the memory"""
         self.finish_reason: str | None = None
         self.cached_tokens = 0
@@ -101,7 +101,7 @@ class CompletionState:
             self.emitted.extend(ids)
         except OverflowError as error:
             raise ValueError("a token id is not a number of 32 bits") from error
-        self._sent += text.encode("utf-8", "surrogatepass")
+        self.sent += text.encode("utf-8", "surrogatepass")
 
     @property
     def exhausted(self) -> bool:
@@ -112,7 +112,7 @@ class CompletionState:
         """End an exhausted choice, given the text of all its ids. Text that a dead rank still held back is
         released now.
         """
-        sent = self._sent.decode("utf-8", "surrogatepass")
+        sent = self.sent.decode("utf-8", "surrogatepass")
         self.finish_reason = "length"
         return Choice(
             index=self.index,

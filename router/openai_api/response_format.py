@@ -186,6 +186,12 @@ class ClientResponse(Protocol):
         """Do the same as `add` for output that has nothing but ids and text."""
         ...
 
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        """Return the bytes of a chunk of nothing but text, before and after it. None: such a chunk must not
+        be sent now.
+        """
+        ...
+
     def end(self, usage: Usage) -> bytes:
         """Return the last bytes, after every choice has finished."""
         ...
@@ -200,30 +206,28 @@ class StreamedResponse:
         self._form = form
         self._head = head
         self._usage: msgspec.UnsetType | None = None if include_usage else msgspec.UNSET
-        self._begun: set[int] = set()
-        self._around: dict[int, tuple[bytes, bytes]] = {}
-        """bytes of a choice's chunks before and after their text"""
+        self._around: dict[int, tuple[bytes, bytes] | None] = {}
+        """bytes of a begun choice's chunks before and after their text, once they were needed"""
 
     def add_tokens(self, index: int, ids: list[int], text: str) -> bytes:
-        if self._form.token_ids or index not in self._begun:
-            return self.add(index, Choice(text=text, token_ids=ids))
-        if not text:
-            return b""
-        around = self._around.get(index)
+        around = self.around(index)
         if around is None:
-            around = self._around[index] = self._split_chunk(index)
-        return b"%b%b%b" % (around[0], _ENCODER.encode(text), around[1])
+            return self.add(index, Choice(text=text, token_ids=ids))
+        return b"%b%b%b" % (around[0], _ENCODER.encode(text), around[1]) if text else b""
 
-    def _split_chunk(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes of a chunk before and after its text."""
-        chunk = self._event([self._form.chunk(index, Choice(text=_MARK))], self._usage)
-        before, _, after = chunk.rpartition(_ENCODER.encode(_MARK))  # only a model's name can contain it, too
-        return before, after
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        if self._form.token_ids or index not in self._around:
+            return None
+        if self._around[index] is None:
+            chunk = self._event([self._form.chunk(index, Choice(text=_MARK))], self._usage)
+            before, _, after = chunk.rpartition(_ENCODER.encode(_MARK))  # a model's name can contain it, too
+            self._around[index] = before, after
+        return self._around[index]
 
     def add(self, index: int, choice: Choice) -> bytes:
         begin = b""
-        if index not in self._begun:
-            self._begun.add(index)
+        if index not in self._around:
+            self._around[index] = None
             first = self._form.first(index)
             begin = b"" if first is None else self._event([first], self._usage)
         says = choice.text or choice.finish_reason is not None or choice.logprobs is not None
@@ -266,6 +270,9 @@ class CompleteResponse:
 
     def add_tokens(self, index: int, ids: list[int], text: str) -> bytes:
         return self.add(index, Choice(text=text, token_ids=ids))
+
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        return None
 
     def end(self, usage: Usage) -> bytes:
         head, form = self._head, self._form

@@ -12,7 +12,7 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -74,8 +74,44 @@ class Origin(NamedTuple):
         )
 
 
+class Heard(Protocol):
+    """Time of the last arrival, on the loop's clock."""
+
+    heard_at: float
+
+
 class Connection(asyncio.Protocol):
     """One connection, one request at a time: `send`, `head`, then `read` until it returns nothing."""
+
+    __slots__ = (
+        "_alarm",
+        "_alarm_at",
+        "_between",
+        "_buffered",
+        "_deadline",
+        "_head_bytes",
+        "_keep",
+        "_loop",
+        "_overrun",
+        "_parser",
+        "_parts",
+        "_paused",
+        "_receiver",
+        "_silent_at",
+        "_taker",
+        "_transport",
+        "_until_closed",
+        "_waiter",
+        "complete",
+        "fell_silent",
+        "headers",
+        "heard",
+        "idle_since",
+        "lost",
+        "raw_headers",
+        "read_any",
+        "status",
+    )
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -92,6 +128,8 @@ class Connection(asyncio.Protocol):
         """receives arriving bytes without waking the waiting task"""
         self._receiver: Take | None = None
         """the same for what arrives on another connection"""
+        self.heard: Heard | None = None
+        """knows of arrivals that do not pass through here"""
         self._between = self._deadline = math.inf
         self._silent_at = math.inf
         """time at which the server will have been silent for too long; inf while nothing waits for it"""
@@ -121,7 +159,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._parts.clear()
         self._buffered = self._head_bytes = self.status = 0
-        self.headers, self.raw_headers, self.read_any = {}, [], False
+        self.headers, self.raw_headers, self.read_any, self.heard = {}, [], False, None
         self.complete = self._until_closed = self._keep = self._overrun = False
         self._transport.write(request)
 
@@ -250,6 +288,8 @@ class Connection(asyncio.Protocol):
     def _look(self) -> None:
         """Handle the alarm: give the server up, or set the alarm again if a task still waits."""
         self._alarm, self._alarm_at = None, math.inf
+        if self.heard is not None:
+            self._silent_at = max(self._silent_at, min(self.heard.heard_at + self._between, self._deadline))
         if self._loop.time() >= self._silent_at:
             self.fell_silent = True
             self.cut("silent for too long")

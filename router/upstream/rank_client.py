@@ -16,7 +16,7 @@ from router.config import RouterConfig
 from router.health.attempt_failures import AttemptFailure
 from router.http.asgi_response import not_ready
 from router.upstream.http_client import Connection, ConnectionLost, HttpClient, Origin, request_bytes
-from router.upstream.token_frames import RankFrames
+from router.upstream.token_frames import PieceRelay, RankFrames
 
 _ERROR_BYTES = 64 * 1024
 """Most bytes read from the body of an error."""
@@ -305,10 +305,11 @@ class RankCall(Call):
 
     async def pieces(self, take: Callable[[TokenPiece], _ResultT | None]) -> _ResultT:
         """Give the answer's pieces to `take` until it returns a result. Errors as of `read`, and those of
-        `take`, which runs as in `through`.
+        `take`, which runs as in `through`. It gets those that the answer's relay does not take.
         """
         while True:
             while self._pieces:
+                self._connection.read_any = True
                 if (result := take(self._pieces.popleft())) is not None:
                     return result
             if self._connection.take():
@@ -324,6 +325,12 @@ class RankCall(Call):
             if self._pieces is None:
                 self._pieces = deque()
             self._pieces.append(piece)
+
+    def relay(self, relay: PieceRelay) -> None:
+        """Give the pieces to a relay first, as long as it takes them."""
+        if self._frames is not None and self._number:
+            self._frames.relay(self._number, relay)
+            self._connection.heard = relay
 
     def frames_lost(self, why: str) -> None:
         self._frames_lost = why

@@ -4,13 +4,13 @@ tokens of all answers to this router, once a step.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from math import inf
 from typing import Protocol
 
 from fleet.completions.token_frames import HEADER, PATH, FrameReader, TokenPiece
-from router.upstream.http_client import Connection, ConnectionLost, HttpClient, request_bytes
+from router.upstream.http_client import Connection, ConnectionLost, Heard, HttpClient, request_bytes
 
 _AGAIN_SECONDS = 1.0
 """Least time between two tries to open a connection."""
@@ -24,6 +24,14 @@ class Receiver(Protocol):
 
     def frames_lost(self, why: str) -> None:
         """The connection is lost, and with it the rest of the answer."""
+        ...
+
+
+class PieceRelay(Heard, Protocol):
+    """Passes pieces of an answer on, without its task."""
+
+    def take(self, piece: TokenPiece, now: float) -> bool:
+        """Pass a piece on. False, with nothing done: its receiver must."""
         ...
 
 
@@ -45,6 +53,8 @@ class RankFrames:
         self._tried_at = -inf
         self._numbers = count(1)
         self._receivers: dict[int, Receiver] = {}
+        self._relays: dict[int, Callable[[TokenPiece, float], bool]] = {}
+        """`PieceRelay.take` of answers, which get their pieces first"""
         self.used_at = client.loop.time()
 
     def join(self, receiver: Receiver, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, bytes] | None:
@@ -60,9 +70,14 @@ class RankFrames:
         self._receivers[number] = receiver
         return number, f"{self._name}/{number}".encode()
 
+    def relay(self, number: int, relay: PieceRelay) -> None:
+        """Give an answer's pieces to a relay first."""
+        self._relays[number] = relay.take
+
     def leave(self, number: int) -> None:
         self.used_at = self._client.loop.time()
         self._receivers.pop(number, None)
+        self._relays.pop(number, None)
 
     @property
     def busy(self) -> bool:
@@ -95,7 +110,7 @@ class RankFrames:
             if self._connection is not None:
                 self._connection.cut("not kept")
                 self._connection = None
-            lost, self._receivers = self._receivers, {}
+            lost, self._receivers, self._relays = self._receivers, {}, {}
             for receiver in lost.values():
                 receiver.frames_lost(why)
 
@@ -123,7 +138,11 @@ class RankFrames:
             await connection.more(take=take)
 
     def _deliver(self, frame: list[TokenPiece]) -> None:
+        now, relays = self._client.loop.time(), self._relays
         for piece in frame:
+            take = relays.get(piece.number)
+            if take is not None and take(piece, now):
+                continue
             receiver = self._receivers.get(piece.number)
             if receiver is not None:  # otherwise its client left, or another rank continues it
                 receiver.piece(piece)
