@@ -61,16 +61,30 @@ def ordered_diff(
     if not len(layers):
         return NONE
     found = _series(_problem(table, missing, extra, layers, demand, room, limits))
-    # Gains are not monotone: cut at the last point that has nearly all of the gain.
+    series = _changes(np.repeat(layers, found.changes), found)
+    fullness = _Fullness(table, layers, demand, room)
+    keep = _gaining(found)
+    # The last changes of a series may level the ranks, at a loss: without them the layer would be too full.
+    unlevel = np.isin(series.layer, fullness.exceeded(taken(series, keep), layers[_worthwhile(found)]))
+    changes = taken(series, keep | unlevel)
+    return _levelled(changes if limits.max_copies is None else within(changes, limits.max_copies), fullness)
+
+
+def _gaining(found: "_Series") -> BoolArray:
+    """bool [n]: the changes up to the last point of each layer's series that has nearly all of its gain."""
     keep, end = np.zeros(len(found.gain), bool), 0
     for count in found.changes.tolist():
         begin, end = end, end + count
-        reached = np.cumsum([0.0, *found.gain[begin:end]])
+        reached = np.cumsum([0.0, *found.gain[begin:end]])  # not monotone
         keep[begin : begin + int(np.flatnonzero(reached >= reached.max() * _WHOLE)[-1])] = True
-    changes = taken(_changes(np.repeat(layers, found.changes), found), keep)
-    return _levelled(
-        table, changes if limits.max_copies is None else within(changes, limits.max_copies), demand, room
-    )
+    return keep
+
+
+def _worthwhile(found: "_Series") -> BoolArray:
+    """bool [layers]: layers whose whole series gains."""
+    ends = np.cumsum(found.changes)
+    sums = np.cumsum([0.0, *found.gain])
+    return np.asarray(sums[ends] > sums[ends - found.changes])
 
 
 def _apart(
@@ -373,24 +387,36 @@ def _changes(layer: NDArray[np.intp], series: _Series) -> PlacementChanges:
     )
 
 
-def _levelled(
-    table: SlotTable, changes: PlacementChanges, demand: NDArray[Any], room: LocalityProblem
-) -> PlacementChanges:
+class _Fullness:
+    """Load of the fullest rank of each layer under the weights that level it best."""
+
+    def __init__(
+        self, table: SlotTable, layers: NDArray[np.intp], demand: NDArray[Any], room: LocalityProblem
+    ) -> None:
+        """layers: those that may change."""
+        self._table = table
+        self._wants = DemandPull(demand, room.ranks, room.node, None)
+        self._allowed = np.full(len(table), np.inf)
+        """[layers]: as full as the required balance allows, or as it was"""
+        self._allowed[layers] = np.maximum(1.0 / room.balance, self._fullest(table, layers)) * (1.0 + 1e-3)
+
+    def exceeded(self, changes: PlacementChanges, layers: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return those of some layers in which a rank is too full after the changes."""
+        if not len(layers):
+            return layers
+        return layers[self._fullest(made(self._table, changes), layers) > self._allowed[layers]]
+
+    def _fullest(self, table: SlotTable, layers: NDArray[np.intp]) -> FloatArray:
+        return np.asarray(level(table[layers], self._wants.some(layers)).load.max(axis=1))
+
+
+def _levelled(changes: PlacementChanges, fullness: _Fullness) -> PlacementChanges:
     """Cut the ends of layers' series that make a rank too full for any weights: by a quarter until none
     does."""
-
-    wants = DemandPull(demand, room.ranks, room.node, None)
-
-    def fullest(after: SlotTable, layers: NDArray[np.intp]) -> FloatArray:
-        return np.asarray(level(after[layers], wants.some(layers)).load.max(axis=1))
-
     over = np.unique(changes.layer).astype(np.intp)
-    allowed = np.full(len(table), np.inf)
-    if len(over):
-        allowed[over] = np.maximum(1.0 / room.balance, fullest(table, over)) * (1.0 + 1e-3)
     while len(over):
         # Only layers whose series was cut are evaluated again.
-        over = over[fullest(made(table, changes), over) > allowed[over]]
+        over = fullness.exceeded(changes, over)
         keep = np.ones(len(changes.kind), bool)
         for layer in over.tolist():
             members = np.flatnonzero(changes.layer == layer)
