@@ -266,6 +266,30 @@ def score(
             factors,
             transfer,
         )
+    work = _work(
+        target_table, load, uncached, prompt_tokens, output_tokens, expected, switch_delay, factors, transfer
+    )
+    terms = np.zeros((len(COST_TERMS), len(uncached)))
+    for row, seconds_of in enumerate(_SECONDS):
+        seconds = seconds_of(work)
+        if seconds is not None:
+            terms[row] = seconds
+    terms *= weights.factors[:, None]
+    return Scores(terms, reduce(np.add, terms), work.outstanding[0] + work.outstanding[1])
+
+
+def _work(
+    target_table: TargetTable,
+    load: IntArray,
+    uncached: NDArray[np.int64],
+    prompt_tokens: int,
+    output_tokens: int,
+    expected: ExpectedLoad | None,
+    switch_delay: FloatArray | None,
+    factors: FloatArray | None,
+    transfer: FloatArray | None,
+) -> RequestWork:
+    """Return what the ranks have to do without the request, and what it adds."""
     targets, output = len(uncached), float(output_tokens)
     tokens = uncached.astype(np.float64)
     outstanding, added = np.empty((2, targets)), np.empty((2, targets))
@@ -300,7 +324,7 @@ def score(
             target_table.group
         )
     in_lockstep = target_table.in_lockstep if target_table.apart else None
-    work = RequestWork(
+    return RequestWork(
         target_table,
         outstanding,
         added,
@@ -314,13 +338,6 @@ def score(
         switch_delay,
         transfer,
     )
-    terms = np.zeros((len(COST_TERMS), targets))
-    for row, seconds_of in enumerate(_SECONDS):
-        seconds = seconds_of(work)
-        if seconds is not None:
-            terms[row] = seconds
-    terms *= weights.factors[:, None]
-    return Scores(terms, reduce(np.add, terms), outstanding[0] + outstanding[1])
 
 
 def _compiled_score(
