@@ -93,6 +93,9 @@ class Kernels(Protocol):
     def transported(self, cost: FloatArray, order: IndexArray, *arguments: Any) -> None:
         """`migration.solvers.transportation.transported`: the last array, of zeros, is written."""
 
+    def spread_sets(self, sets: NDArray[np.int16], shared: FloatArray, *arguments: Any) -> None:
+        """`migration.solvers.full_placement._nodes_of`: the last array is written."""
+
     def overflow_tried(self, row: IndexArray, *arguments: Any) -> None:
         """`migration.solvers.overflow_copies._tried`."""
 

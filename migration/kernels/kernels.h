@@ -39,6 +39,9 @@ bool all_below(const int64_t *numbers, int64_t count, int64_t end, const char *m
 /* The same, at least `first`. */
 bool all_between(int64_t first, const int64_t *numbers, int64_t count, int64_t end, const char *message);
 
+/* Add as numpy adds a row: in eight interleaved sums up to 128 numbers, and longer rows by halves. */
+double add_row(const double *values, int64_t count);
+
 #define AS_D(at) ((double *)arguments[at].data)
 #define AS_F(at) ((float *)arguments[at].data)
 #define AS_L(at) ((int64_t *)arguments[at].data)
@@ -88,5 +91,6 @@ KERNEL(cap_pairs);
 KERNEL(ordered_series);
 KERNEL(priced_traffic);
 KERNEL(transported);
+KERNEL(spread_sets);
 
 #endif

@@ -38,26 +38,6 @@ static void add_loads(const Layer *it, const double *served, double *into) {
     for (int64_t at = 0; at < it->ranks; at++) into[at] = it->alone[at] + into[at];
 }
 
-/* Add as numpy adds a row: in eight interleaved sums up to 128 numbers, and longer rows by halves. */
-static double add_row(const double *values, int64_t count) {
-    double sums[8], sum = 0.0;
-    int64_t at = 8;
-    if (count < 8) {
-        for (at = 0; at < count; at++) sum += values[at];
-        return sum;
-    }
-    if (count > 128) {
-        int64_t half = count / 2 - count / 2 % 8;
-        return add_row(values, half) + add_row(values + half, count - half);
-    }
-    memcpy(sums, values, sizeof sums);
-    for (; at < count - count % 8; at += 8)
-        for (int of = 0; of < 8; of++) sums[of] += values[at + of];
-    sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-    for (; at < count; at++) sum += values[at];
-    return sum;
-}
-
 /* Changes the loads into what lies above the cap. */
 static double excess(const Layer *it, double *loads) {
     for (int64_t at = 0; at < it->ranks; at++) loads[at] = it->dead[at] ? 0.0 : above(loads[at] - it->cap);

@@ -6,7 +6,6 @@
 #include <string.h>
 
 #define TINY 1e-300
-#define PAIRWISE 128
 
 typedef struct {
     int64_t layers, ranks, experts, nodes, per;
@@ -27,28 +26,6 @@ typedef struct {
 typedef struct {
     double *pairs, *load, *local, *ranks_out, *ranks_in, *mass, *nodes_out, *nodes_in;
 } Found;
-
-/* The sum of n numbers, in the order of numpy (pairwise summation). */
-WIDE static double sum_of(const double *values, int64_t n) {
-    if (n < 8) {
-        double sum = 0.0;
-        for (int64_t at = 0; at < n; at++) sum += values[at];
-        return sum;
-    }
-    if (n > PAIRWISE) {
-        int64_t half = n / 2;
-        half -= half % 8;
-        return sum_of(values, half) + sum_of(values + half, n - half);
-    }
-    double lane[8];
-    int64_t at = 8;
-    for (int64_t one = 0; one < 8; one++) lane[one] = values[one];
-    for (; at + 8 <= n; at += 8)
-        for (int64_t one = 0; one < 8; one++) lane[one] += values[at + one];
-    double sum = ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
-    for (; at < n; at++) sum += values[at];
-    return sum;
-}
 
 /* into [experts, ranks] = the demand [ranks, experts] of a layer, in tiles that stay in the cache. */
 WIDE static void turned(const double *restrict demand, int64_t ranks, int64_t experts, double *restrict into) {
@@ -129,7 +106,7 @@ static double serve_all(const Shape *it, int64_t rank, const int16_t *row, const
 static bool begin(const Shape *it, const int16_t *row, const double *keep, const double *near, bool by_node,
                   const double *demand, const Space *space, const Found *into) {
     for (int64_t rank = 0; rank < it->ranks; rank++)
-        into->pairs[rank] = sum_of(demand + rank * it->experts, it->experts);
+        into->pairs[rank] = add_row(demand + rank * it->experts, it->experts);
     turned(demand, it->ranks, it->experts, space->left);
     memset(space->claimed, 0, (size_t)(it->nodes * it->experts) * sizeof *space->claimed);
     for (int64_t slot = 0; slot < it->ranks * it->per; slot++) {
@@ -161,20 +138,20 @@ static bool one_layer(const Shape *it, const int16_t *row, const double *keep, c
         double kept = serve_all(it, rank, row, keep, spill, near, by_node, space, demand);
         space->here[rank] += kept;
         into->local[rank] = space->here[rank];
-        into->load[rank] = sum_of(space->here, it->ranks);
+        into->load[rank] = add_row(space->here, it->ranks);
         divide(space->here, into->pairs, it->ranks);
         add(into->mass + it->node[rank] * it->ranks, space->here, it->ranks);
         reach(space->here, into->pairs, it->top_k, it->ranks, space->power, space->row);
         space->row[rank] = 0.0;
         add(into->ranks_out, space->row, it->ranks);
-        into->ranks_in[rank] = sum_of(space->row, it->ranks);
+        into->ranks_in[rank] = add_row(space->row, it->ranks);
     }
     for (int64_t node = 0; node < it->nodes && it->node_top_k; node++) {
         reach(into->mass + node * it->ranks, into->pairs, it->node_top_k, it->ranks, space->power, space->row);
         for (int64_t rank = 0; rank < it->ranks; rank++)
             if (it->node[rank] == node) space->row[rank] = 0.0;
         add(into->nodes_out, space->row, it->ranks);
-        into->nodes_in[node] = sum_of(space->row, it->ranks);
+        into->nodes_in[node] = add_row(space->row, it->ranks);
     }
     return true;
 }

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array, FloatArray, IntArray, SlotTable
 from fleet.placement import EMPTY
+from migration import kernels
 from migration.solvers.local_search import cells, fullest, local_search
 from migration.solvers.replica_counts import CountBounds, floor, pigeonhole, replica_counts, replicas
 
@@ -407,24 +408,7 @@ def _spread(table: SlotTable, load: FloatArray, node: NDArray[np.intp]) -> SlotT
     """
     layers, ranks = len(table), len(node)
     sets = table.reshape(layers, ranks, -1)
-    rows = np.arange(layers)
-    shared = _shared(sets, load)
-    order = np.argsort(-shared.sum(axis=2), axis=1, kind="stable")
-    room = np.tile(np.bincount(node), (layers, 1))
-    there = np.zeros((layers, room.shape[1], load.shape[1] + 1))
-    home = np.empty((layers, ranks), np.intp)
-    # Greedy, all layers at once: one set per step and layer, the one with the most replicated load first.
-    for nth in range(ranks):
-        of = order[:, nth]
-        experts = sets[rows, of]
-        overlap = (
-            np.take_along_axis(there, experts[:, None, :].astype(np.intp), axis=2)
-            * shared[rows, of][:, None, :]
-        ).sum(axis=2)
-        chosen = np.where(room > 0, overlap, np.inf).argmin(axis=1)
-        home[rows, of] = chosen
-        room[rows, chosen] -= 1
-        there[rows[:, None], chosen[:, None], experts] = 1.0
+    home = _nodes_of(sets, _shared(sets, load), np.bincount(node), load.shape[1])
     source = np.empty((layers, ranks), np.intp)
     # Sets of a node go to that node's ranks, in any order.
     source[:, np.argsort(node, kind="stable")] = np.argsort(home, axis=1, kind="stable")
@@ -432,6 +416,34 @@ def _spread(table: SlotTable, load: FloatArray, node: NDArray[np.intp]) -> SlotT
     # Greedy may do harm: keep it only where more load reaches its expert on the node.
     better = _reach(spread, load, node) > _reach(table, load, node)
     return np.where(better[:, None], spread, table)
+
+
+def _nodes_of(sets: SlotTable, shared: FloatArray, room: IntArray, experts: int) -> NDArray[np.intp]:
+    """int [layers, ranks]: node of each set [slots_per_rank], one after the other, the one with most shared
+    load first.
+
+    room: ranks of each node.
+    """
+    layers, ranks = sets.shape[:2]
+    order = np.argsort(-shared.sum(axis=2), axis=1, kind="stable")
+    home = np.empty((layers, ranks), np.intp)
+    library = kernels.compiled()
+    if library is not None:
+        library.spread_sets(kernels.plain(sets), kernels.plain(shared), order, room, experts, layers, home)
+        return home
+    left, rows = np.tile(room, (layers, 1)), np.arange(layers)
+    there = np.zeros((layers, len(room), experts + 1))
+    # All layers at once.
+    for of in order.T:
+        held = sets[rows, of]
+        overlap = (
+            np.take_along_axis(there, held[:, None, :].astype(np.intp), axis=2) * shared[rows, of][:, None, :]
+        ).sum(axis=2)
+        chosen = np.where(left > 0, overlap, np.inf).argmin(axis=1)
+        home[rows, of] = chosen
+        left[rows, chosen] -= 1
+        there[rows[:, None], chosen[:, None], held] = 1.0
+    return home
 
 
 def _reach(table: SlotTable, load: FloatArray, node: NDArray[np.intp]) -> FloatArray:

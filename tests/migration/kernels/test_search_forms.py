@@ -92,6 +92,17 @@ def test_changes_towards_a_placement_are_the_same(case: Case, ties: bool, seed: 
         assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([2, 3, 8, 12]), st.integers(1, 10), st.sampled_from([0.3, 3.0]))
+def test_sets_are_spread_over_nodes_alike(seed: int, ranks: int, slots: int, even: float) -> None:
+    dice = np.random.default_rng(seed)
+    load = dice.gamma(even, size=(3, int(dice.integers(max(1, ranks * slots // 2), ranks * slots + 1))))
+    node = np.sort(dice.integers(0, 3, ranks))
+    with kernels.python_form():
+        expected = full_placement(load, ranks, slots, node=node, max_replicas=2)
+    assert np.array_equal(full_placement(load, ranks, slots, node=node, max_replicas=2), expected)
+
+
 def test_the_forms_agree_on_a_placement_of_full_size() -> None:
     dice = np.random.default_rng(0)
     before, now = dice.gamma(0.3, size=(2, 6, 256))
