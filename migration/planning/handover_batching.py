@@ -6,7 +6,7 @@ The changes of a layer keep their order, and a handover takes a prefix of the la
 every change finds the state that it was planned on, and no two changes conflict.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,6 +195,9 @@ class _StepWriter:
     ) -> None:
         self._per = placement.slots_per_rank
         self._rows: list[list[int]] = placement.expert_of_slot.tolist()
+        self._replicas = _replicas(placement.expert_of_slot, placement.experts).tolist()
+        self._holders = SlotHolders(placement.expert_of_slot)
+        """Of the previous epoch, which copies are read from."""
         self._changes = list(zip(*(part.tolist() for part in changes), strict=True))
         self._room, self._limits = room, limits
         self._why = why
@@ -206,13 +209,18 @@ class _StepWriter:
 
     def steps(self, taken: list[int]) -> tuple[PlanStep, ...]:
         """Return the steps of one handover."""
-        sources = CopySources([row[:] for row in self._rows], self._per, self._room, self._limits)
-        return tuple(self._step(at, sources) for at in taken)
+        sources = CopySources(self._holders, self._per, self._room, self._limits)
+        steps = tuple(self._step(at, sources) for at in taken)
+        for at in taken:
+            _, layer, slot, _, other_slot, _, _ = self._changes[at]
+            for changed in (slot, other_slot):
+                if changed != NOWHERE:
+                    self._holders.put(layer, changed, self._rows[layer][changed])
+        return steps
 
     def _step(self, at: int, sources: "CopySources") -> PlanStep:
         kind, layer, slot, expert, other_slot, other_expert, gain = self._changes[at]
-        row = self._rows[layer]
-        found = row[slot]
+        found = self._rows[layer][slot]
         copies = [sources.copy(layer, expert, slot)] if COPIES[kind] else []
         if kind == ChangeKind.SWAP:
             copies.append(sources.copy(layer, other_expert, other_slot))
@@ -227,15 +235,22 @@ class _StepWriter:
             copies=tuple(copies),
             gain=gain,
             why=(
-                change_reason(ChangeKind(kind), row, slot, expert, self._lost(other_slot))
+                change_reason(ChangeKind(kind), self._replicas[layer], found, expert, self._lost(other_slot))
                 if self._why is None
                 else self._why[at]
             ),
         )
-        row[slot] = expert
+        self._put(layer, slot, expert)
         if other_slot != NOWHERE:
-            row[other_slot] = other_expert
+            self._put(layer, other_slot, other_expert)
         return step
+
+    def _put(self, layer: int, slot: int, expert: int) -> None:
+        row, replicas = self._rows[layer], self._replicas[layer]
+        # The last number is that of empty slots: EMPTY is -1.
+        replicas[row[slot]] -= 1
+        replicas[expert] += 1
+        row[slot] = expert
 
     def _lost(self, other_slot: int) -> int | None:
         """Return the rank of the other slot of a change if that rank is lost."""
@@ -245,12 +260,48 @@ class _StepWriter:
         return None if self._limits.live[rank] else rank
 
 
+def _replicas(table: SlotTable, experts: int) -> NDArray[np.intp]:
+    """int [layers, experts + 1]: slots that hold each expert, then empty ones."""
+    place = np.where(table == EMPTY, experts, table) + np.arange(len(table))[:, None] * (experts + 1)
+    return np.bincount(place.ravel(), minlength=len(table) * (experts + 1)).reshape(len(table), -1)
+
+
+class SlotHolders:
+    """Slots that hold each expert of a table. A layer is read when it is first asked for."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._layers: dict[int, tuple[list[int], dict[int, list[int]]]] = {}
+
+    def of(self, layer: int, expert: int) -> list[int]:
+        """Return the slots that hold an expert, in any order."""
+        return self._layer(layer)[1].get(expert, [])
+
+    def put(self, layer: int, slot: int, expert: int) -> None:
+        """Put an expert, or none, into a slot."""
+        row, slots = self._layer(layer)
+        slots[row[slot]].remove(slot)
+        slots.setdefault(expert, []).append(slot)
+        row[slot] = expert
+
+    def _layer(self, layer: int) -> tuple[list[int], dict[int, list[int]]]:
+        found = self._layers.get(layer)
+        if found is None:
+            row: list[int] = self._table[layer].tolist()
+            slots: dict[int, list[int]] = {}
+            for slot, expert in enumerate(row):
+                slots.setdefault(expert, []).append(slot)
+            found = self._layers[layer] = row, slots
+        return found
+
+
 class CopySources:
     """Choose the source of each copy in one handover: the nearest live holder, then the one with fewest
     reads so far."""
 
-    def __init__(self, rows: list[list[int]], per: int, room: StagingRoom, limits: Constraints) -> None:
-        self._rows, self._per, self._node, self._bytes = rows, per, room.node.tolist(), room.expert_bytes
+    def __init__(self, holders: SlotHolders, per: int, room: StagingRoom, limits: Constraints) -> None:
+        self._holders, self._per = holders, per
+        self._node, self._bytes = room.node.tolist(), room.expert_bytes
         self._live = [True] * len(self._node) if limits.live is None else limits.live.tolist()
         self._given = [0] * len(self._node)
 
@@ -261,7 +312,7 @@ class CopySources:
         """
         rank, ranks = slot // self._per, len(self._node)
         best: tuple[tuple[int, int, int], int] | None = None
-        for source in _places(self._rows[layer], expert):
+        for source in self._holders.of(layer, expert):
             holder = source // self._per
             if self._live[holder]:
                 far = (self._node[holder] != self._node[rank]) + (holder != rank)
@@ -273,11 +324,3 @@ class CopySources:
         self._given[holder] += 1
         link: Link = "same-node" if self._node[holder] == self._node[rank] else "cross-node"
         return Copy(expert=expert, slot=slot, source=best[1], link=link, bytes=self._bytes)
-
-
-def _places(row: list[int], expert: int) -> Iterator[int]:
-    """Yield the slots that hold an expert, ascending."""
-    at = -1
-    for _ in range(row.count(expert)):
-        at = row.index(expert, at + 1)
-        yield at

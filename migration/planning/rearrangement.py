@@ -18,7 +18,7 @@ from migration.model.cost_model import Payback
 from migration.model.placement_changes import NONE, NOWHERE, ChangeKind, PlacementChanges, made, within
 from migration.model.plan import Handover, PlanStep
 from migration.model.sampling_noise import LoadNoise
-from migration.planning.handover_batching import CopySources
+from migration.planning.handover_batching import CopySources, SlotHolders
 from migration.planning.problem import PlanningProblem
 from migration.planning.staging_capacity import StagingRoom
 from migration.planning.strategies import PlanCandidate, open_layers, without_reversals
@@ -208,7 +208,7 @@ def one_map(
     before, ranks = placement.expert_of_slot, placement.ranks
     after = in_place(before, table, ranks)
     rows = before.tolist()
-    sources = CopySources(rows, placement.slots_per_rank, room, UNLIMITED)
+    sources = CopySources(SlotHolders(before), placement.slots_per_rank, room, UNLIMITED)
     changed = np.argwhere(after != before)
     each = np.bincount(changed[:, 0], minlength=placement.layers)
     steps = tuple(

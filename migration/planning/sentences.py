@@ -242,24 +242,24 @@ def step_text(step: PlanStep, per: int) -> str:
 
 
 def change_reason(
-    kind: ChangeKind, row: list[int], slot: int, expert: int, lost_source: int | None = None
+    kind: ChangeKind, replicas: list[int], replaced: int, expert: int, lost_source: int | None = None
 ) -> str:
     """Return the reason for a change that the tables show, short enough for one line.
 
-    row: experts of the layer's slots before the change. lost_source: the dead rank that a move starts from.
+    replicas: of the layer's experts, before the change. replaced: expert in the slot until then, or EMPTY.
+    lost_source: the dead rank that a move starts from.
     """
-    replaced = row[slot]
     if kind == ChangeKind.DROP:
-        return f"also held by {counted(row.count(replaced) - 1, 'rank')}"
+        return f"also held by {counted(replicas[replaced] - 1, 'rank')}"
     if kind == ChangeKind.SWAP:
         return "ranks are more even, or experts nearer to their requests"
     room = (
         "into an empty slot"
         if replaced == EMPTY
-        else f"{replaced} is held by {counted(row.count(replaced), 'rank')}"
+        else f"{replaced} is held by {counted(replicas[replaced], 'rank')}"
     )
     if kind == ChangeKind.REPLICATE:
-        return f"held by {counted(row.count(expert), 'rank')} so far, {room}"
+        return f"held by {counted(replicas[expert], 'rank')} so far, {room}"
     if lost_source is not None:
         return f"rank {lost_source} is lost, {room}"
     return f"more even ranks or nearer experts, {room}"
