@@ -85,6 +85,8 @@ def routing_forecast(
         if not found.specialised:
             return Finding.of(FindingCode.SPECIALISATION, test=found, of="clusters")
     shares = [mix_of(window.sum(axis=0), profiles, clusters.shares) for window in (fit, evaluation)]
+    # Converted once: every demand is a product with these.
+    profiles = np.asarray(profiles, np.float64)
     plain = ClusterTraffic(profiles, shares[1])
     held = None if known is None else homes_within_capacity(known, shares[1], plain.room_for(len(view.node)))
     seen = _fresh(view, view.evaluation) and held is not None
@@ -170,12 +172,17 @@ def spread(observed: NDArray[Any], traffic: ClusterTraffic, homes: FloatArray) -
     observed: [ranks, layers, experts] pairs, in any unit, which is kept; homes: [K, ranks], a row of zeros:
     anywhere.
     """
+    room, whole = traffic.room_for(homes.shape[1]), observed.sum(axis=0, dtype=np.float64)
+    even = room / room.sum()
+    if not homes.any():
+        return np.asarray(even[:, None, None] * whole)
     part = traffic.demand(homes)
     total = part.sum(axis=0)
-    even = traffic.room_for(len(part)) / traffic.room_for(len(part)).sum()
-    part = np.where(total > 0, part / np.where(total > 0, total, 1.0), even[:, None, None])
-    part *= observed.sum(axis=0, dtype=np.float64)
-    return np.asarray(part)
+    # In place: these arrays are large.
+    part /= np.where(total > 0, total, 1.0)
+    part[:, total <= 0] = even[:, None]
+    part *= whole
+    return part
 
 
 class ForecastDemand(NamedTuple):
