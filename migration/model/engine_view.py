@@ -130,9 +130,10 @@ class Demand:
         total = rates.sum(axis=2, dtype=np.float64)
         scale = np.where(total > 0, self.pairs[:, None] / np.where(total > 0, total, 1.0), 0.0)
         found = np.zeros((len(layers), rates.shape[2]))
+        every = len(layers) == rates.shape[1]
         # Rank by rank: all of them fill no cache.
         for counts, part in zip(rates, scale, strict=True):
-            found += counts[layers] * part[layers, None]
+            found += (counts if every else counts[layers]) * part[layers, None]
         return found
 
     def tokens_per_second(self, top_k: int) -> float:

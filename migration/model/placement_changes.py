@@ -153,6 +153,14 @@ def _runs(changes: PlacementChanges, members: NDArray[np.intp]) -> list[tuple[fl
     return list(zip(np.minimum.accumulate(mean).tolist(), [np.array(run) for *_, run in runs], strict=True))
 
 
+def copies_by_layer(before: SlotTable, after: SlotTable, ranks: int) -> NDArray[np.int64]:
+    """int64 [layers]: (rank, expert) pairs held after but not before: the necessary copies, wherever they lie
+    in a rank. No rank holds an expert twice."""
+    old, new = (table.reshape(len(table), ranks, -1) for table in (before, after))
+    stays = (new[:, :, :, None] == old[:, :, None, :]).any(axis=3)
+    return np.asarray(((new != EMPTY) & ~stays).sum(axis=(1, 2)), np.int64)
+
+
 def copies_between(before: SlotTable, after: SlotTable, ranks: int) -> int:
     """Count the (layer, rank, expert) triples held after but not before: the necessary copies, wherever they
     lie in a rank."""

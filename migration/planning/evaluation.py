@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fleet.placement import Placement, Split
 from migration.model.constraints import Constraints
 from migration.model.cost_model import Payback, PricedPlacement, payback
-from migration.model.placement_changes import PlacementChanges, made, within
+from migration.model.placement_changes import PlacementChanges, copies_by_layer, made, within
 from migration.model.plan import Handover
 from migration.planning.handover_batching import ordered, transfers
 from migration.planning.problem import PlanningProblem
@@ -109,7 +109,7 @@ def gain_limit(found: PlanningProblem, end: Placement) -> GainLimit:
     its copies, though its fullest rank is relieved only after others.
     """
     gain = np.maximum(found.before.seconds - found.price(end).seconds, 0.0)
-    copies = np.maximum((end.replicas_on_rank > found.placement.replicas_on_rank).sum(axis=(1, 2)), 1)
+    copies = np.maximum(copies_by_layer(found.table, end.expert_of_slot, found.ranks), 1)
     # Greedy by gain per copy, as in the fractional knapsack: an upper estimate.
     order = np.argsort(-gain / copies, kind="stable")
     limit = GainLimit(

@@ -4,7 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migration.model.placement_changes import COPIES, ChangeKind, PlacementChanges, within
+from migration.model.placement_changes import (
+    COPIES,
+    ChangeKind,
+    PlacementChanges,
+    copies_between,
+    copies_by_layer,
+    within,
+)
 
 
 def changes(rows: list[tuple[ChangeKind, int, float]]) -> PlacementChanges:
@@ -64,3 +71,16 @@ def test_a_small_step_before_a_large_one_is_not_lost() -> None:
 def test_what_fits_is_taken_whole() -> None:
     planned = changes([(ChangeKind.SWAP, 0, 1.0), (ChangeKind.MOVE, 1, -1.0)])
     assert within(planned, int(COPIES[[ChangeKind.SWAP, ChangeKind.MOVE]].sum())) is planned
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32))
+def test_copies_of_layers_add_up_to_those_between_two_tables(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    before, after = (
+        np.stack([np.where(dice.random(12) < 0.2, -1, dice.permutation(12)) for _ in range(3)]).astype(
+            np.int16
+        )
+        for _ in range(2)
+    )
+    assert copies_by_layer(before, after, 4).sum() == copies_between(before, after, 4)
