@@ -1,4 +1,4 @@
-"""Who serves whose tokens, and the distinct ranks and nodes that they reach. Pure.
+"""Demand as a placement serves it, and the distinct ranks and nodes that tokens reach. Pure.
 
 The compiled form (`migration/kernels/prices.c`) and the numpy form beside it give equal bits: both add up a
 layer slot by slot, as no rank holds many of its experts.

@@ -117,7 +117,7 @@ def _of_sources(
 
 
 class _Counts(NamedTuple):
-    """What the test needs of counts [sources, layers, experts]."""
+    """Sums over counts [sources, layers, experts]."""
 
     of_source: FloatArray
     """[sources, layers]"""
