@@ -23,8 +23,8 @@ Application = Callable[
     [dict[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any
 ]
 
-WRITE_NOW, ON_DISCONNECT = "roost.write_now", "roost.on_disconnect"
-"""ASGI extensions: `HttpExchange.write_now` and `on_disconnect`."""
+WRITE_CHUNK, ON_DISCONNECT = "roost.write_chunk", "roost.on_disconnect"
+"""ASGI extensions: `HttpExchange.write_chunk` and `on_disconnect`."""
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """Token of RFC 9110, 5.6.2."""
 _CONTROLS = bytes([*range(9), *range(10, 32), 127])
@@ -114,7 +114,7 @@ class HttpExchange:
         after 100 Continue.
         """
         self.scope = scope
-        scope["extensions"] = {WRITE_NOW: self.write_now, ON_DISCONNECT: self.on_disconnect}
+        scope["extensions"] = {WRITE_CHUNK: self.write_chunk, ON_DISCONNECT: self.on_disconnect}
         self._transport = transport
         self._flow = flow
         self._on_response = on_response
@@ -226,15 +226,15 @@ class HttpExchange:
         else:
             raise RuntimeError(f"the ASGI message {kind!r} is out of turn")
 
-    def write_now(self, body: bytes) -> bool:
-        """Send a piece of a chunked body, as `send` does, without waiting. False, with nothing sent, if the
-        client reads too slowly, or the response has not begun or is not in chunks.
+    def write_chunk(self, chunk: bytes) -> bool:
+        """Send one chunk of a chunked body, its size and line ends included, without waiting. False, with
+        nothing sent, if the client reads too slowly, or the response has not begun or is not in chunks.
         """
         if self.disconnected:
             return True
         if not self._takes_pieces or self._flow.write_paused:
             return False
-        self._transport.write_whole(b"%x\r\n%b\r\n" % (len(body), body))
+        self._transport.write_whole(chunk)
         return True
 
     def _send_head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:

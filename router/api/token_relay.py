@@ -3,7 +3,7 @@
 import msgspec
 
 from fleet.completions.token_frames import TokenPiece
-from router.http.asgi_response import WriteNow
+from router.http.asgi_response import WriteChunk
 from router.openai_api.completion_state import CompletionState
 
 _ENCODER = msgspec.json.Encoder()
@@ -16,13 +16,14 @@ class TokenRelay:
     costs is the number of objects that are read for it.
     """
 
-    __slots__ = ("_after", "_before", "_emitted", "_sent", "_write_now", "heard_at", "until")
+    __slots__ = ("_after", "_around", "_before", "_emitted", "_sent", "_write_chunk", "heard_at", "until")
 
-    def __init__(self, state: CompletionState, around: tuple[bytes, bytes], write_now: WriteNow) -> None:
-        """around: bytes of a chunk before and after its text."""
+    def __init__(self, state: CompletionState, around: tuple[bytes, bytes], write_chunk: WriteChunk) -> None:
+        """around: bytes of a piece of the body before and after its text."""
         self._emitted, self._sent = state.emitted, state.sent
-        self._before, self._after = around
-        self._write_now = write_now
+        self._before, self._after = around[0], around[1] + b"\r\n"
+        self._around = len(around[0]) + len(around[1])
+        self._write_chunk = write_chunk
         self.until = -1
         """number of emitted tokens up to which pieces are taken; -1: none is"""
         self.heard_at = 0.0
@@ -43,7 +44,9 @@ class TokenRelay:
             return False
         text = piece.text
         if text:
-            if not self._write_now(b"%b%b%b" % (self._before, _ENCODER.encode(text), self._after)):
+            shown = _ENCODER.encode(text)
+            size = self._around + len(shown)
+            if not self._write_chunk(b"%x\r\n%b%b%b" % (size, self._before, shown, self._after)):
                 del emitted[had:]
                 return False
             self._sent += text.encode("utf-8", "surrogatepass")

@@ -30,8 +30,6 @@ from router.telemetry.request_log import RequestLog
 from router.telemetry.tracing import AttemptTrace
 from router.upstream.rank_client import RankCall, UpstreamFailed, api_error
 
-_EMITTED_EVERY = 16
-"""tokens between two updates of a booking's remaining work"""
 _DONE = b"[DONE]"
 _CHUNK: msgspec.json.Decoder[Completion] = msgspec.json.Decoder(Completion)
 _Taken = tuple[bytes, bool, UpstreamFailed | None]
@@ -269,9 +267,9 @@ class TokenStream:
             around = self._answer.around(state.index) if self._reply.status else None
             if around is None:
                 return
-            arriving.relay = TokenRelay(state, around, self._reply.write_now)
-            arriving.call.relay(arriving.relay)
-        arriving.relay.until = min(state.max_tokens, arriving.counted + _EMITTED_EVERY - 1)
+            arriving.relay = TokenRelay(state, around, self._reply.write_chunk)
+        arriving.call.relay_pieces(arriving.relay)
+        arriving.relay.until = min(state.max_tokens, arriving.counted + arriving.booking.counted_every - 1)
 
     def _count(self, arriving: "_ArrivingAnswer") -> None:
         """Count new tokens in the booking, sometimes."""
@@ -279,7 +277,7 @@ class TokenStream:
             arriving.waiting = False
             self._first_token(arriving.booking, arriving.span)
         new = len(arriving.state.emitted) - arriving.counted
-        if new >= _EMITTED_EVERY:
+        if new >= arriving.booking.counted_every:
             self._service.emitted(arriving.booking, new)
             arriving.counted += new
 

@@ -28,6 +28,8 @@ tokens they are still expected to emit.
 """
 AMOUNTS = 4
 
+_EMITTED_EVERY, _EMITTED_LATER_EVERY = 16, 64
+
 
 class Booking:
     """Load reserved on one rank for one request. Changed only by its owner, `Reservations`."""
@@ -43,6 +45,13 @@ class Booking:
         """sums that count this booking in addition to the report; None: the report contains it"""
         self.external = external
         """another data plane sends the request"""
+
+    @property
+    def counted_every(self) -> int:
+        """Number of new tokens after which they are counted. Once all expected tokens are emitted, the load
+        no longer changes by them, and they only tell the speed.
+        """
+        return _EMITTED_EVERY if self.amounts[STEPS] else _EMITTED_LATER_EVERY
 
     @property
     def held(self) -> bool:

@@ -37,6 +37,11 @@ class EventStream:
         ready, self.rest = data[:cut], data[cut:]
         return ready
 
+    @property
+    def between_events(self) -> bool:
+        """True when all that was fed is passed on, and was whole events."""
+        return not self.rest and not self._inside
+
     def separator(self) -> bytes:
         """Return the bytes to send before another event after the stream broke: nothing, except after a long
         event that has begun.

@@ -10,10 +10,11 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-WriteNow = Callable[[bytes], bool]
+WriteChunk = Callable[[bytes], bool]
 OnDisconnect = Callable[[Callable[[], object] | None], object]
-WRITE_NOW = "roost.write_now"
-"""ASGI extension of Roost's HTTP server: sends a piece of a chunked body at once, or returns false."""
+WRITE_CHUNK = "roost.write_chunk"
+"""ASGI extension of Roost's HTTP server: sends a chunk of a chunked body, its size and line ends included, at
+once, or returns false."""
 ON_DISCONNECT = "roost.on_disconnect"
 """Another one: sets a callback for a client that disconnects before its response is complete."""
 
@@ -24,13 +25,12 @@ class AsgiResponse:
     """
 
     def __init__(
-        self, send: Send, before_end: Callable[[], object], write_now: WriteNow | None = None
+        self, send: Send, before_end: Callable[[], object], write_chunk: WriteChunk | None = None
     ) -> None:
-        """write_now: the HTTP server's extension `WRITE_NOW`; None: it has none."""
+        """write_chunk: the HTTP server's extension `WRITE_CHUNK`; None: it has none."""
         self._send = send
-        self.write_now = write_now or _never
-        """Send a piece of the body without waiting. False, with nothing sent, when only `write` can send it.
-        """
+        self.write_chunk = write_chunk or _never
+        """Do as `write_now` for a piece of the body that is a chunk already."""
         self._before_end = before_end
         self.status = 0
         self.ended = False
@@ -47,6 +47,10 @@ class AsgiResponse:
     async def start(self, status: int, headers: Headers) -> None:
         self.status, self._headers = status, headers
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def write_now(self, data: bytes) -> bool:
+        """Send a piece of the body without waiting. False, with nothing sent: only `write` can send it."""
+        return self.write_chunk(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def write(self, data: bytes) -> None:
         """Send a piece of the body. Waits while the client reads too slowly."""

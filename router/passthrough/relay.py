@@ -22,6 +22,7 @@ from router.foreign_api.usage import counted
 from router.health.attempt_failures import AttemptFailure, BegunAnswer
 from router.http.asgi_response import AsgiResponse, Headers
 from router.openai_api.request_schema import CHAT_PATH, TEXT_PATH
+from router.passthrough.event_relay import EventRelay
 from router.passthrough.positions import find_position
 from router.passthrough.unstreamed import UnstreamedAnswers
 from router.prefix_index.prompt import Prompt, TextPrompt, TokenPrompt
@@ -32,8 +33,6 @@ from router.telemetry.request_log import RequestLog
 from router.telemetry.tracing import AttemptTrace
 from router.upstream.rank_client import Call, UpstreamFailed, UpstreamRefusal, UpstreamRequest, api_error
 
-_COUNTED_EVERY = 16
-"""events between two updates of a booking's remaining tokens; each event counts as one token"""
 _TAIL_BYTES = 4096
 """End of a stream that is kept to read its usage from."""
 _TAIL_PIECES = 5
@@ -53,9 +52,12 @@ class _Ended(ApiError):
 class _PassedEvents:
     """Events of one attempt on their way to the client."""
 
-    __slots__ = ("_ends", "events", "held", "nothing")
+    __slots__ = ("_ends", "events", "held", "nothing", "relay", "stream")
 
-    def __init__(self) -> None:
+    def __init__(self, stream: EventStream, relay: EventRelay | None) -> None:
+        """relay: passes events on, too, once the answer has begun; None: they all come here."""
+        self.stream = stream
+        self.relay = relay
         self.held = b""
         """events that the client does not have yet"""
         self.nothing = True
@@ -65,7 +67,11 @@ class _PassedEvents:
         self._ends: list[bytes] = []
 
     def add(self, ready: bytes) -> None:
-        """Record events that were passed on."""
+        """Record events that were passed on here, and those that the relay passed on before."""
+        if self.relay is not None and self.relay.events:
+            self._ends.append(b"\n\n" * self.relay.events)  # none of them says anything of the end
+            self.events += self.relay.events
+            self.relay.events = 0
         if ready:
             self._ends.append(ready)
             del self._ends[:-_TAIL_PIECES]
@@ -378,8 +384,10 @@ class Relay:
     async def _stream(self, decision: Decision, booking: Booking, call: Call) -> None:
         """Forward a stream of events to its end."""
         stream = self._events = EventStream(self._service.config.max_event_bytes)
-        tap, continuable, passed = self._service.tap(decision), self._continuable, _PassedEvents()
-        take, over = partial(self._take, booking, passed, stream, tap), False
+        tap, continuable = self._service.tap(decision), self._continuable
+        relay = EventRelay(self._reply.write_chunk) if tap is None and continuable is None else None
+        passed, over = _PassedEvents(stream, relay), False
+        take = partial(self._take, booking, call, passed, tap)
         try:
             while not over:
                 ready, over = await call.through(take)
@@ -401,6 +409,7 @@ class Relay:
         if continuable is not None and continuable.prompt is not None:
             self._prompt_came(decision, continuable.prompt)
             self._request_log.output_tokens = len(continuable.ids) + continuable.other_ids
+        passed.add(b"")
         self._count(passed.tail.split(b"\n\n"))
         self._note(decision, tap)
         await self._reply.end(rest)
@@ -408,17 +417,18 @@ class Relay:
     def _take(
         self,
         booking: Booking,
+        call: Call,
         passed: _PassedEvents,
-        stream: EventStream,
         tap: RoutedExpertsParser | None,
         data: bytes,
     ) -> tuple[bytes, bool] | None:
-        """Pass on a server's bytes. None: the client has what is complete. Otherwise the bytes that are left
-        to send, and true when the stream is over.
+        """Pass on a server's bytes that no relay took. None: the client has what is complete. Otherwise the
+        bytes that are left to send, and true when the stream is over.
         """
+        call.relay(None)
         if not data:
             return b"", True
-        ready = self._ready(stream.feed(data), passed)
+        ready = self._ready(passed.stream.feed(data), passed)
         if ready and passed.nothing:
             passed.nothing = False
             self._request_log.first_token(self._service.clock())
@@ -428,10 +438,15 @@ class Relay:
         if tap is not None:
             tap.feed(ready)
         passed.add(ready)
-        if passed.events >= _COUNTED_EVERY:
+        if passed.events >= booking.counted_every:
             self._service.emitted(booking, passed.events)
             passed.events = 0
-        return None if not ready or self._reply.write_now(ready) else (ready, False)
+        if ready and not self._reply.write_now(ready):
+            return ready, False
+        if passed.relay is not None and self._reply.status and passed.stream.between_events:
+            passed.relay.until = booking.counted_every - 1 - passed.events
+            call.relay(passed.relay)
+        return None
 
     def _ready(self, events: bytes, passed: _PassedEvents) -> bytes:
         """Return the bytes for the client. Nothing until there is more than a role: up to there another

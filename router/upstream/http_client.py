@@ -80,6 +80,16 @@ class Heard(Protocol):
     heard_at: float
 
 
+class ChunkRelay(Heard, Protocol):
+    """Passes chunks of a body on, without the task that waits for them."""
+
+    def take(self, data: bytes, now: float) -> bool:
+        """Pass on bytes that begin where a chunk does. True: they were whole chunks, not the last one, and
+        are passed on; false: nothing is done.
+        """
+        ...
+
+
 class Connection(asyncio.Protocol):
     """One connection, one request at a time: `send`, `head`, then `read` until it returns nothing."""
 
@@ -87,6 +97,7 @@ class Connection(asyncio.Protocol):
         "_alarm",
         "_alarm_at",
         "_between",
+        "_between_chunks",
         "_buffered",
         "_deadline",
         "_head_bytes",
@@ -110,6 +121,7 @@ class Connection(asyncio.Protocol):
         "lost",
         "raw_headers",
         "read_any",
+        "relay",
         "status",
     )
 
@@ -130,6 +142,10 @@ class Connection(asyncio.Protocol):
         """the same for what arrives on another connection"""
         self.heard: Heard | None = None
         """knows of arrivals that do not pass through here"""
+        self.relay: ChunkRelay | None = None
+        """gets what arrives first, while a task waits in `more`"""
+        self._between_chunks = False
+        """the parser is where a chunk of the body begins; whole chunks leave it there"""
         self._between = self._deadline = math.inf
         self._silent_at = math.inf
         """time at which the server will have been silent for too long; inf while nothing waits for it"""
@@ -160,7 +176,7 @@ class Connection(asyncio.Protocol):
         self._parts.clear()
         self._buffered = self._head_bytes = self.status = 0
         self.headers, self.raw_headers, self.read_any, self.heard = {}, [], False, None
-        self.complete = self._until_closed = self._keep = self._overrun = False
+        self.complete = self._until_closed = self._keep = self._overrun = self._between_chunks = False
         self._transport.write(request)
 
     async def head(self) -> None:
@@ -217,7 +233,7 @@ class Connection(asyncio.Protocol):
         try:
             return await waiter
         finally:
-            self._taker = self._receiver = None
+            self._taker = self._receiver = self.relay = None
             self._silent_at = math.inf
 
     def cut(self, why: str) -> None:
@@ -240,6 +256,7 @@ class Connection(asyncio.Protocol):
 
     def _wake(self) -> None:
         self._silent_at = math.inf
+        self.relay = None  # what arrives from now on comes after what the task finds
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -266,7 +283,7 @@ class Connection(asyncio.Protocol):
             waiter.set_exception(error)
             return
         if result is not None or self.complete:
-            self._silent_at = math.inf
+            self._silent_at, self.relay = math.inf, None
             if not waiter.done():
                 waiter.set_result(result)
             return
@@ -309,6 +326,9 @@ class Connection(asyncio.Protocol):
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ALIVE_TRIES)
 
     def data_received(self, data: bytes) -> None:
+        relay = self.relay
+        if relay is not None and self._between_chunks and relay.take(data, self._loop.time()):
+            return
         if self._parser is None or self.complete:
             self.cut("the server sent data that was not requested")
             return
@@ -319,6 +339,8 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.cut(f"the answer is not HTTP: {error}")
             return
+        if self._between_chunks and not data.endswith(b"\r\n"):
+            self._between_chunks = False  # the next chunk's size has begun
         if not self.status and self._head_bytes > MAX_HEAD_BYTES:
             self.cut(f"the head of the answer exceeds {MAX_HEAD_BYTES} bytes")
             return
@@ -362,6 +384,12 @@ class Connection(asyncio.Protocol):
         if not self.complete:
             self._parts.append(body)
             self._buffered += len(body)
+
+    def on_chunk_header(self) -> None:
+        self._between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._between_chunks = True
 
     def on_message_complete(self) -> None:
         if self.status:

@@ -15,7 +15,14 @@ from fleet.completions.token_frames import HEADER, TokenPiece
 from router.config import RouterConfig
 from router.health.attempt_failures import AttemptFailure
 from router.http.asgi_response import not_ready
-from router.upstream.http_client import Connection, ConnectionLost, HttpClient, Origin, request_bytes
+from router.upstream.http_client import (
+    ChunkRelay,
+    Connection,
+    ConnectionLost,
+    HttpClient,
+    Origin,
+    request_bytes,
+)
 from router.upstream.token_frames import PieceRelay, RankFrames
 
 _ERROR_BYTES = 64 * 1024
@@ -201,6 +208,12 @@ class Call:
             if (result := await self._more(AttemptFailure.BROKEN, take)) is not None:
                 return result
 
+    def relay(self, relay: ChunkRelay | None) -> None:
+        """Let a relay pass chunks on while `through` waits; None: no longer. Of use only in its `take`."""
+        self._connection.relay = relay
+        if relay is not None:
+            self._connection.heard = relay
+
     def whole(self) -> None:
         """Mark the answer as complete. Only the end of the stream remains, and the connection may be
         reused."""
@@ -325,12 +338,14 @@ class RankCall(Call):
             if self._pieces is None:
                 self._pieces = deque()
             self._pieces.append(piece)
+            self.relay_pieces(None)  # the next ones come after this one
 
-    def relay(self, relay: PieceRelay) -> None:
-        """Give the pieces to a relay first, as long as it takes them."""
+    def relay_pieces(self, relay: PieceRelay | None) -> None:
+        """Give the pieces to a relay first, as long as it takes them; None: no longer."""
         if self._frames is not None and self._number:
             self._frames.relay(self._number, relay)
-            self._connection.heard = relay
+            if relay is not None:
+                self._connection.heard = relay
 
     def frames_lost(self, why: str) -> None:
         self._frames_lost = why

@@ -70,9 +70,12 @@ class RankFrames:
         self._receivers[number] = receiver
         return number, f"{self._name}/{number}".encode()
 
-    def relay(self, number: int, relay: PieceRelay) -> None:
-        """Give an answer's pieces to a relay first."""
-        self._relays[number] = relay.take
+    def relay(self, number: int, relay: PieceRelay | None) -> None:
+        """Give an answer's pieces to a relay first; None: no longer."""
+        if relay is None:
+            self._relays.pop(number, None)
+        else:
+            self._relays[number] = relay.take
 
     def leave(self, number: int) -> None:
         self.used_at = self._client.loop.time()

@@ -229,15 +229,15 @@ async def test_a_piece_is_written_at_once_only_where_sending_it_would_not_wait()
     wire = Wire()
     flow = FlowControl(wire)
     one = exchange(wire, flow=flow)
-    assert not one.write_now(b"early"), "the head is not written"
+    assert not one.write_chunk(b"5\r\nearly\r\n"), "the head is not written"
     await one.send({"type": START, "status": 200, "headers": []})
     head = len(wire.written)
-    assert one.write_now(b"piece")
+    assert one.write_chunk(b"5\r\npiece\r\n")
     flow.pause_writing()
-    assert not one.write_now(b"too much")
+    assert not one.write_chunk(b"8\r\ntoo much\r\n")
     flow.resume_writing()
     await one.send({"type": BODY, "body": b"end"})
-    assert not one.write_now(b"late")
+    assert not one.write_chunk(b"4\r\nlate\r\n")
     assert wire.written[head:] == b"5\r\npiece\r\n3\r\nend\r\n0\r\n\r\n"
     assert Parsed(wire.written).body == b"pieceend"
 
@@ -246,7 +246,7 @@ async def test_a_response_of_stated_length_takes_no_pieces() -> None:
     wire = Wire()
     one = exchange(wire)
     await one.send({"type": START, "status": 200, "headers": [(b"content-length", b"5")]})
-    assert not one.write_now(b"hello")
+    assert not one.write_chunk(b"5\r\nhello\r\n")
 
 
 async def test_a_piece_for_a_client_that_has_gone_is_dropped() -> None:
@@ -255,7 +255,7 @@ async def test_a_piece_for_a_client_that_has_gone_is_dropped() -> None:
     await one.send({"type": START, "status": 200, "headers": []})
     before = wire.written
     one.disconnected = True
-    assert one.write_now(b"piece")
+    assert one.write_chunk(b"5\r\npiece\r\n")
     assert wire.written == before
 
 

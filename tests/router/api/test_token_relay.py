@@ -29,8 +29,10 @@ class Client:
         self.body = b""
         self.reads = True
 
-    def write_now(self, body: bytes) -> bool:
-        self.body += body if self.reads else b""
+    def write_chunk(self, chunk: bytes) -> bool:
+        size, _, rest = chunk.partition(b"\r\n")
+        assert len(rest) == int(size, 16) + 2
+        self.body += rest[:-2] if self.reads else b""
         return self.reads
 
 
@@ -49,7 +51,7 @@ def test_a_relay_does_as_the_stream_or_nothing(pieces: list[tuple[TokenPiece, bo
     client, relayed, usual, expected = Client(), state(), state(), b""
     around = answer().around(0)
     assert around is not None
-    relay = TokenRelay(relayed, around, client.write_now)
+    relay = TokenRelay(relayed, around, client.write_chunk)
     relay.until = relayed.max_tokens
     for at, (piece, client.reads) in enumerate(pieces):
         if relay.take(piece, float(at)):
@@ -69,6 +71,6 @@ def test_a_relay_does_as_the_stream_or_nothing(pieces: list[tuple[TokenPiece, bo
 
 def test_a_closed_relay_takes_nothing() -> None:
     client, one = Client(), state()
-    relay = TokenRelay(one, (b"<", b">"), client.write_now)
+    relay = TokenRelay(one, (b"<", b">"), client.write_chunk)
     assert not relay.take(TokenPiece(1, [5], "a"), 1.0)
     assert (client.body, list(one.emitted)) == (b"", [])

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.passthrough.event_relay import EventRelay
 from router.upstream.http_client import (
     BUFFERED_BYTES,
     MAX_HEAD_BYTES,
@@ -304,6 +305,111 @@ async def test_answers_are_the_same_however_the_bytes_are_cut(chunks: list[bytes
     assert connection.reusable
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from([20, 260, 4100]).map(lambda size: b"data: %b\n\n" % (b"x" * size)),
+            st.binary(min_size=1, max_size=40),
+            st.binary(min_size=14, max_size=20).map(lambda data: data + b"\n\n"),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.lists(st.sampled_from([0, 1, 3, 30, 1000]), min_size=1, max_size=4),
+)
+async def test_relayed_chunks_and_the_others_are_the_whole_body_in_order(
+    chunks: list[bytes], cuts: list[int]
+) -> None:
+    """cuts: bytes of each arrival; 0: one chunk."""
+    body = bytearray()
+
+    def write_chunk(chunk: bytes) -> bool:
+        size, _, rest = chunk.partition(b"\r\n")
+        assert rest.endswith(b"\r\n")
+        assert len(rest) == int(size, 16) + 2
+        body.extend(rest[:-2])
+        return True
+
+    relay = EventRelay(write_chunk)
+    relay.until = 10**9
+    connection = Connection()
+    connection.connection_made(_Deaf())
+    connection.send(b"")
+    connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+
+    def take(data: bytes) -> bool | None:
+        body.extend(data)
+        connection.relay = relay
+        return None
+
+    async def through() -> None:
+        while not connection.complete:
+            while data := connection.take():
+                take(data)
+            await connection.more(take=take)
+
+    waiting = asyncio.create_task(through())
+    await asyncio.sleep(0)
+    for turn, chunk in enumerate(chunks):
+        data = b"%x\r\n%b\r\n" % (len(chunk), chunk)
+        step = cuts[turn % len(cuts)] or len(data)
+        for at in range(0, len(data), step):
+            connection.data_received(data[at : at + step])
+            if turn % 2:
+                await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert body == b"".join(chunks)
+    connection.data_received(b"0\r\n\r\n")
+    await waiting
+    assert connection.reusable
+
+
+async def test_a_chunk_reaches_the_relay_only_while_a_task_waits_and_whole() -> None:
+    relayed: list[bytes] = []
+
+    class Relay:
+        heard_at = 0.0
+
+        def take(self, data: bytes, now: float) -> bool:
+            relayed.append(data)
+            return True
+
+    connection = Connection()
+    connection.connection_made(_Deaf())
+    connection.send(b"")
+    connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n")
+    assert connection.take() == b"ab"
+    waiting = asyncio.create_task(connection.more(take=lambda data: True if data == b"end" else None))
+    await asyncio.sleep(0)
+    connection.relay = Relay()
+    for data in (b"1\r\na\r\n", b"2", b"\r\nbc\r\n", b"1\r\nd\r\n", b"3\r\nend\r\n"):
+        if data.startswith(b"3"):
+            connection.relay = None
+        connection.data_received(data)
+    assert relayed == [b"1\r\na\r\n", b"2", b"\r\nbc\r\n", b"1\r\nd\r\n"]
+    assert await waiting is True
+    assert connection.relay is None
+
+
+async def test_nothing_overtakes_what_waits_for_a_task_that_was_woken() -> None:
+    relayed: list[bytes] = []
+    connection = Connection()
+    connection.connection_made(_Deaf())
+    connection.send(b"")
+    connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+    connection.take()
+    waiting = asyncio.create_task(connection.more(take=lambda data: None))
+    await asyncio.sleep(0)
+    relay = connection.relay = EventRelay(lambda data: bool(relayed.append(data)))  # type: ignore[func-returns-value]
+    relay.until = 100
+    for data in (b"1", b"\r\nb\r\n", b"10\r\ndata: %b\n\n\r\n" % (b"x" * 8)):
+        connection.data_received(data)
+    assert relayed == []
+    await waiting
+    assert connection.take() == b"bdata: xxxxxxxx\n\n"
+
+
 class _Deaf(asyncio.Transport):
     """A transport that accepts everything and does nothing."""
 
@@ -445,3 +551,21 @@ async def test_an_idle_connection_is_not_cut_for_silence(quiet: Connection) -> N
         await asyncio.sleep(60.0)
     assert (quiet.fell_silent, quiet.complete) == (False, True)
     quiet.cut("the test is over")
+
+
+@pytest.mark.looptime
+async def test_what_a_relay_hears_is_no_silence(quiet: Connection) -> None:
+    class Heard:
+        heard_at = 0.0
+
+    loop, quiet.heard = asyncio.get_running_loop(), Heard()
+    quiet.send(b"")
+    quiet.heard = heard = Heard()
+    began = loop.time()
+
+    def hear() -> None:
+        heard.heard_at = loop.time()
+
+    loop.call_later(1.5, hear)
+    await quiet.more(2.0, between=2.0)
+    assert (quiet.fell_silent, loop.time() - began) == (True, 3.5)
