@@ -148,12 +148,8 @@ def _leads(state: OverflowRanks, view: OverflowView, before: FloatArray) -> _Lea
     # and after every second failure, only the rank's own load counts.
     pressed = np.where(((state.fails % 2 == 0) & (before <= LARGE))[:, None], view.leaving, 0.0) + view.loads
     pressed[:, state.dead] = -np.inf
-    fullest = min(FULLEST, ranks) if (before > LARGE).any() else 1
-    rank = (
-        pressed.argmax(axis=1)[:, None]
-        if fullest == 1
-        else np.argsort(-pressed, axis=1, kind="stable")[:, :fullest]
-    )
+    live = max(1, ranks + 1 - int(state.dead.sum()))
+    rank = _lowest(-pressed, min(FULLEST, live) if (before > LARGE).any() else 1)
     here = state.table.reshape(a, ranks, -1)[rows, rank].reshape(a, -1).astype(np.intp)
     rank = np.repeat(rank, here.shape[1] // rank.shape[1], axis=1)
     # Of a sole holder's expert up to the whole load can leave; of a shared one, what its crowded holders
@@ -375,9 +371,25 @@ def _exchanges(state: OverflowRanks, view: OverflowView, leads: _Leads, before: 
 
 def _nth_emptiest(state: OverflowRanks, view: OverflowView, nth: IndexArray) -> IndexArray:
     """[a]: the live rank that `nth` [a] ranks are emptier than."""
-    order = np.argsort(np.where(state.dead, np.inf, view.loads), axis=1, kind="stable")
     live = len(state.dead) - int(state.dead.sum())
-    return np.asarray(order[np.arange(len(order)), np.minimum(nth, live - 1)])
+    nth = np.minimum(nth, live - 1)
+    order = _lowest(np.where(state.dead, np.inf, view.loads), int(nth.max(initial=0)) + 1)
+    return np.asarray(order[np.arange(len(order)), nth])
+
+
+def _lowest(values: FloatArray, count: int) -> IndexArray:
+    """[a, count]: places of the lowest values of each row [a, m], in rising order; of equal ones the first.
+
+    At least that many are finite.
+    """
+    if count > len(TRIALS) + 1:
+        return np.argsort(values, axis=1, kind="stable")[:, :count]
+    # Few of many: no order of all is needed.
+    values, rows, found = values.copy(), np.arange(len(values)), np.empty((len(values), count), np.intp)
+    for nth in range(count):
+        found[:, nth] = values.argmin(axis=1)
+        values[rows, found[:, nth]] = np.inf
+    return found
 
 
 def _smallest(state: OverflowRanks, experts: IndexArray) -> tuple[IndexArray, FloatArray]:
