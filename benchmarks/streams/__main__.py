@@ -99,10 +99,10 @@ class Clients:
         while (found := await self.counts()).begun + found.broken < streams:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def until_over(self, streams: int) -> Counts:
-        """Wait until every stream is over, at most a minute."""
+    async def until_over(self, streams: int, lasting: float = 0.0) -> Counts:
+        """Wait until every stream is over, at most a minute longer than they last (seconds)."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_SECONDS):
+            async with asyncio.timeout(lasting + _END_SECONDS):
                 while (found := await self.counts()).whole + found.broken < streams:  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
         return await self.counts()
@@ -145,7 +145,7 @@ async def measure(routers: Sequence[Started], cell: Cell, seconds: float) -> Mea
         await asyncio.sleep(seconds)
         after, used = await calls.counts(), spent() - used
         memory = sum(resident_kb(router.pid) for router in routers) - memory
-        found = await calls.until_over(cell.streams)
+        found = await calls.until_over(cell.streams, cell.tokens(seconds) * cell.step_ms / 1000)
     arrived = max(after.tokens - before.tokens, 1)
     return Measured(
         1e6 * (used - idle * seconds) / arrived,

@@ -42,12 +42,22 @@ def encode(pieces: list[TokenPiece]) -> bytes:
     return _ENCODER.encode(pieces) + b"\n"
 
 
+def decode(line: bytes) -> list[TokenPiece]:
+    """Decode a frame without its line end. ValueError if it is none."""
+    return _DECODER.decode(line)
+
+
 class FrameReader:
     """Decodes arriving bytes. ValueError for bytes that are no frame, or a frame longer than `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._rest = b""
         self._max_bytes = max_bytes
+
+    @property
+    def between_frames(self) -> bool:
+        """True when no frame has begun."""
+        return not self._rest
 
     def feed(self, data: bytes) -> list[list[TokenPiece]]:
         """Return the frames that are now complete."""
@@ -56,7 +66,7 @@ class FrameReader:
         *lines, self._rest = data.split(b"\n")
         if len(self._rest) > self._max_bytes:
             raise ValueError(f"a token frame exceeds {self._max_bytes} bytes")
-        return [_DECODER.decode(line) for line in lines]
+        return list(map(decode, lines))
 
 
 def named(header: str | None) -> tuple[str, int] | None:

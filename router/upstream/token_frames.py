@@ -9,9 +9,13 @@ from itertools import count
 from math import inf
 from typing import Protocol
 
-from fleet.completions.token_frames import HEADER, PATH, FrameReader, TokenPiece
+from fleet.completions.token_frames import HEADER, PATH, FrameReader, TokenPiece, decode
 from router.upstream.http_client import Connection, ConnectionLost, Heard, HttpClient, request_bytes
 
+_CHUNK_SIZE = 10
+"""Longest line of a chunk's size."""
+_LINES = 3
+"""Line ends of a chunk of one frame."""
 _AGAIN_SECONDS = 1.0
 """Least time between two tries to open a connection."""
 log = logging.getLogger(__name__)
@@ -55,7 +59,7 @@ class RankFrames:
         self._receivers: dict[int, Receiver] = {}
         self._relays: dict[int, Callable[[TokenPiece, float], bool]] = {}
         """`PieceRelay.take` of answers, which get their pieces first"""
-        self.used_at = client.loop.time()
+        self.used_at = self.heard_at = client.loop.time()
 
     def join(self, receiver: Receiver, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, bytes] | None:
         """Give a request a number, and its answer's pieces to `receiver` until `leave`. Return the number and
@@ -117,6 +121,25 @@ class RankFrames:
             for receiver in lost.values():
                 receiver.frames_lost(why)
 
+    def take(self, data: bytes, now: float) -> bool:
+        """Deliver a frame that came as one chunk: most do, and need no parser."""
+        start = data.find(b"\r\n", 1, _CHUNK_SIZE) + 2
+        size = len(data) - start - 2
+        if (
+            start == 1
+            or not 0 < size <= self._max_bytes
+            or not data.endswith(b"\n\r\n")
+            or not data.startswith(b"%x\r\n" % size)
+            or data.count(b"\n") > _LINES
+        ):
+            return False
+        try:
+            frame = decode(data[start:-3])
+        except ValueError:
+            return False  # read once more, it ends the connection
+        self._deliver(frame, now)
+        return True
+
     async def _read(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Read frames to their end. ConnectionLost, OSError, TimeoutError or ValueError if they break off."""
         origin = self._client.origin(self._url)
@@ -131,8 +154,11 @@ class RankFrames:
 
         def take(data: bytes) -> bool | None:
             for frame in reader.feed(data):
-                self._deliver(frame)
-            return None if data else True
+                self._deliver(frame, self._client.loop.time())
+            if not data:
+                return True
+            connection.relay = self if reader.between_frames else None
+            return None
 
         while True:
             while (data := connection.take()) is not None:
@@ -140,8 +166,8 @@ class RankFrames:
                     return
             await connection.more(take=take)
 
-    def _deliver(self, frame: list[TokenPiece]) -> None:
-        now, relays = self._client.loop.time(), self._relays
+    def _deliver(self, frame: list[TokenPiece], now: float) -> None:
+        self.heard_at, relays = now, self._relays
         for piece in frame:
             take = relays.get(piece.number)
             if take is not None and take(piece, now):
