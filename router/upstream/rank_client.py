@@ -30,6 +30,10 @@ _ERROR_BYTES = 64 * 1024
 _ResultT = TypeVar("_ResultT")
 _FRAMES = 64
 """Longest token frame, as a multiple of the longest event of one stream."""
+_FRAMES_KEPT_SECONDS = 300.0
+"""Time for which a rank's token frames stay open without answers. An answer that begins before they are open
+comes as events to its end, at twice the cost.
+"""
 FRAMES_HEADER = HEADER.encode()
 _DRAIN_SECONDS = 1.0
 """Time limit for the end of a stream whose answer is complete. Afterwards the connection is closed instead of
@@ -493,7 +497,7 @@ class Upstream:
         """Close connections that have been idle for too long. Call regularly."""
         client = self._opened
         client.prune()
-        kept_since = client.loop.time() - self._config.keepalive_seconds
+        kept_since = client.loop.time() - _FRAMES_KEPT_SECONDS
         for url, frames in list(self._frames.items()):
             if not frames.busy and frames.used_at < kept_since:
                 frames.close()

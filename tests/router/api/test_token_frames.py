@@ -110,6 +110,18 @@ async def test_an_unstreamed_answer_is_the_same(house: House, serve_rank: Serve,
     assert rank.in_frames == 1
 
 
+async def test_a_stream_after_an_idle_while_still_comes_in_frames(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
+    house = await open_house(keepalive_seconds=0.05)
+    (rank,) = await framing_ranks(house, serve_rank, byte_archive)
+    await asyncio.sleep(0.2)
+    house.service.upstream.prune()
+    await asyncio.sleep(0.1)
+    await house.post(CHAT, chat(stream=True))
+    assert rank.in_frames == 1
+
+
 async def test_log_probabilities_come_in_events(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
     (rank,) = await framing_ranks(house, serve_rank, byte_archive)
     answer = await house.post(CHAT, chat(stream=True, logprobs=True, top_logprobs=1))
