@@ -50,7 +50,7 @@ class RankFrames:
         self._url = url
         self._connect_seconds = connect_seconds
         self._max_bytes = max_bytes
-        self._name = ""
+        self.name = ""
         """of the open connection; empty: there is none"""
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
@@ -67,12 +67,12 @@ class RankFrames:
         one.
         """
         self.used_at = self._client.loop.time()
-        if not self._name:
+        if not self.name:
             self._open(headers)
             return None
         number = next(self._numbers)
         self._receivers[number] = receiver
-        return number, f"{self._name}/{number}".encode()
+        return number, f"{self.name}/{number}".encode()
 
     def relay(self, number: int, relay: PieceRelay | None) -> None:
         """Give an answer's pieces to a relay first; None: no longer."""
@@ -113,7 +113,7 @@ class RankFrames:
             why = f"{self._url}{PATH}: {error or type(error).__name__}"
             log.info("no token frames: %s", why)
         finally:
-            self._name, self._task = "", None
+            self.name, self._task = "", None
             if self._connection is not None:
                 self._connection.cut("not kept")
                 self._connection = None
@@ -150,7 +150,7 @@ class RankFrames:
         name = connection.headers.get(HEADER.encode(), b"").decode("latin-1")
         if connection.status != 200 or not name:
             raise ConnectionLost(f"HTTP {connection.status}")
-        self._name, reader = name, FrameReader(self._max_bytes)
+        self.name, reader = name, FrameReader(self._max_bytes)
 
         def take(data: bytes) -> bool | None:
             for frame in reader.feed(data):

@@ -37,7 +37,7 @@ class Answer:
 def opened() -> tuple[RankFrames, Answer]:
     client: Any = SimpleNamespace(loop=SimpleNamespace(time=lambda: 1.0))
     frames, answer = RankFrames(cast(HttpClient, client), "http://rank", 1.0, 10_000), Answer()
-    frames._name = "frames"
+    frames.name = "frames"
     joined = frames.join(answer, [])
     assert joined == (1, b"frames/1")
     return frames, answer
