@@ -20,8 +20,9 @@ except ImportError:  # as a script, the back end is not needed
     BuildHookInterface = object  # type: ignore[assignment, misc]
 
 KERNELS = {
-    # No contraction of a * b + c: results are bit-equal to numpy's.
-    "migration/kernels": ("-ffp-contract=off",),
+    # No contraction of a * b + c: results are bit-equal to numpy's. No traps: loops with a bound may use wide
+    # registers.
+    "migration/kernels": ("-ffp-contract=off", "-fno-trapping-math"),
     "router/kernels": ("-ffp-contract=off",),
     "engine_adapter/embedded/kernels": ("-ffp-contract=fast", "-Wno-psabi"),
 }

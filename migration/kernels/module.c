@@ -79,7 +79,7 @@ WIDE double add_row(const double *values, int64_t count) {
         int64_t half = count / 2 - count / 2 % 8;
         return add_row(values, half) + add_row(values + half, count - half);
     }
-    memcpy(lanes, values, sizeof lanes);
+    for (int of = 0; of < 8; of++) lanes[of] = values[of];
     for (; at < count - count % 8; at += 8)
         for (int of = 0; of < 8; of++) lanes[of] += values[at + of];
     sum = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));

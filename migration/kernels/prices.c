@@ -49,31 +49,39 @@ WIDE static void serve_nodes(double *restrict here, const double *restrict left,
         here[from] += left[from] * (spill * rest[from] + (node[from] == own ? near : 0.0));
 }
 
-/* row = (1 - (1 - mass)^top_k) * pairs: the tokens that get somewhere. */
-WIDE static void reach(const double *restrict mass, const double *restrict pairs, int64_t top_k, int64_t ranks,
-                       double *restrict power, double *restrict row) {
-    bool begun = false;
-    /* Loops of their own: together the compiler makes branches of the two bounds. */
-    for (int64_t at = 0; at < ranks; at++) row[at] = mass[at] > 0.0 ? mass[at] : 0.0;
-    for (int64_t at = 0; at < ranks; at++) row[at] = row[at] < 1.0 ? row[at] : 1.0;
-    for (int64_t at = 0; at < ranks; at++) row[at] = 1.0 - row[at];
-    for (int64_t left = top_k; left;) {
-        if (left & 1) {
-            if (begun)
-                for (int64_t at = 0; at < ranks; at++) power[at] *= row[at];
-            else
-                memcpy(power, row, (size_t)ranks * sizeof *power);
-            begun = true;
-        }
-        left >>= 1;
-        if (left)
-            for (int64_t at = 0; at < ranks; at++) row[at] *= row[at];
+/* here = here / pairs, which is added to the mass too. */
+WIDE static void divide(double *restrict here, double *restrict mass, const double *restrict pairs, int64_t ranks) {
+    for (int64_t at = 0; at < ranks; at++) {
+        here[at] /= pairs[at] > TINY ? pairs[at] : TINY;
+        mass[at] += here[at];
     }
-    for (int64_t at = 0; at < ranks; at++) row[at] = (1.0 - power[at]) * pairs[at];
 }
 
-WIDE static void divide(double *restrict here, const double *restrict pairs, int64_t ranks) {
-    for (int64_t at = 0; at < ranks; at++) here[at] /= pairs[at] > TINY ? pairs[at] : TINY;
+/* row = (1 - (1 - mass)^top_k) * pairs: the tokens that get somewhere, which are added to `out` too. */
+WIDE static void reach(const double *restrict mass, const double *restrict pairs, int64_t top_k, int64_t ranks,
+                       double *restrict row, double *restrict out) {
+    bool once = top_k & 1, twice = top_k & 2, four = top_k & 4, eight = top_k & 8;
+    for (int64_t at = 0; at < ranks; at++) {
+        double part = mass[at] > 0.0 ? mass[at] : 0.0;
+        double one = 1.0 - (part < 1.0 ? part : 1.0), square = one * one, fourth = square * square;
+        double power = once ? one : 1.0;
+        power *= twice ? square : 1.0;
+        power *= four ? fourth : 1.0;
+        row[at] = power * (eight ? fourth * fourth : 1.0);
+    }
+    /* Few models draw more than 15 experts. */
+    for (int64_t left = top_k & ~INT64_C(15), done = 0; left; left &= ~(INT64_C(1) << done)) {
+        while (!(left >> done & 1)) done++;
+        for (int64_t at = 0; at < ranks; at++) {
+            double square = 1.0 - (mass[at] > 0.0 ? (mass[at] < 1.0 ? mass[at] : 1.0) : 0.0);
+            for (int64_t bit = 0; bit < done; bit++) square *= square;
+            row[at] *= square;
+        }
+    }
+    for (int64_t at = 0; at < ranks; at++) {
+        row[at] = (1.0 - row[at]) * pairs[at];
+        out[at] += row[at];
+    }
 }
 
 WIDE static void add(double *restrict into, const double *restrict values, int64_t count) {
@@ -139,15 +147,15 @@ static bool one_layer(const Shape *it, const int16_t *row, const double *keep, c
         space->here[rank] += kept;
         into->local[rank] = space->here[rank];
         into->load[rank] = add_row(space->here, it->ranks);
-        divide(space->here, into->pairs, it->ranks);
-        add(into->mass + it->node[rank] * it->ranks, space->here, it->ranks);
-        reach(space->here, into->pairs, it->top_k, it->ranks, space->power, space->row);
-        space->row[rank] = 0.0;
-        add(into->ranks_out, space->row, it->ranks);
+        double out = into->ranks_out[rank];
+        divide(space->here, into->mass + it->node[rank] * it->ranks, into->pairs, it->ranks);
+        reach(space->here, into->pairs, it->top_k, it->ranks, space->row, into->ranks_out);
+        space->row[rank] = 0.0, into->ranks_out[rank] = out;
         into->ranks_in[rank] = add_row(space->row, it->ranks);
     }
     for (int64_t node = 0; node < it->nodes && it->node_top_k; node++) {
-        reach(into->mass + node * it->ranks, into->pairs, it->node_top_k, it->ranks, space->power, space->row);
+        memset(space->here, 0, (size_t)it->ranks * sizeof *space->here);
+        reach(into->mass + node * it->ranks, into->pairs, it->node_top_k, it->ranks, space->row, space->here);
         for (int64_t rank = 0; rank < it->ranks; rank++)
             if (it->node[rank] == node) space->row[rank] = 0.0;
         add(into->nodes_out, space->row, it->ranks);

@@ -23,7 +23,7 @@ def placed(case: Case) -> tuple[Placement, NDArray[np.intp]]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(cases(by_rank=True), st.integers(1, 9), st.booleans(), st.booleans())
+@given(cases(by_rank=True), st.integers(1, 40), st.booleans(), st.booleans())
 def test_dispatched_demand_is_the_same(case: Case, top_k: int, single: bool, shuffled: bool) -> None:
     placement, node = placed(case)
     if shuffled:
