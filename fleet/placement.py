@@ -227,6 +227,16 @@ class Placement:
         return counts
 
     @cached_property
+    def holding_ranks(self) -> NDArray[np.intp]:
+        """Number of ranks that hold the expert: int [layers, experts]."""
+        held = self.expert_of_slot != EMPTY
+        if self.duplicates:
+            held &= ~repeated(self.expert_of_slot, self.ranks)
+        layer, slot = np.nonzero(held)
+        place = layer * self.experts + self.expert_of_slot[layer, slot]
+        return np.bincount(place, minlength=self.layers * self.experts).reshape(self.layers, self.experts)
+
+    @cached_property
     def keeps_all(self) -> bool:
         """True if every holder serves all of its own tokens itself."""
         return bool((self.split.keep[self.expert_of_slot != EMPTY] == FULL).all())
@@ -310,12 +320,11 @@ class Placement:
 def repeated(expert_of_slot: NDArray[np.int16], ranks: int) -> NDArray[np.bool_]:
     """Return the slots whose expert is in a lower slot of the same rank too: bool [layers, slots]."""
     by_rank = expert_of_slot.reshape(len(expert_of_slot), ranks, -1)
-    order = np.argsort(by_rank, axis=2, kind="stable")
-    ordered = np.take_along_axis(by_rank, order, axis=2)
     again = np.zeros(by_rank.shape, np.bool_)
-    same = (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != EMPTY)
-    np.put_along_axis(again, order[:, :, 1:], same, axis=2)
-    return again.reshape(expert_of_slot.shape)
+    # All pairs of slots: ranks of large engines have few, and sorting them takes longer.
+    for apart in range(1, by_rank.shape[2]):
+        again[:, :, apart:] |= by_rank[:, :, apart:] == by_rank[:, :, :-apart]
+    return np.asarray(again & (by_rank != EMPTY)).reshape(expert_of_slot.shape)
 
 
 def even_split(
@@ -327,18 +336,29 @@ def even_split(
     with the same expert, the first keeps its tokens. None: there are none.
     """
     held = expert_of_slot != EMPTY
-    layer, slot = np.nonzero(held)
-    place = layer * experts + expert_of_slot[layer, slot]
-    order = np.argsort(place, kind="stable")
-    counts = np.bincount(place, minlength=len(held) * experts)
-    nth = np.empty(len(place), np.int64)
-    nth[order] = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
-    replicas = counts[place]
-    spill = np.zeros(held.shape, np.uint16)
-    spill[layer, slot] = FULL // replicas + (nth < FULL % replicas)
+    spill = even_spill(expert_of_slot, experts, held)
     keeps = held if again is None else held & ~again
     keep = np.where(keeps, np.uint16(FULL), np.uint16(0))
     return _frozen(Split(keep, spill, np.zeros(held.shape, np.uint16)))
+
+
+def even_spill(
+    expert_of_slot: NDArray[np.int16], experts: int, which: NDArray[np.bool_]
+) -> NDArray[np.uint16]:
+    """Return the spill of the even split, of some experts: uint16 [layers, slots].
+
+    which: bool [layers, slots], all slots of these experts; 0 in others.
+    """
+    layer, slot = np.nonzero(which)
+    place = layer * experts + expert_of_slot[layer, slot]
+    order = np.argsort(place, kind="stable")
+    counts = np.bincount(place, minlength=len(which) * experts)
+    nth = np.empty(len(place), np.int64)
+    nth[order] = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
+    replicas = counts[place]
+    spill = np.zeros(which.shape, np.uint16)
+    spill[layer, slot] = FULL // replicas + (nth < FULL % replicas)
+    return spill
 
 
 def _frozen(split: Split) -> Split:

@@ -91,6 +91,11 @@ class Demand:
         return found
 
     @cached_property
+    def of_layers(self) -> NDArray[np.float64]:
+        """[ranks, layers]: `rates`, summed over experts."""
+        return np.asarray(self.rates.sum(axis=2, dtype=np.float64))
+
+    @cached_property
     def pairs(self) -> NDArray[np.float64]:
         """[ranks]: pairs behind each layer.
 
@@ -126,8 +131,7 @@ class Demand:
 
     def evidence_of(self, layers: NDArray[np.intp]) -> NDArray[np.float64]:
         """float64 [layers, experts]: `evidence` of some layers, summed over ranks."""
-        rates = self.rates
-        total = rates.sum(axis=2, dtype=np.float64)
+        rates, total = self.rates, self.of_layers
         scale = np.where(total > 0, self.pairs[:, None] / np.where(total > 0, total, 1.0), 0.0)
         found = np.zeros((len(layers), rates.shape[2]))
         every = len(layers) == rates.shape[1]
@@ -138,7 +142,7 @@ class Demand:
 
     def tokens_per_second(self, top_k: int) -> float:
         """Return the tokens per second of all ranks together."""
-        return float(self.rates.sum(dtype=np.float64) / (len(self.rates[0]) * top_k))
+        return float(self.of_layers.sum() / (self.of_layers.shape[1] * top_k))
 
 
 class PlannedHomes(NamedTuple):

@@ -23,7 +23,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     """part of step_seconds: KV cache space taken by replicas"""
 
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One handover of a plan."""
 
     number: int

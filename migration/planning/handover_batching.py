@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import SlotTable
-from fleet.placement import EMPTY, Placement, Split, even_split
+from fleet.placement import EMPTY, FULL, Placement, Split, even_spill, even_split
 from migration.model.constraints import UNLIMITED, Constraints
 from migration.model.cost_model import Transfers
-from migration.model.placement_changes import COPIES, NOWHERE, ChangeKind, PlacementChanges, made
+from migration.model.placement_changes import COPIES, NOWHERE, ChangeKind, PlacementChanges, made, taken
 from migration.model.plan import Copy, Handover, Link, PlanStep, SplitRecord, StepKind
 from migration.planning.sentences import NEW_SHARES, change_reason
 from migration.planning.staging_capacity import PendingChanges, StagingRoom
@@ -128,26 +128,19 @@ class _Shares:
     def after(self, table: SlotTable, complete: NDArray[np.intp]) -> SplitRecord:
         """Return the split record of a handover that leaves this table, with these layers in their final
         state."""
-        self._done[complete] = True
         moved = (table != self._table).any(axis=1)
+        done = complete[~self._done[complete]]
+        self._done[complete] = True
         rows = np.flatnonzero(moved & ~self._done)
         between = self._between(table, rows)
-        now = Split(
-            *(
-                np.where(self._done[:, None], final, before)
-                for final, before in zip(self._final, self._now, strict=True)
-            )
-        )
-        for part, meanwhile in zip(now, between, strict=True):
-            part[rows] = meanwhile
-        stated = np.flatnonzero(
-            np.logical_or.reduce(
-                [(one != other).any(axis=1) for one, other in zip(now, self._now, strict=True)]
-            )
-            | moved
-        )
-        self._now, self._table = now, table.copy()
-        return SplitRecord.of(now, stated)
+        now = Split(*(part.copy() for part in self._now))
+        for part, final, meanwhile in zip(now, self._final, between, strict=True):
+            part[done], part[rows] = final[done], meanwhile
+        differs = moved
+        for one, other in zip(now, self._now, strict=True):
+            differs |= (one != other).any(axis=1)
+        self._now, self._table = now, table
+        return SplitRecord.of(now, np.flatnonzero(differs))
 
     def _between(self, table: SlotTable, rows: NDArray[np.intp]) -> Split:
         """Return the split of unfinished layers.
@@ -156,12 +149,15 @@ class _Shares:
         else evenly.
         """
         now, begin, end = table[rows], self._begin[rows], self._end[rows]
-        meanwhile = even_split(now, self._experts)
         as_end, as_begin = same_holders(now, end, self._experts), same_holders(now, begin, self._experts)
+        evenly = ~as_end & ~as_begin & (now != EMPTY)
+        even = Split(
+            np.where(evenly, FULL, 0), even_spill(now, self._experts, evenly), np.zeros(now.shape, np.uint16)
+        )
         return Split(
             *(
-                np.where(as_begin, first[rows], np.where(as_end, final[rows], even)).astype(np.uint16)
-                for first, final, even in zip(self._first, self._final, meanwhile, strict=True)
+                np.where(as_begin, first[rows], np.where(as_end, final[rows], share)).astype(np.uint16)
+                for first, final, share in zip(self._first, self._final, even, strict=True)
             )
         )
 
@@ -193,29 +189,27 @@ class _StepWriter:
         limits: Constraints,
         why: Sequence[str] | None,
     ) -> None:
+        self.table = placement.expert_of_slot
+        """After the steps so far."""
         self._per = placement.slots_per_rank
         self._rows: list[list[int]] = placement.expert_of_slot.tolist()
         self._replicas = _replicas(placement.expert_of_slot, placement.experts).tolist()
-        self._holders = SlotHolders(placement.expert_of_slot)
+        self._holders = SlotHolders(placement.expert_of_slot, placement.experts)
         """Of the previous epoch, which copies are read from."""
-        self._changes = list(zip(*(part.tolist() for part in changes), strict=True))
+        self._of, self._changes = changes, list(zip(*(part.tolist() for part in changes), strict=True))
         self._room, self._limits = room, limits
         self._why = why
 
-    @property
-    def table(self) -> SlotTable:
-        """Table after the steps so far."""
-        return np.array(self._rows, np.int16)
-
-    def steps(self, taken: list[int]) -> tuple[PlanStep, ...]:
+    def steps(self, chosen: list[int]) -> tuple[PlanStep, ...]:
         """Return the steps of one handover."""
         sources = CopySources(self._holders, self._per, self._room, self._limits)
-        steps = tuple(self._step(at, sources) for at in taken)
-        for at in taken:
+        steps = tuple([self._step(at, sources) for at in chosen])
+        for at in chosen:
             _, layer, slot, _, other_slot, _, _ = self._changes[at]
             for changed in (slot, other_slot):
                 if changed != NOWHERE:
                     self._holders.put(layer, changed, self._rows[layer][changed])
+        self.table = made(self.table, taken(self._of, np.array(chosen, np.intp)))
         return steps
 
     def _step(self, at: int, sources: "CopySources") -> PlanStep:
@@ -267,32 +261,41 @@ def _replicas(table: SlotTable, experts: int) -> NDArray[np.intp]:
 
 
 class SlotHolders:
-    """Slots that hold each expert of a table. A layer is read when it is first asked for."""
+    """Slots that hold each expert of a table. A layer is read when it is first asked for.
 
-    def __init__(self, table: SlotTable) -> None:
-        self._table = table
-        self._layers: dict[int, tuple[list[int], dict[int, list[int]]]] = {}
+    Lists are made of the experts asked for alone: many thousands would keep the garbage collector busy.
+    """
+
+    def __init__(self, table: SlotTable, experts: int) -> None:
+        self._table, self._experts = table, experts
+        self._rows: dict[int, list[int]] = {}
+        self._sorted: dict[int, tuple[list[int], list[int]]] = {}
+        """Of each layer, slots by expert, and where each expert's begin; first EMPTY's."""
+        self._slots: dict[tuple[int, int], list[int]] = {}
 
     def of(self, layer: int, expert: int) -> list[int]:
-        """Return the slots that hold an expert, in any order."""
-        return self._layer(layer)[1].get(expert, [])
+        """Return the slots that hold an expert, or none (EMPTY), in any order."""
+        found = self._slots.get((layer, expert))
+        if found is None:
+            if layer not in self._rows:
+                self._read(layer)
+            order, first = self._sorted[layer]
+            found = self._slots[layer, expert] = order[first[expert + 1] : first[expert + 2]]
+        return found
 
     def put(self, layer: int, slot: int, expert: int) -> None:
         """Put an expert, or none, into a slot."""
-        row, slots = self._layer(layer)
-        slots[row[slot]].remove(slot)
-        slots.setdefault(expert, []).append(slot)
+        into = self.of(layer, expert)
+        row = self._rows[layer]
+        self.of(layer, row[slot]).remove(slot)
+        into.append(slot)
         row[slot] = expert
 
-    def _layer(self, layer: int) -> tuple[list[int], dict[int, list[int]]]:
-        found = self._layers.get(layer)
-        if found is None:
-            row: list[int] = self._table[layer].tolist()
-            slots: dict[int, list[int]] = {}
-            for slot, expert in enumerate(row):
-                slots.setdefault(expert, []).append(slot)
-            found = self._layers[layer] = row, slots
-        return found
+    def _read(self, layer: int) -> None:
+        row = self._table[layer]
+        counts = np.bincount(row.astype(np.intp) + 1, minlength=self._experts + 1)
+        self._sorted[layer] = np.argsort(row, kind="stable").tolist(), [0, *counts.cumsum().tolist()]
+        self._rows[layer] = row.tolist()
 
 
 class CopySources:

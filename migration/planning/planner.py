@@ -250,7 +250,7 @@ class _PlanningRun:
         if found.limits.min_replicas is None or unable:
             return None
         least = np.where(found.chosen[:, None], found.limits.min_replicas, 1)
-        if (found.placement.replicas_on_rank.sum(axis=1) >= np.minimum(least, found.ranks)).all():
+        if (found.placement.holding_ranks >= np.minimum(least, found.ranks)).all():
             return None
         way = recover(
             found.placement,

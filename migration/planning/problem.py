@@ -148,8 +148,8 @@ class PlanningProblem:
     def noise_seconds(self) -> float:
         """Standard deviation between two windows of the seconds that the fullest ranks' experts take in a
         step, for a fixed placement."""
-        replicas = self.placement.replicas_on_rank.sum(axis=1)
-        spread = deviation(self.load, replicas, self.ranks, self.pairs / max(DESIGN_EFFECT, self.scatter))
+        pairs = self.pairs / max(DESIGN_EFFECT, self.scatter)
+        spread = deviation(self.load, self.placement.holding_ranks, self.ranks, pairs)
         return float(self.before.figures.seconds.experts * np.sqrt((spread**2).mean() / len(spread)))
 
     @cached_property
@@ -334,9 +334,7 @@ def prepare(view: EngineView, question: PlanningQuestion, config: MigrationConfi
     """Prepare a view for planning. Some layer must be whole, and demand must not be zero."""
     layers = view.placement.whole
     placement = of_layers(view.placement, layers)
-    fit, evaluation = (
-        np.asarray(demand.rates[:, layers], np.float64) for demand in (view.demand, view.evaluation)
-    )
+    fit, evaluation = (_of_layers(demand.rates, layers) for demand in (view.demand, view.evaluation))
     step_tokens = tokens_of_a_step(view)
     speed = priced_speed(view, step_tokens)
     gathered = step_tokens * gathered_bytes(view.shape, len(view.node), len(view.placement.sharded))
@@ -348,8 +346,16 @@ def prepare(view: EngineView, question: PlanningQuestion, config: MigrationConfi
         shape=view.shape,
         gather_seconds=speed.gather_byte * gathered,
     )
-    limits = _limits(view, question, config, placement, fit.sum(axis=0), evaluation.sum(axis=0))
+    limits = _limits(view, question, config, placement, fit, evaluation)
     return PlanningProblem(view, question, config, layers, placement, fit, evaluation, terms, limits)
+
+
+def _of_layers(rates: NDArray[np.float32], layers: NDArray[np.intp]) -> FloatArray:
+    """Return the demand of some layers, float64 [ranks, layers, experts]; a layer's numbers lie together in
+    memory, as most solvers go from layer to layer."""
+    by_layer = rates.swapaxes(0, 1)
+    some = by_layer if len(layers) == len(by_layer) else by_layer[layers]
+    return some.astype(np.float64, order="C").swapaxes(0, 1)
 
 
 def _usable(samples: NDArray[np.float32] | None, layers: NDArray[np.intp]) -> FloatArray | None:
@@ -388,17 +394,16 @@ def _limits(
     question: PlanningQuestion,
     config: MigrationConfig,
     placement: Placement,
-    load: NDArray[np.float64],
-    later: NDArray[np.float64],
+    fit: FloatArray,
+    evaluation: FloatArray,
 ) -> Constraints:
-    layers, experts = view.placement.whole, load.shape[1]
-    replicas = placement.replicas_on_rank.sum(axis=1) if config.critical_experts else None
+    layers, experts = view.placement.whole, placement.experts
     resting = (
         None
         if view.history is None
         else view.history.frozen(view.now, config.cooldown_seconds, config.layer_cooldown_seconds)
     )
-    frozen = np.zeros(load.shape, bool) if resting is None else resting[layers]
+    frozen = np.zeros((len(layers), experts), bool) if resting is None else resting[layers]
     if question.layers:
         frozen = frozen | ~np.isin(layers, question.layers)[:, None]
     live = ~np.isin(np.arange(len(view.node)), question.dead) if question.dead else None
@@ -408,9 +413,14 @@ def _limits(
         frozen=frozen if frozen.any() else None,
         live=live,
         min_replicas=(
-            None
-            if replicas is None
-            else critical(load, round(config.critical_experts * experts), replicas, later)
+            critical(
+                fit.sum(axis=0),
+                round(config.critical_experts * experts),
+                placement.holding_ranks,
+                evaluation.sum(axis=0),
+            )
+            if config.critical_experts
+            else None
         ),
         target=config.target,
     )

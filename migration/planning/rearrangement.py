@@ -208,7 +208,7 @@ def one_map(
     before, ranks = placement.expert_of_slot, placement.ranks
     after = in_place(before, table, ranks)
     rows = before.tolist()
-    sources = CopySources(SlotHolders(before), placement.slots_per_rank, room, UNLIMITED)
+    sources = CopySources(SlotHolders(before, placement.experts), placement.slots_per_rank, room, UNLIMITED)
     changed = np.argwhere(after != before)
     each = np.bincount(changed[:, 0], minlength=placement.layers)
     steps = tuple(

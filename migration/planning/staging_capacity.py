@@ -54,14 +54,20 @@ class _Group(NamedTuple):
     Between them an expert has fewer replicas than required.
     """
 
-    changes: list[int]
-    receives: list[int]
+    changes: tuple[int, ...]
+    receives: tuple[int, ...]
     """Ranks, one for each copy."""
-    copied: set[int]
+    copied: tuple[int, ...]
     """Slots."""
-    written: set[int]
-    saved: set[int]
-    """Experts that had no live holder before."""
+    written: tuple[int, ...]
+    """Slots."""
+    saves: bool
+    """True if some expert had no live holder before."""
+
+
+def _together(groups: list[_Group]) -> _Group:
+    changes, receives, copied, written, saves = zip(*groups, strict=True)
+    return _Group(sum(changes, ()), sum(receives, ()), sum(copied, ()), sum(written, ()), any(saves))
 
 
 @dataclass(slots=True, eq=False)
@@ -82,13 +88,15 @@ class PendingChanges:
     ) -> None:
         self._ranks = placement.ranks
         self._staging = room.staging or placement.slots_per_rank
+        gain: list[float] = changes.gain.tolist()
         self._series = {
-            layer: _Series(groups, _worth(groups, changes.gain))
+            layer: _Series(groups, _worth(groups, gain))
             for layer, groups in _groups(placement, changes, limits)
         }
+        all_room = [self._staging] * self._ranks
         for layer, series in self._series.items():
             for group in series.groups:
-                if not _fits(group, [self._staging] * self._ranks):
+                if not _fits(group, all_room):
                     detail = (
                         f"{len(group.changes)} changes belong together, and bring a rank more than the"
                         f" {self._staging} experts it can stage"
@@ -121,12 +129,12 @@ class PendingChanges:
             _, layer = heappop(heads)
             series = self._series[layer]
             group = series.groups[series.at]
-            if group.written & copied[layer] or not _fits(group, left):
+            if not copied[layer].isdisjoint(group.written) or not _fits(group, left):
                 # No room, or a source slot was written in this handover: the layer waits for the next one.
                 continue
             for rank in group.receives:
                 left[rank] -= 1
-            copied[layer] |= group.copied
+            copied[layer].update(group.copied)
             taken += group.changes
             series.at += 1
             if series.at < len(series.groups):
@@ -140,7 +148,7 @@ def _fits(group: _Group, left: list[int]) -> bool:
     return all(left[rank] >= group.receives.count(rank) for rank in group.receives)
 
 
-def _worth(groups: list[_Group], gain: NDArray[np.float64]) -> list[float]:
+def _worth(groups: list[_Group], gain: list[float]) -> list[float]:
     """Priority of each group of a series: its gain per copy, raised to that of the best prefix it begins.
 
     So a small step does not delay a large one behind it. Groups without copies come first, and those that
@@ -148,7 +156,7 @@ def _worth(groups: list[_Group], gain: NDArray[np.float64]) -> list[float]:
     """
     runs: list[tuple[float, int, int]] = []
     for group in groups:
-        one = inf if group.saved else sum(float(gain[at]) for at in group.changes)
+        one = inf if group.saves else sum([gain[at] for at in group.changes])
         cost, count = len(group.receives), 1
         # Merge backwards while the later run gains more per copy: the concave hull of gain over copies (pool
         # adjacent violators).
@@ -198,17 +206,19 @@ class _Walk:
         """Split changes [(number, change)] into groups."""
         short: set[int] = set()
         found: list[_Group] = []
-        together = _Group([], [], set(), set(), set())
+        begun: list[_Group] = []
         for number, change in changes:
-            for expert in self._make(number, change, together):
+            made, touched = self._make(number, change)
+            begun.append(made)
+            for expert in touched:
                 (short.add if self.held[expert] < self.floor[expert] else short.discard)(expert)
                 if self.held[expert] == 0 < self.floor[expert]:
                     raise self._no(
                         f"change {number} takes the last live replica of expert {self._named(expert)}"
                     )
             if not short:
-                found.append(together)
-                together = _Group([], [], set(), set(), set())
+                found.append(made if len(begun) == 1 else _together(begun))
+                begun = []
         if short:
             expert = min(short)
             raise self._no(
@@ -217,25 +227,23 @@ class _Walk:
             )
         return found
 
-    def _make(self, number: int, change: _Change, group: _Group) -> list[int]:
-        """Write a change into the row; return the experts that lost or gained a replica."""
+    def _make(self, number: int, change: _Change) -> tuple[_Group, list[int]]:
+        """Write a change into the row; return it, and the experts that lost or gained a replica."""
         _, _, slot, expert, other_slot, other_expert = change
         self._expect(number, change)
         writes = ((slot, expert),) if other_slot == NOWHERE else ((slot, expert), (other_slot, other_expert))
         touched = [one for at, new in writes for one in (self.row[at], new) if one != EMPTY]
-        group.saved.update(new for _, new in writes if new != EMPTY and not self.held[new])
+        saves = any(new != EMPTY and not self.held[new] for _, new in writes)
         for at, _ in writes:
             if self.row[at] != EMPTY and self.live[at // self.per]:
                 self.held[self.row[at]] -= 1
             self.row[at] = EMPTY
-            group.written.add(at)
+        copied = tuple([at for at, new in writes if new != EMPTY])
         for at, new in writes:
             if new != EMPTY:
                 self._put(number, at, new)
-                group.receives.append(at // self.per)
-                group.copied.add(at)
-        group.changes.append(number)
-        return touched
+        receives = tuple([at // self.per for at in copied])
+        return _Group((number,), receives, copied, tuple([at for at, _ in writes]), saves), touched
 
     def _put(self, number: int, slot: int, expert: int) -> None:
         rank = slot // self.per

@@ -88,17 +88,11 @@ def level(table: SlotTable, wants: DemandPull) -> LoadCap:
     ranks = wants.ranks
     parts = shared(table, wants.load, ranks)
     own = wants.own(parts)
-    # Pools: per expert (far), and per expert and node (near).
-    near, cell, cells = np.zeros_like(own), parts.group, parts.groups
+    # Pools: per expert (far), and per expert and node (near). Start: every rank serves its own demand, and a
+    # node's rest is shared evenly on the node.
+    near, cell, cells = wants.near_first(parts, own), parts.group, parts.groups
     if wants.node is not None:
-        nodes = int(wants.node.max()) + 1
-        cell, cells = wants.node[parts.rank % ranks] * parts.groups + parts.group, nodes * parts.groups
-        node_demand = wants.of_nodes(parts).reshape(-1)
-        # Start: every rank serves its own demand, and a node's rest is shared evenly on the node.
-        near = (
-            np.maximum(node_demand - np.bincount(cell, own, cells), 0.0)
-            / np.maximum(np.bincount(cell, minlength=cells), 1)
-        )[cell]
+        cell, cells = wants.cell(parts), (int(wants.node.max()) + 1) * parts.groups
     far = np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas
     width = _PACE / np.maximum(np.bincount(parts.rank, minlength=len(parts.alone)), 1)[parts.rank]
     # Both pools flow in the same field of rank loads.

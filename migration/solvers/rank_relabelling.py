@@ -8,12 +8,14 @@ between them, and ranks within nodes after that. With demand by source rank, ran
 slots are rearranged.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from fleet.arrays import Float32Array, SlotTable
-from fleet.placement import EMPTY
+from fleet.arrays import FloatArray, IndexArray, SlotTable
+from fleet.placement import EMPTY, repeated
 
 
 def relabelled(
@@ -29,10 +31,12 @@ def relabelled(
     layers = np.flatnonzero((before != after).any(axis=1))
     if not len(layers) or ranks == 1:
         return arranged(before, after, ranks)
-    old, new = (
-        _held(table[layers], ranks, int(max(before.max(), after.max())) + 1) for table in (before, after)
+    same = _same(before[layers], after[layers], ranks)
+    source = (
+        _assigned(_counted((same.layer, same.old, same.new), (len(layers), ranks, ranks)))
+        if node is None
+        else _by_node(same, len(layers), np.asarray(node))
     )
-    source = _assigned(old @ new.swapaxes(1, 2)) if node is None else _by_node(old, new, np.asarray(node))
     result = after.copy()
     sets = after[layers].reshape(len(layers), ranks, -1)
     result[layers] = np.take_along_axis(sets, source[:, :, None], axis=1).reshape(len(layers), -1)
@@ -56,12 +60,8 @@ def arranged(before: SlotTable, after: SlotTable, ranks: int) -> SlotTable:
     # Then new ones, into the free slots in order.
     free = np.ones((places, per), bool)
     free[place, at[place, nth]] = False
-    coming = np.where(at < 0, new, EMPTY)
-    first = np.argsort(coming == EMPTY, axis=1, kind="stable")
-    counts = (coming != EMPTY).sum(axis=1, keepdims=True)
-    open_ = np.argsort(~free, axis=1, kind="stable")
-    place, nth = np.nonzero(np.arange(per) < counts)
-    result[place, open_[place, nth]] = coming[place, first[place, nth]]
+    coming = (at < 0) & (new != EMPTY)
+    result[free & (free.cumsum(axis=1) <= coming.sum(axis=1, keepdims=True))] = new[coming]
     return result.reshape(after.shape)
 
 
@@ -72,38 +72,72 @@ def _check(before: SlotTable, after: SlotTable, ranks: int) -> None:
         )
 
 
-def _held(table: SlotTable, ranks: int, experts: int) -> Float32Array:
-    layers = len(table)
-    held = np.zeros((layers, ranks, experts + 1), np.float32)
-    np.put_along_axis(held, table.reshape(layers, ranks, -1).astype(np.intp), np.float32(1.0), axis=2)
-    return held[:, :, :experts]
+class _Same(NamedTuple):
+    """Pairs of ranks of which one held an expert that the other is to hold: [n] each, one for every such
+    expert."""
+
+    layer: IndexArray
+    expert: IndexArray
+    old: IndexArray
+    """The rank that held it."""
+    new: IndexArray
+    """The rank whose set it is in."""
+
+    def taken(self, which: NDArray[np.bool_]) -> "_Same":
+        return _Same(*(part[which] for part in self))
 
 
-def _assigned(common: Float32Array) -> NDArray[np.intp]:
+def _same(before: SlotTable, after: SlotTable, ranks: int) -> _Same:
+    layers, per = len(before), before.shape[1] // ranks
+    before, after = (np.where(repeated(table, ranks), EMPTY, table) for table in (before, after))
+    # The first number of a layer is that of its empty slots: EMPTY is -1.
+    width = int(max(before.max(), after.max())) + 2
+    first_of = np.arange(layers)[:, None] * width + 1
+    holders = np.bincount((first_of + before).ravel(), minlength=layers * width)
+    # Slots by layer and expert; NumPy sorts numbers of 16 bits by radix.
+    slots, first = np.argsort(before, axis=1, kind="stable").ravel(), np.cumsum(holders) - holders
+    # Every slot of the new table meets all slots that held its expert.
+    layer, slot = np.nonzero(after != EMPTY)
+    wanted = first_of[layer, 0] + after[layer, slot]
+    times = holders[wanted]
+    at = np.repeat(np.arange(len(wanted)), times)
+    nth = np.arange(len(at)) - np.repeat(np.cumsum(times) - times, times)
+    return _Same(layer[at], wanted[at] % width - 1, slots[first[wanted[at]] + nth] // per, slot[at] // per)
+
+
+def _counted(places: tuple[IndexArray, ...], shape: tuple[int, ...]) -> FloatArray:
+    """Return how often each place occurs, float64 of this shape."""
+    found = np.bincount(np.ravel_multi_index(places, shape), minlength=int(np.prod(shape)))
+    return found.reshape(shape).astype(np.float64)
+
+
+def _assigned(common: FloatArray) -> NDArray[np.intp]:
     """Return for each row its column, [n, rows], for the greatest sum of each common [n, rows, columns]."""
     return np.stack([linear_sum_assignment(one, maximize=True)[1] for one in common])
 
 
-def _by_node(old: Float32Array, new: Float32Array, node: NDArray[np.intp]) -> NDArray[np.intp]:
+def _by_node(same: _Same, layers: int, node: NDArray[np.intp]) -> NDArray[np.intp]:
     """[layers, ranks]: the rank whose new set each rank takes. Nodes are exchanged as a whole, only with
     nodes of equal size."""
     members = [np.flatnonzero(node == at) for at in range(int(node.max()) + 1)]
     sizes = np.array([len(ranks) for ranks in members])
-    there = [
-        np.stack([held[:, ranks].max(axis=1, initial=0.0) for ranks in members], axis=1)
-        for held in (old, new)
-    ]
-    fits = np.where(sizes[:, None] == sizes, 0.0, -1e9).astype(np.float32)
+    fits = np.where(sizes[:, None] == sizes, 0.0, -1e9)
+    there = np.zeros((2, layers, len(members), int(same.expert.max(initial=0)) + 1), np.float32)
+    for on_node, rank in zip(there, (same.old, same.new), strict=True):
+        on_node[same.layer, node[rank], same.expert] = 1.0
     others = _assigned(there[0] @ there[1].swapaxes(1, 2) + fits)
-    source = np.empty((len(old), len(node)), np.intp)
-    layer = np.arange(len(old))[:, None, None]
+    # Only ranks of a node and of the one whose sets it takes are compared.
+    same = same.taken(others[same.layer, node[same.old]] == node[same.new])
+    place = np.zeros(len(node), np.intp)
+    for ranks in members:
+        place[ranks] = np.arange(len(ranks))
+    common = _counted((same.layer, same.old, place[same.new]), (layers, len(node), int(sizes.max())))
+    source = np.empty((layers, len(node)), np.intp)
     for size in np.unique(sizes[sizes > 0]).tolist():
-        # Only ranks of a node and of the one whose sets it takes are compared.
         alike = np.flatnonzero(sizes == size)
         ranks_of = np.zeros((len(members), size), np.intp)
         ranks_of[alike] = [members[at] for at in alike]
         theirs = ranks_of[others[:, alike]]
-        common = old[:, ranks_of[alike]] @ new[layer, theirs].swapaxes(2, 3)
-        taken = _assigned(common.reshape(-1, size, size)).reshape(theirs.shape)
+        taken = _assigned(common[:, ranks_of[alike], :size].reshape(-1, size, size)).reshape(theirs.shape)
         source[:, ranks_of[alike]] = np.take_along_axis(theirs, taken, axis=2)
     return source

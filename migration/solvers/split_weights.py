@@ -283,15 +283,18 @@ class DemandPull:
         at = layer if self._layers is None else self._layers[layer]
         return np.asarray(self._demand[parts.rank % self.ranks, at, expert] / self._unit[layer, 0])
 
-    def of_nodes(self, parts: SplitResult) -> FloatArray:
-        """[nodes, groups]: demand of each node for the shared experts."""
+    def of_node(self, parts: SplitResult) -> FloatArray:
+        """[n]: demand of the slot's node for its expert."""
         assert self.node is not None
-        place = np.empty(parts.groups, np.intp)
-        place[parts.group] = parts.place
+        node = self.node[parts.rank % self.ranks]
         if not self.known:
-            size = np.bincount(self.node)[:, None]
-            return np.asarray(size / self.ranks * self.load.reshape(-1)[place])
-        return np.asarray(self._by_node[:, place] / self._unit[place // self.load.shape[1], 0])
+            return np.asarray(np.bincount(self.node)[node] / self.ranks * self.load.reshape(-1)[parts.place])
+        return np.asarray(self._by_node[node, parts.place] / self._unit[parts.place // self.load.shape[1], 0])
+
+    def cell(self, parts: SplitResult) -> IndexArray:
+        """[n]: number of the slot's expert on its node."""
+        assert self.node is not None
+        return np.asarray(self.node[parts.rank % self.ranks] * parts.groups + parts.group)
 
     @cached_property
     def _by_node(self) -> FloatArray:
@@ -302,15 +305,18 @@ class DemandPull:
             found[node] += demand
         return found.reshape(len(found), -1)
 
+    def near_first(self, parts: SplitResult, own: FloatArray) -> FloatArray:
+        """[n]: loads when a node's replicas share evenly what its ranks do not serve of its demand."""
+        if self.node is None:
+            return np.zeros_like(own)
+        cell = self.cell(parts)
+        left = np.maximum(self.of_node(parts) - np.bincount(cell, own)[cell], 0.0)
+        return np.asarray(left / np.bincount(cell)[cell])
+
     def at_home_first(self, parts: SplitResult, own: FloatArray) -> FloatArray:
         """[n]: loads when every rank serves its own demand, then a node's replicas share the rest of the
         node's demand evenly, then all replicas share what remains."""
-        near = np.zeros_like(own)
-        if self.node is not None:
-            cell = self.node[parts.rank % self.ranks] * parts.groups + parts.group
-            node_demand = self.of_nodes(parts).reshape(-1)
-            left = np.maximum(node_demand - np.bincount(cell, own, len(node_demand)), 0.0)
-            near = (left / np.maximum(np.bincount(cell, minlength=len(node_demand)), 1))[cell]
+        near = self.near_first(parts, own)
         return np.asarray(
             own + near + np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas
         )
@@ -368,11 +374,9 @@ def _near(
     parts: SplitResult, kept: FloatArray, rest: FloatArray, wants: DemandPull
 ) -> tuple[NDArray[np.uint16], FloatArray]:
     """Return (near [n], [n] load served for other nodes' tokens)."""
-    assert wants.node is not None
-    cell = wants.node[parts.rank % wants.ranks] * parts.groups + parts.group
-    node_demand = wants.of_nodes(parts).reshape(-1)
-    left = np.maximum(node_demand - np.bincount(cell, kept, len(node_demand)), 0.0)
-    offered = np.bincount(cell, rest, len(node_demand))
-    near = rest / np.maximum(np.maximum(left, offered), _TINY)[cell]
-    away = np.maximum(1.0 - left / np.maximum(offered, _TINY), 0.0)[cell]
+    cell = wants.cell(parts)
+    left = np.maximum(wants.of_node(parts) - np.bincount(cell, kept)[cell], 0.0)
+    offered = np.bincount(cell, rest)[cell]
+    near = rest / np.maximum(np.maximum(left, offered), _TINY)
+    away = np.maximum(1.0 - left / np.maximum(offered, _TINY), 0.0)
     return np.rint(FULL * near).astype(np.uint16), np.asarray(rest * away)
