@@ -23,8 +23,8 @@ Application = Callable[
     [dict[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Any
 ]
 
-WRITE_CHUNK, ON_DISCONNECT = "roost.write_chunk", "roost.on_disconnect"
-"""ASGI extensions: `HttpExchange.write_chunk` and `on_disconnect`."""
+BODY, ON_DISCONNECT = "roost.body", "roost.on_disconnect"
+"""ASGI extensions: `HttpExchange`, for its `write_now`, and its method `on_disconnect`."""
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """Token of RFC 9110, 5.6.2."""
 _CONTROLS = bytes([*range(9), *range(10, 32), 127])
@@ -88,7 +88,6 @@ class HttpExchange:
         "_news",
         "_on_disconnect",
         "_on_response",
-        "_takes_pieces",
         "_transport",
         "body",
         "body_bytes",
@@ -98,6 +97,7 @@ class HttpExchange:
         "response_complete",
         "response_started",
         "scope",
+        "write_now",
     )
 
     def __init__(
@@ -114,7 +114,7 @@ class HttpExchange:
         after 100 Continue.
         """
         self.scope = scope
-        scope["extensions"] = {WRITE_CHUNK: self.write_chunk, ON_DISCONNECT: self.on_disconnect}
+        scope["extensions"] = {BODY: self, ON_DISCONNECT: self.on_disconnect}
         self._transport = transport
         self._flow = flow
         self._on_response = on_response
@@ -129,8 +129,10 @@ class HttpExchange:
         self.response_started = self.response_complete = False
         self._chunked: bool | None = None
         """None: the head says nothing about the body's length"""
-        self._takes_pieces = False
-        """the head is sent, and the body, which is in chunks, is not over"""
+        self.write_now: Callable[[bytes], object] | None = None
+        """Sends a chunk of a chunked body, its size and line ends included, without waiting. None: only
+        `send` can, since the body has not begun or is over, or the client reads too slowly or has gone.
+        """
         self._left = 0
         """bytes that the stated length still requires"""
         self._news = False
@@ -145,7 +147,7 @@ class HttpExchange:
 
     def disconnect(self) -> None:
         """Record that the client has gone before the response was complete."""
-        self.disconnected = True
+        self.disconnected, self.write_now = True, None
         self.notify()
         if self._on_disconnect is not None:
             gone, self._on_disconnect = self._on_disconnect, None
@@ -180,7 +182,7 @@ class HttpExchange:
                 log.error("the ASGI application returned without completing its response")
                 await self._fail()
         finally:
-            self._on_response, self._on_disconnect = _nothing, None
+            self._on_response, self._on_disconnect, self.write_now = _nothing, None, None
             self.scope["extensions"] = {}  # no ring of references is left
 
     async def _fail(self) -> None:
@@ -226,17 +228,6 @@ class HttpExchange:
         else:
             raise RuntimeError(f"the ASGI message {kind!r} is out of turn")
 
-    def write_chunk(self, chunk: bytes) -> bool:
-        """Send one chunk of a chunked body, its size and line ends included, without waiting. False, with
-        nothing sent, if the client reads too slowly, or the response has not begun or is not in chunks.
-        """
-        if self.disconnected:
-            return True
-        if not self._takes_pieces or self._flow.write_paused:
-            return False
-        self._transport.write_whole(chunk)
-        return True
-
     def _send_head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.response_started = True
         self._awaits_continue = False
@@ -259,7 +250,6 @@ class HttpExchange:
         if len(head) - len(head.translate(None, _CONTROLS)) != 2 * len(lines):
             raise RuntimeError("a header's value contains a control character")
         self._transport.write(head)
-        self._takes_pieces = bool(self._chunked) and self.scope["method"] != "HEAD"
 
     def _note_framing(self, start: bytes, value: bytes) -> bool:
         """Read a header that says where the response or the connection ends. Return True if the connection
@@ -277,10 +267,10 @@ class HttpExchange:
     def _send_body(self, body: bytes, *, more: bool) -> None:
         if self.scope["method"] == "HEAD":
             self._left = 0
+        elif self._chunked and more:
+            self._send_piece(body)
         elif self._chunked:
-            end = b"" if more else b"0\r\n\r\n"
-            if body or end:
-                self._transport.write(b"%x\r\n%b\r\n%b" % (len(body), body, end) if body else end)
+            self._transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n")
         else:
             self._left -= len(body)
             if self._left < 0:
@@ -290,11 +280,17 @@ class HttpExchange:
             return
         if self._left:
             raise RuntimeError("the response is shorter than its content-length")
-        self.response_complete, self._takes_pieces = True, False
+        self.response_complete, self.write_now = True, None
         self.notify()
         if not self.keep_alive:
             self._transport.close()
         self._on_response()
+
+    def _send_piece(self, piece: bytes) -> None:
+        """Send a chunk of a body that is not over, and let more be sent without waiting."""
+        if piece:
+            self._transport.write_through(b"%x\r\n%b\r\n" % (len(piece), piece))
+            self.write_now = None if self._flow.write_paused else self._transport.direct
 
 
 def _nothing() -> None:

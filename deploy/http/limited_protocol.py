@@ -436,6 +436,8 @@ class LimitedProtocol(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._write_due = self.loop.time() + self._limits.write_seconds
         self._flow.pause_writing()
+        if self._running is not None:
+            self._running.write_now = None
 
     def resume_writing(self) -> None:
         self._write_due = inf

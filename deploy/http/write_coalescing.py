@@ -72,12 +72,18 @@ class WriteCoalescing(asyncio.Transport):
         if self._bytes > MAX_GATHERED_BYTES:
             self.flush()
 
-    def write_whole(self, data: bytes) -> None:
-        """Write output that nothing follows in this turn of the loop, after what is buffered."""
+    def write_through(self, data: bytes) -> None:
+        """Write output at once, together with what is buffered."""
         if self._held:
-            self.write(data)
+            self._held.append(data)
+            self.flush()
         elif not self.is_closing():
             self._real.write(data)
+
+    @property
+    def direct(self) -> Callable[[bytes], object]:
+        """The real transport's `write`: for output after `write_through`, until the next `write`."""
+        return self._real.write
 
     def flush(self) -> None:
         """Send the buffered output."""

@@ -28,8 +28,8 @@ from router.foreign_api.lenient_fields import LenientRequest
 from router.foreign_api.object_locations import ObjectLocations
 from router.foreign_api.routes import CHAT_ROUTE, ForeignRoute, RouteKind, route_of
 from router.http.asgi_response import (
+    BODY,
     ON_DISCONNECT,
-    WRITE_CHUNK,
     AsgiResponse,
     Headers,
     Receive,
@@ -171,7 +171,7 @@ class HotRoutes:
         fixed: Headers = [(b"x-request-id", request_log.request_id.encode())]
         extensions = scope.get("extensions", {})
         watch = ClientWatch(extensions.get(ON_DISCONNECT))
-        reply = AsgiResponse(send, watch.stop, extensions.get(WRITE_CHUNK))
+        reply = AsgiResponse(send, watch.stop, extensions.get(BODY))
         outcome = RequestEnd.FAILED
         service.metrics.in_flight += 1
         try:

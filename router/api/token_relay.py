@@ -3,7 +3,7 @@
 import msgspec
 
 from fleet.completions.token_frames import TokenPiece
-from router.http.asgi_response import WriteChunk
+from router.http.asgi_response import ChunkedBody
 from router.openai_api.completion_state import CompletionState
 
 _ENCODER = msgspec.json.Encoder()
@@ -16,14 +16,14 @@ class TokenRelay:
     costs is the number of objects that are read for it.
     """
 
-    __slots__ = ("_after", "_around", "_before", "_emitted", "_sent", "_write_chunk", "heard_at", "until")
+    __slots__ = ("_after", "_around", "_before", "_body", "_emitted", "_sent", "heard_at", "until")
 
-    def __init__(self, state: CompletionState, around: tuple[bytes, bytes], write_chunk: WriteChunk) -> None:
+    def __init__(self, state: CompletionState, around: tuple[bytes, bytes], body: ChunkedBody) -> None:
         """around: bytes of a piece of the body before and after its text."""
         self._emitted, self._sent = state.emitted, state.sent
         self._before, self._after = around[0], around[1] + b"\r\n"
         self._around = len(around[0]) + len(around[1])
-        self._write_chunk = write_chunk
+        self._body = body
         self.until = -1
         """number of emitted tokens up to which pieces are taken; -1: none is"""
         self.heard_at = 0.0
@@ -46,9 +46,11 @@ class TokenRelay:
         if text:
             shown = _ENCODER.encode(text)
             size = self._around + len(shown)
-            if not self._write_chunk(b"%x\r\n%b%b%b" % (size, self._before, shown, self._after)):
+            write = self._body.write_now
+            if write is None:
                 del emitted[had:]
                 return False
+            write(b"%x\r\n%b%b%b" % (size, self._before, shown, self._after))
             self._sent += text.encode("utf-8", "surrogatepass")
         self.heard_at = now
         return True

@@ -267,7 +267,7 @@ class TokenStream:
             around = self._answer.around(state.index) if self._reply.status else None
             if around is None:
                 return
-            arriving.relay = TokenRelay(state, around, self._reply.write_chunk)
+            arriving.relay = TokenRelay(state, around, self._reply.body)
         arriving.call.relay_pieces(arriving.relay)
         arriving.relay.until = min(state.max_tokens, arriving.counted + arriving.booking.counted_every - 1)
 

@@ -1,7 +1,7 @@
 """Response to one HTTP request over ASGI: started once, ended once."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from fleet.completions import ApiError
 from router.http.body_budget import BODIES_FULL
@@ -10,13 +10,28 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-WriteChunk = Callable[[bytes], bool]
 OnDisconnect = Callable[[Callable[[], object] | None], object]
-WRITE_CHUNK = "roost.write_chunk"
-"""ASGI extension of Roost's HTTP server: sends a chunk of a chunked body, its size and line ends included, at
-once, or returns false."""
+BODY = "roost.body"
+"""ASGI extension of Roost's HTTP server: a `ChunkedBody`."""
 ON_DISCONNECT = "roost.on_disconnect"
 """Another one: sets a callback for a client that disconnects before its response is complete."""
+
+
+class ChunkedBody(Protocol):
+    """Body of a response, for those who send pieces of it without waiting."""
+
+    @property
+    def write_now(self) -> Callable[[bytes], object] | None:
+        """Sends a chunk of a chunked body, its size and line ends included. None: only `Send` can send, since
+        the body has not begun or is over, or the client reads too slowly or has gone.
+        """
+        ...
+
+
+class _UnknownBody:
+    """Stands for the body in a server without the extension."""
+
+    write_now = None
 
 
 class AsgiResponse:
@@ -24,13 +39,10 @@ class AsgiResponse:
     fail for the client any longer.
     """
 
-    def __init__(
-        self, send: Send, before_end: Callable[[], object], write_chunk: WriteChunk | None = None
-    ) -> None:
-        """write_chunk: the HTTP server's extension `WRITE_CHUNK`; None: it has none."""
+    def __init__(self, send: Send, before_end: Callable[[], object], body: ChunkedBody | None = None) -> None:
+        """body: the HTTP server's extension `BODY`; None: it has none."""
         self._send = send
-        self.write_chunk = write_chunk or _never
-        """Do as `write_now` for a piece of the body that is a chunk already."""
+        self.body = body or _UnknownBody()
         self._before_end = before_end
         self.status = 0
         self.ended = False
@@ -50,7 +62,11 @@ class AsgiResponse:
 
     def write_now(self, data: bytes) -> bool:
         """Send a piece of the body without waiting. False, with nothing sent: only `write` can send it."""
-        return self.write_chunk(b"%x\r\n%b\r\n" % (len(data), data))
+        write = self.body.write_now
+        if write is None:
+            return False
+        write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     async def write(self, data: bytes) -> None:
         """Send a piece of the body. Waits while the client reads too slowly."""
@@ -75,10 +91,6 @@ class AsgiResponse:
     async def error(self, error: ApiError, headers: Headers) -> None:
         """Send OpenAI's error body, with Retry-After if the error has one."""
         await self.whole(error.status, [*headers, *error_headers(error)], error.body())
-
-
-def _never(_: bytes) -> bool:
-    return False
 
 
 def not_ready(message: str) -> ApiError:

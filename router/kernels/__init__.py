@@ -1,4 +1,4 @@
-"""Inner loops of routing decisions, compiled from C. Pure.
+"""Inner loops of routing decisions and of streams, compiled from C. Pure.
 
 Every loop exists twice: here in C, and as Python code beside its caller. The Python form is the oracle of the
 tests, and serves where no library was built (`hatch_build.py`; there was no C compiler). Both give equal
@@ -90,6 +90,9 @@ class DecisionKernels(Protocol):
         widest: int,
     ) -> tuple[bytes, list[tuple[int, int]]]:
         """`router.prefix_index.block_index.ends_of`: the hashes known afterwards, and the ends."""
+
+    def whole_events(self, data: bytes) -> int:
+        """`router.passthrough.event_relay.whole_events`."""
 
 
 _form: CompiledForm[DecisionKernels] = CompiledForm(__name__)

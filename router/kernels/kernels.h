@@ -1,4 +1,4 @@
-/* Inner loops of routing decisions. */
+/* Inner loops of routing decisions and of streams. */
 #ifndef ROOST_ROUTER_KERNELS_H
 #define ROOST_ROUTER_KERNELS_H
 
@@ -26,5 +26,6 @@ PyObject *walk(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *price(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *pool(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *keyed_row(PyObject *self, PyObject *const *given, Py_ssize_t count);
+PyObject *whole_events(PyObject *self, PyObject *const *given, Py_ssize_t count);
 
 #endif

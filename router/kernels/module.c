@@ -10,6 +10,7 @@ static PyMethodDef methods[] = {
     METHOD(price),
     METHOD(pool),
     METHOD(keyed_row),
+    METHOD(whole_events),
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,12 +1,33 @@
-"""The usual event of a server's stream, passed on where it arrives."""
+"""The usual events of a server's stream, passed on where they arrive."""
 
-from router.http.asgi_response import WriteChunk
+import re
+from collections.abc import Callable
 
+from router import kernels
+from router.http.asgi_response import ChunkedBody
+
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,5})\r\n")
+"""Size line of a chunk."""
 _END = b"\n\n\r\n"
 """of a chunk of whole events"""
-_SMALLEST, _TWO_DIGITS, _LARGEST = 22, 262, 4103
-"""Lengths of chunks whose size has two or three digits: from the first to the second, and from there to the
-third, both exclusive."""
+_SAYS_END = re.compile(rb'"usage"(?!: ?null)|\[DONE\]')
+
+
+def whole_events(data: bytes) -> int:
+    """Return the number of events in bytes that are whole chunks of whole events. 0: they are something else,
+    or some event states usage or is the last.
+    """
+    at = found = 0
+    while at < len(data):
+        size = _SIZE.match(data, at)
+        if size is None:
+            return 0
+        start, end = size.end(), size.end() + int(size[1], 16)
+        if end < start + 2 or data[end - 2 : end + 2] != _END or _SAYS_END.search(data, start, end):
+            return 0
+        found += data.count(b"\n\n", start, end)
+        at = end + 2
+    return found
 
 
 class EventRelay:
@@ -15,10 +36,12 @@ class EventRelay:
     Like `router.api.token_relay.TokenRelay`, it holds all that this takes.
     """
 
-    __slots__ = ("_write_chunk", "events", "heard_at", "until")
+    __slots__ = ("_body", "_events_of", "events", "heard_at", "until")
 
-    def __init__(self, write_chunk: WriteChunk) -> None:
-        self._write_chunk = write_chunk
+    def __init__(self, body: ChunkedBody) -> None:
+        self._body = body
+        library = kernels.compiled()
+        self._events_of: Callable[[bytes], int] = whole_events if library is None else library.whole_events
         self.events = 0
         """number of events passed on"""
         self.until = 0
@@ -27,17 +50,14 @@ class EventRelay:
         """loop time of the last chunk"""
 
     def take(self, data: bytes, now: float) -> bool:
-        """Pass on what arrived between two chunks. False, with nothing done: it is not one chunk of whole
-        events as `write_now` makes them, it states usage or is the last, or the client reads too slowly.
+        """Pass on what arrived between two chunks. False, with nothing done: it is not chunks of whole
+        events, some event states usage or is the last, or the client reads too slowly.
         """
-        length = len(data)
-        if not _SMALLEST <= length < _LARGEST or length == _TWO_DIGITS or not data.endswith(_END):
+        found = self._events_of(data)
+        write = self._body.write_now
+        if not found or self.events + found > self.until or write is None:
             return False
-        if not data.startswith(b"%x\r\n" % (length - (6 if length < _TWO_DIGITS else 7))):
-            return False
-        events = self.events + data.count(b"\n\n")
-        if events > self.until or b'"usage"' in data or b"[DONE]" in data or not self._write_chunk(data):
-            return False
-        self.events = events
+        write(data)
+        self.events += found
         self.heard_at = now
         return True

@@ -385,7 +385,7 @@ class Relay:
         """Forward a stream of events to its end."""
         stream = self._events = EventStream(self._service.config.max_event_bytes)
         tap, continuable = self._service.tap(decision), self._continuable
-        relay = EventRelay(self._reply.write_chunk) if tap is None and continuable is None else None
+        relay = EventRelay(self._reply.body) if tap is None and continuable is None else None
         passed, over = _PassedEvents(stream, relay), False
         take = partial(self._take, booking, call, passed, tap)
         try:

@@ -1,6 +1,7 @@
 """One request and its response, as an ASGI application sees them."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -24,8 +25,12 @@ class Wire(asyncio.Transport):
     def write(self, data: Any) -> None:
         self.written += data
 
-    def write_whole(self, data: bytes) -> None:
+    def write_through(self, data: bytes) -> None:
         self.write(data)
+
+    @property
+    def direct(self) -> Callable[[bytes], object]:
+        return self.write
 
     def pause_reading(self) -> None:
         pass
@@ -225,38 +230,43 @@ def test_a_url_is_split_into_path_and_query(url: bytes, parts: tuple[str, bytes,
     assert split_url(url) == parts
 
 
-async def test_a_piece_is_written_at_once_only_where_sending_it_would_not_wait() -> None:
+async def test_pieces_are_written_at_once_while_a_body_in_chunks_is_sent() -> None:
+    wire = Wire()
+    one = exchange(wire)
+    assert one.write_now is None, "the head is not written"
+    await one.send({"type": START, "status": 200, "headers": []})
+    assert one.write_now is None, "the body has not begun"
+    await one.send({"type": BODY, "body": b"first", "more_body": True})
+    assert one.write_now is not None
+    one.write_now(b"5\r\npiece\r\n")
+    await one.send({"type": BODY, "body": b"end"})
+    assert one.write_now is None
+    assert Parsed(wire.written).body == b"firstpieceend"
+
+
+async def test_a_piece_sent_to_a_client_that_reads_too_slowly_lets_none_be_written_at_once() -> None:
     wire = Wire()
     flow = FlowControl(wire)
     one = exchange(wire, flow=flow)
-    assert not one.write_chunk(b"5\r\nearly\r\n"), "the head is not written"
     await one.send({"type": START, "status": 200, "headers": []})
-    head = len(wire.written)
-    assert one.write_chunk(b"5\r\npiece\r\n")
-    flow.pause_writing()
-    assert not one.write_chunk(b"8\r\ntoo much\r\n")
-    flow.resume_writing()
-    await one.send({"type": BODY, "body": b"end"})
-    assert not one.write_chunk(b"4\r\nlate\r\n")
-    assert wire.written[head:] == b"5\r\npiece\r\n3\r\nend\r\n0\r\n\r\n"
-    assert Parsed(wire.written).body == b"pieceend"
+    wire.write = lambda data: flow.pause_writing()  # type: ignore[method-assign]
+    await one.send({"type": BODY, "body": b"much", "more_body": True})
+    assert one.write_now is None
 
 
 async def test_a_response_of_stated_length_takes_no_pieces() -> None:
-    wire = Wire()
-    one = exchange(wire)
+    one = exchange(Wire())
     await one.send({"type": START, "status": 200, "headers": [(b"content-length", b"5")]})
-    assert not one.write_chunk(b"5\r\nhello\r\n")
+    await one.send({"type": BODY, "body": b"he", "more_body": True})
+    assert one.write_now is None
 
 
-async def test_a_piece_for_a_client_that_has_gone_is_dropped() -> None:
-    wire = Wire()
-    one = exchange(wire)
+async def test_nothing_is_written_at_once_for_a_client_that_has_gone() -> None:
+    one = exchange(Wire())
     await one.send({"type": START, "status": 200, "headers": []})
-    before = wire.written
-    one.disconnected = True
-    assert one.write_chunk(b"5\r\npiece\r\n")
-    assert wire.written == before
+    await one.send({"type": BODY, "body": b"piece", "more_body": True})
+    one.disconnect()
+    assert one.write_now is None
 
 
 async def test_a_disconnect_is_told_once_and_only_to_those_who_still_want_to_know() -> None:

@@ -147,16 +147,58 @@ async def test_a_client_that_does_not_read_holds_up_its_answer_and_not_the_serve
         await writer.wait_closed()
 
 
-async def test_output_that_nothing_follows_is_written_at_once_but_never_before_earlier_output(
+async def test_output_that_is_not_to_wait_leaves_at_once_with_what_waits(
     wire: Wire, gathering: WriteCoalescing
 ) -> None:
-    gathering.write_whole(b"alone")
+    gathering.write_through(b"alone")
     assert wire.writes == [b"alone"]
     gathering.write(b"head")
-    gathering.write_whole(b"piece")
-    assert wire.writes == [b"alone"]
+    gathering.write_through(b"piece")
+    gathering.direct(b"next")
     await asyncio.sleep(0)
-    assert wire.writes == [b"alone", b"headpiece"]
+    assert wire.writes == [b"alone", b"headpiece", b"next"]
     wire.close()
-    gathering.write_whole(b"late")
-    assert wire.writes == [b"alone", b"headpiece"]
+    gathering.write_through(b"late")
+    assert wire.writes == [b"alone", b"headpiece", b"next"]
+
+
+async def test_a_client_that_stops_reading_is_written_nothing_past_the_servers_limits() -> None:
+    """The application writes at once what it may, and the rest waits for the client."""
+    chunk = b"%x\r\n%b\r\n" % (16 * 1024, bytes(16 * 1024))
+    written, reading, done = 0, asyncio.Event(), asyncio.Event()
+
+    async def stream(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        nonlocal written
+        if scope["type"] == "lifespan":
+            await _app(scope, receive, send)
+            return
+        body = scope["extensions"]["roost.body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        while body.write_now is not None:
+            body.write_now(chunk)
+            written += 1
+        reading.set()
+        await send({"type": "http.response.body", "body": b"again", "more_body": True})
+        assert body.write_now is not None, "the client has read"
+        body.write_now(b"4\r\ntail\r\n")
+        await send({"type": "http.response.body", "body": b"last"})
+        done.set()
+
+    listener = listen("127.0.0.1", 0)
+    async with HttpServer(stream, listener, drain_seconds=1):
+        reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await reading.wait()
+        received = b""
+        while data := await reader.read(1 << 20):
+            received += data
+        await done.wait()
+        writer.close()
+        await writer.wait_closed()
+    body = received.partition(b"\r\n\r\n")[2]
+    assert body.startswith(b"5\r\nfirst\r\n")
+    assert body.endswith(b"5\r\nagain\r\n4\r\ntail\r\n4\r\nlast\r\n0\r\n\r\n")
+    assert len(body) == len(chunk) * written + len(b"5\r\nfirst\r\n5\r\nagain\r\n") + len(
+        b"4\r\ntail\r\n4\r\nlast\r\n0\r\n\r\n"
+    )

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -324,14 +325,15 @@ async def test_relayed_chunks_and_the_others_are_the_whole_body_in_order(
     """cuts: bytes of each arrival; 0: one chunk."""
     body = bytearray()
 
-    def write_chunk(chunk: bytes) -> bool:
-        size, _, rest = chunk.partition(b"\r\n")
-        assert rest.endswith(b"\r\n")
-        assert len(rest) == int(size, 16) + 2
-        body.extend(rest[:-2])
-        return True
+    def write(data: bytes) -> None:
+        while data:
+            size, _, rest = data.partition(b"\r\n")
+            end = int(size, 16)
+            assert rest[end : end + 2] == b"\r\n"
+            body.extend(rest[:end])
+            data = rest[end + 2 :]
 
-    relay = EventRelay(write_chunk)
+    relay = EventRelay(_Body(write))
     relay.until = 10**9
     connection = Connection()
     connection.connection_made(_Deaf())
@@ -401,13 +403,19 @@ async def test_nothing_overtakes_what_waits_for_a_task_that_was_woken() -> None:
     connection.take()
     waiting = asyncio.create_task(connection.more(take=lambda data: None))
     await asyncio.sleep(0)
-    relay = connection.relay = EventRelay(lambda data: bool(relayed.append(data)))  # type: ignore[func-returns-value]
+    relay = connection.relay = EventRelay(_Body(relayed.append))
     relay.until = 100
     for data in (b"1", b"\r\nb\r\n", b"10\r\ndata: %b\n\n\r\n" % (b"x" * 8)):
         connection.data_received(data)
     assert relayed == []
     await waiting
     assert connection.take() == b"bdata: xxxxxxxx\n\n"
+
+
+class _Body(NamedTuple):
+    """The body of a response to a client who reads."""
+
+    write_now: Callable[[bytes], object]
 
 
 class _Deaf(asyncio.Transport):
