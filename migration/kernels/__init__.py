@@ -96,6 +96,9 @@ class Kernels(Protocol):
     def spread_sets(self, sets: NDArray[np.int16], shared: FloatArray, *arguments: Any) -> None:
         """`migration.solvers.full_placement._nodes_of`: the last array is written."""
 
+    def placement_traded(self, expert: IndexArray, *arguments: Any) -> None:
+        """`migration.solvers.full_placement._traded`: the first four arrays change."""
+
     def overflow_tried(self, row: IndexArray, *arguments: Any) -> None:
         """`migration.solvers.overflow_copies._tried`."""
 

@@ -92,5 +92,6 @@ KERNEL(ordered_series);
 KERNEL(priced_traffic);
 KERNEL(transported);
 KERNEL(spread_sets);
+KERNEL(placement_traded);
 
 #endif

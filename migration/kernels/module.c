@@ -103,6 +103,7 @@ static PyMethodDef methods[] = {
     METHOD(priced_traffic),
     METHOD(transported),
     METHOD(spread_sets),
+    METHOD(placement_traded),
     {NULL, NULL, 0, NULL},
 };
 

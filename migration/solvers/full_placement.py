@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array, FloatArray, IntArray, SlotTable
-from fleet.placement import EMPTY
+from fleet.placement import EMPTY, repeated
 from migration import kernels
 from migration.solvers.local_search import cells, fullest, local_search
 from migration.solvers.replica_counts import CountBounds, floor, pigeonhole, replica_counts, replicas
@@ -183,12 +183,30 @@ def _packed(load: FloatArray, counts: IntArray, ranks: int, per_rank: int) -> _P
     packing = _dealt(load, counts, ranks, per_rank)
     twos = 4 <= per_rank and (per_rank * (per_rank - 1) // 2) ** 2 <= MAX_PAIR_EXCHANGES
     rounds = [max(1, ranks // part) for part, times in ROUNDS for _ in range(times if ranks > 1 else 0)]
+    library = kernels.compiled()
+    if library is None or not rounds:
+        _traded(packing, rounds, twos)
+    else:
+        library.placement_traded(
+            packing.expert,
+            packing.weight,
+            packing.loads,
+            packing.held,
+            np.array(rounds, np.int64),
+            ranks,
+            twos,
+        )
+    return packing
+
+
+def _traded(packing: _Packing, rounds: list[int], twos: bool) -> None:
+    """Trade in place, with this number of heavy ranks in each round."""
     for turn, count in enumerate(rounds):
         layers = np.flatnonzero(packing.by_layer.max(axis=1) > 1.0 + CLOSE)
         if not len(layers):
             break
-        _trade(packing, *_pairs(packing.by_layer, layers, count, turn), twos and count < ranks // 2)
-    return packing
+        some = twos and count < packing.by_layer.shape[1] // 2
+        _trade(packing, *_pairs(packing.by_layer, layers, count, turn), some)
 
 
 def _dealt(load: FloatArray, counts: IntArray, ranks: int, per_rank: int) -> _Packing:
@@ -207,11 +225,13 @@ def _dealt(load: FloatArray, counts: IntArray, ranks: int, per_rank: int) -> _Pa
             full_up,
             experts,
         )
-        held = np.zeros((layers * ranks, experts + 1), bool)
-        np.put_along_axis(held, expert.reshape(-1, per_rank), True, axis=1)
-        held[:, experts] = False
-        twice = np.flatnonzero((full_up > 0) & (held.reshape(layers, -1).sum(axis=1) < counts.sum(axis=1)))
+        table = np.where(expert == experts, EMPTY, expert).astype(np.int16)
+        again = repeated(table.reshape(layers, -1), ranks)
+        twice = np.flatnonzero((full_up > 0) & again.any(axis=1))
         if not len(twice):
+            held = np.zeros((layers * ranks, experts + 1), bool)
+            np.put_along_axis(held, expert.reshape(-1, per_rank), True, axis=1)
+            held[:, experts] = False
             return _Packing(
                 unit, expert, weight.reshape(-1, per_rank).astype(np.float32), loads.ravel(), held
             )

@@ -103,6 +103,45 @@ def test_sets_are_spread_over_nodes_alike(seed: int, ranks: int, slots: int, eve
     assert np.array_equal(full_placement(load, ranks, slots, node=node, max_replicas=2), expected)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(2, 40),
+    st.integers(1, 7),
+    st.sampled_from([0.3, 3.0, 1e9]),
+    st.booleans(),
+)
+def test_ranks_trade_alike(seed: int, ranks: int, slots: int, even: float, some: bool) -> None:
+    dice = np.random.default_rng(seed)
+    load = dice.gamma(even, size=(3, int(dice.integers(1, ranks * slots + 1)))).round(1 if even > 1 else 9)
+    most = int(dice.integers(1, ranks + 1)) if some else None
+    with kernels.python_form():
+        expected = full_placement(load, ranks, slots, max_replicas=most)
+    assert np.array_equal(full_placement(load, ranks, slots, max_replicas=most), expected)
+
+
+def test_the_forms_agree_on_full_placements_of_many_ranks() -> None:
+    load = np.random.default_rng(2).gamma(0.3, size=(3, 256))
+    for ranks, slots in ((256, 2), (64, 5)):
+        with kernels.python_form():
+            expected = full_placement(load, ranks, slots)
+        assert np.array_equal(full_placement(load, ranks, slots), expected)
+
+
+def test_trades_of_experts_that_do_not_exist_are_refused() -> None:
+    library = kernels.compiled()
+    if library is None:
+        pytest.skip("no library")
+    held, expert, rounds = np.zeros((2, 3), bool), np.zeros((2, 1), np.intp), np.ones(1, np.int64)
+    rest = np.zeros((2, 1), np.float32), np.zeros(2), held
+    with pytest.raises(ValueError, match="no such expert"):
+        library.placement_traded(expert + 3, *rest, rounds, 2, False)
+    with pytest.raises(ValueError, match="no such number of ranks"):
+        library.placement_traded(expert, *rest, rounds + 1, 2, False)
+    with pytest.raises(ValueError, match="differ in length"):
+        library.placement_traded(expert[:1], *rest, rounds, 2, False)
+
+
 def test_the_forms_agree_on_a_placement_of_full_size() -> None:
     dice = np.random.default_rng(0)
     before, now = dice.gamma(0.3, size=(2, 6, 256))
