@@ -46,8 +46,9 @@ from router.sync.fleet_events import FleetEvents
 from router.sync.fleet_subscriber import FleetSubscriber
 from router.sync.peer_routers import PeerRouters
 from router.sync.readiness import Readiness
+from router.telemetry.bookkeeping import Bookkeeping
 from router.telemetry.metrics import RouterMetrics
-from router.telemetry.request_log import EndedRequests, RequestLog
+from router.telemetry.request_log import RequestEnd, RequestLog
 from router.tokenization.tokenizer import ModelTokenizer
 from router.tokenization.tokenizer_registry import TokenizerRegistry
 from router.upstream.rank_client import Upstream
@@ -123,8 +124,8 @@ class RouterService:
         self._known_to_differ: set[str] = set()
         """models whose servers make other token ids of prompts, as already logged"""
         self.metrics = RouterMetrics()
-        self.ended = EndedRequests(self.metrics)
-        self.metrics.before_exposition = self.ended.finish
+        self.bookkeeping = Bookkeeping()
+        self.metrics.before_exposition = self.bookkeeping.catch_up
         self._use(RouterCredentials.read(config))
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="roost-router")
         self.upstream = Upstream(config)
@@ -207,7 +208,7 @@ class RouterService:
         """Listen, probe and sweep until cancelled."""
         async with AsyncExitStack() as stack:
             stack.callback(self.threads.shutdown, wait=False, cancel_futures=True)
-            stack.callback(self.ended.finish)
+            stack.callback(self.bookkeeping.catch_up)
             await stack.enter_async_context(self.bodies)
             stack.callback(self.wait_queue.close)
             await stack.enter_async_context(self.upstream)
@@ -331,7 +332,7 @@ class RouterService:
         if lap is not None:
             lap("book")
         seconds = time.perf_counter() - started
-        self.metrics.decided(decision, seconds)
+        self.bookkeeping.add(self.metrics.decided, decision, seconds)
         if decision.shared_cache:
             self._warn_shared_cache(decision)
         if request_log.trace is not None:
@@ -349,6 +350,10 @@ class RouterService:
                 " cached_tokens reveals it",
                 engine.engine,
             )
+
+    def ended(self, request_log: RequestLog, outcome: RequestEnd) -> None:
+        """Write a request's log line, count it and end its trace, soon."""
+        self.bookkeeping.add(request_log.finish, outcome, self.clock(), time.time_ns(), self.metrics)
 
     def first_token(self, booking: Booking) -> None:
         now = self.clock()

@@ -195,7 +195,7 @@ class Decider:
             request_log.status, outcome = 200, RequestEnd.ANSWERED
             return decision
         finally:
-            request_log.finish(outcome, service.clock(), service.metrics)
+            request_log.finish(outcome, service.clock(), time.time_ns(), service.metrics)
 
     def _check(self) -> None:
         """RuntimeError when the service has ended, because its view is then out of date."""

@@ -202,7 +202,7 @@ class HotRoutes:
             watch.stop()
             service.metrics.in_flight -= 1
             request_log.status = reply.status
-            service.ended.add(request_log, outcome, service.clock())
+            service.ended(request_log, outcome)
 
     def known_headers(self, scope: Scope) -> dict[str, str]:
         """Return the headers that the router reads, by its own names for them."""

@@ -66,7 +66,7 @@ class DynamoFrontDoor:
     async def drained(self) -> None:
         """Return when no request is open, and all are logged."""
         await self._idle.wait()
-        self._service.ended.finish()
+        self._service.bookkeeping.catch_up()
 
     async def handle(self, body: Any, context: CallContext) -> AsyncGenerator[Json, None]:
         """Serve one request. Raises the refusal of an ApiError (`WorkerCalls.refusal`) when it cannot be
@@ -101,7 +101,7 @@ class DynamoFrontDoor:
             self._leave()
             if outcome is RequestEnd.ANSWERED:
                 request_log.status = 200
-            service.ended.add(request_log, outcome, service.clock())
+            service.ended(request_log, outcome)
 
     def _enter(self) -> None:
         self._open += 1

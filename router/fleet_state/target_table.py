@@ -26,6 +26,9 @@ Its seconds are not real. They are neither shown nor used to refuse requests, an
 MAX_REQUESTS = 2**62
 """Beyond any limit."""
 
+FEW_TARGETS = 16
+"""Up to so many, lists are compared faster than arrays."""
+
 RankKey = tuple[int, int]
 """(worker_id, rank): the identity of a target. A worker_id is one incarnation of an engine."""
 

@@ -1,7 +1,5 @@
 """A client's request to be forwarded to servers that take and return text. Pure."""
 
-from typing import NamedTuple
-
 import msgspec
 
 from router.fleet_state.target_table import RankKey
@@ -11,7 +9,7 @@ from router.http.asgi_response import Headers
 from router.prefix_index.prompt import Prompt
 
 
-class ForeignPrompt(NamedTuple):
+class ForeignPrompt(msgspec.Struct, frozen=True):
     """A request's prompt as far as the router knows it.
 
     prompt: by its ids where they are known, else by its text. asks: servers that return token ids are asked

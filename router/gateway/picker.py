@@ -74,7 +74,7 @@ class EndpointPicker:
             )
         finally:
             service.metrics.in_flight -= 1
-            request_log.finish(outcome, service.clock(), service.metrics)
+            service.ended(request_log, outcome)
 
 
 def _refused(request_log: RequestLog, error: ApiError) -> Message:

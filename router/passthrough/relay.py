@@ -524,9 +524,11 @@ class Relay:
 
     def _note(self, decision: Decision, tap: RoutedExpertsParser | None) -> None:
         """Pass on the expert routing of the answer, after its tokens were counted."""
+        self._reported = tap is not None and self._service.routed(decision, tap, self._usage())
+
+    def _usage(self) -> TokenUsage:
         request_log = self._request_log
-        usage = TokenUsage(request_log.prompt_tokens, request_log.output_tokens, request_log.cached_tokens)
-        self._reported = tap is not None and self._service.routed(decision, tap, usage)
+        return TokenUsage(request_log.prompt_tokens, request_log.output_tokens, request_log.cached_tokens)
 
     def _locate(self, decision: Decision, answer: bytes) -> None:
         """Remember the location of the object that an answer created."""

@@ -77,7 +77,9 @@ class UnstreamedAnswers:
             heappush(self._due, (began + expected, next(self._numbers), booking))
         self._new.clear()
         while self._due and self._due[0][0] <= loop.time():
-            self._service.prompt_computed(heappop(self._due)[2])
+            booking = heappop(self._due)[2]
+            if booking.rank is not None:  # its answer has not come yet
+                self._service.prompt_computed(booking)
         if self._due:
             self._wake_at(max(self._due[0][0], loop.time() + APART_SECONDS), loop)
 

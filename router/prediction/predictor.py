@@ -8,6 +8,7 @@ adapter) on one route; a request without a tenant has the key of its model and r
 is never the hash of anything.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -44,7 +45,7 @@ UNKNOWN_MODEL = "no prediction tables of this model yet: experts are not priced"
 NO_GAIN = "the gain is 0: prediction has not proved itself, and experts are not priced"
 
 
-class PredictionKeys(NamedTuple):
+class PredictionKeys(msgspec.Struct, frozen=True):
     """Hashes of the sender's identity; 0: unknown."""
 
     session: int = 0
@@ -59,8 +60,13 @@ def keys_of(session: str | None, tenant: str | None, model: str, path: str) -> P
     owner = tenant or ""
     return PredictionKeys(
         _hash("session", owner, session) if session else 0,
-        _hash("tenant", owner, "lora", model, "route", path),
+        _tenant_key(owner, model, path),
     )
+
+
+@lru_cache(maxsize=1024)
+def _tenant_key(tenant: str, model: str, path: str) -> int:
+    return _hash("tenant", tenant, "lora", model, "route", path)
 
 
 def _hash(*parts: str) -> int:

@@ -1,13 +1,13 @@
 """Observers of bookings: the parts of a router that follow a request from its decision to its end."""
 
-from typing import NamedTuple
+import msgspec
 
 from router.fleet_state.reservations import Booking
 from router.prefix_index.prompt import Prompt
 from router.scheduling.decision import Decision
 
 
-class BookedRequest(NamedTuple):
+class BookedRequest(msgspec.Struct, frozen=True):
     """A new booking. waited: the request was queued; the rank's state then differs from the recorded one."""
 
     decision: Decision

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fleet.arrays import IntArray
 from fleet.timing import queue_seconds
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES
-from router.fleet_state.target_table import Excluded, RankKey, TargetTable
+from router.fleet_state.target_table import FEW_TARGETS, Excluded, RankKey, TargetTable
 
 NONE_EXCLUDED: Mapping[RankKey, str] = MappingProxyType({})
 FAILED = "this request failed there before"
@@ -177,7 +177,8 @@ def _none_saturated(
     saturated."""
     if not len(target_table.targets):
         return True
-    most: list[int] = np.maximum.reduce(load, axis=1).tolist()
+    few = load.shape[1] <= FEW_TARGETS
+    most: list[int] = [max(row) for row in load.tolist()] if few else np.maximum.reduce(load, axis=1).tolist()
     return (
         most[SEQUENCES] < limits.requests
         and most[SEQUENCES] < target_table.min_requests

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray
 from router.config import Policy, RouterConfig
+from router.fleet_state.target_table import FEW_TARGETS
 from router.scheduling.cost import TERMS, Scores, Weights
 
 Unit = Literal["ms", "1"]
@@ -30,8 +31,6 @@ session stays on its rank; temperature: drawn; only: the only candidate.
 
 _SEEDS = 1 << 32
 _ZERO = np.zeros(())
-_FEW = 16
-"""Candidates that are compared faster in lists."""
 _SAME = 1e-12
 """Scores that differ by this share of themselves, or by this amount, differ only by rounding."""
 
@@ -170,7 +169,12 @@ def choose(
     (policies in ms only) a rank whose score is higher by d is drawn with exp(-d / temperature_ms) times the
     probability of the lowest.
     """
-    if held is None and home is None and len(score) <= _FEW and not (rules.temperature_ms and unit == "ms"):
+    if (
+        held is None
+        and home is None
+        and len(score) <= FEW_TARGETS
+        and not (rules.temperature_ms and unit == "ms")
+    ):
         return _cheapest_of_few(score.tolist(), outstanding.tolist(), seed)
     cheapest = int(score.argmin())
     lowest = float(score[cheapest])

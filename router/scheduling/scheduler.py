@@ -6,7 +6,6 @@ State: the view, the reservations, the two prefix indices, the ranks' health, an
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 from weakref import ref
 
 import msgspec
@@ -98,7 +97,7 @@ class Attempt(msgspec.Struct, frozen=True):
     failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
 
 
-class BookedDecision(NamedTuple):
+class BookedDecision(msgspec.Struct, frozen=True):
     """A decision that was booked. booked_at: seconds on the router's clock."""
 
     decision: Decision
@@ -537,8 +536,9 @@ class Scheduler(BookingObserver):
             return None
         size, prompt = _block_size(target_table), need.prompt
         prefix = prompt.chained(size) if prompt.ids else ()
+        longest, keys = int(overlap[overlap.argmax()]), need.keys
         request_prediction = self.predictor.predict(
-            need.model, Query(prefix, prompt.ids, size, *need.keys, int(overlap[overlap.argmax()]))
+            need.model, Query(prefix, prompt.ids, size, keys.session, keys.tenant, longest)
         )
         if request_prediction is None:
             return None

@@ -1,10 +1,7 @@
 """Record of one request: the source of its log line, its metrics and the end of its trace."""
 
-import asyncio
 import logging
 import re
-import time
-from collections import deque
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
@@ -152,8 +149,12 @@ class RequestLog(msgspec.Struct, eq=False):
             return None
         return (now - self.first_token_at) * choices / later
 
-    def finish(self, outcome: RequestEnd, now: float, metrics: RouterMetrics) -> None:
-        """Write the log line, update metrics, and end the trace. Called once."""
+    def finish(self, outcome: RequestEnd, now: float, posix_ns: int, metrics: RouterMetrics) -> None:
+        """Write the log line, update metrics, and end the trace. Called once, perhaps some milliseconds after
+        the request's end.
+
+        now, posix_ns: the end, on the router's clock in seconds and in nanoseconds since 1970.
+        """
         answered, ended = self.first_token_at is not None, outcome.value
         ttft = None if self.first_token_at is None or self.whole else self.first_token_at - self.started
         tpot = self.time_per_output_token(now)
@@ -166,12 +167,13 @@ class RequestLog(msgspec.Struct, eq=False):
             self.caller.tenant, ended, self.prompt_tokens, self.cached_tokens, self.output_tokens
         )
         if access.isEnabledFor(logging.INFO):
-            line = msgspec.json.encode(self._line(ended, now, ttft, tpot)).decode()
+            line = msgspec.json.encode(self._line(ended, now, posix_ns, ttft, tpot)).decode()
             access.handle(
                 logging.LogRecord(access.name, logging.INFO, "", 0, line, (), None)
             )  # info() would search the stack for its caller
         if self.trace is not None:
             self.trace.end(
+                posix_ns,
                 self.status,
                 ended,
                 {
@@ -191,10 +193,12 @@ class RequestLog(msgspec.Struct, eq=False):
                 },
             )
 
-    def _line(self, outcome: str, now: float, ttft: float | None, tpot: float | None) -> dict[str, Any]:
+    def _line(
+        self, outcome: str, now: float, posix_ns: int, ttft: float | None, tpot: float | None
+    ) -> dict[str, Any]:
         target = None if self.decision is None else self.decision.target
         return {
-            "time": _timestamp(time.time()),
+            "time": _timestamp(posix_ns),
             "request_id": self.request_id,
             "decision_id": None if self.decision is None else self.decision.id,
             "path": self.path,
@@ -218,42 +222,9 @@ class RequestLog(msgspec.Struct, eq=False):
         }
 
 
-class EndedRequests:
-    """Requests that have ended, finished together once their answers' last bytes have left: the end of an
-    answer need not wait for its log line, and several lines in a row cost less. Use it on one event loop.
-    State: those that wait, and the next step towards their end.
-    """
-
-    def __init__(self, metrics: RouterMetrics) -> None:
-        self._metrics = metrics
-        self._waiting: deque[tuple[RequestLog, RequestEnd, float]] = deque()
-        self._next: asyncio.Handle | None = None
-
-    def add(self, request_log: RequestLog, outcome: RequestEnd, now: float) -> None:
-        """Finish a request soon, as of now."""
-        self._waiting.append((request_log, outcome, now))
-        if self._next is None:
-            # Output leaves at the end of a turn of the event loop. The next turn is after that of all
-            # requests that end in this one.
-            loop = asyncio.get_running_loop()
-            self._next = loop.call_soon(self._after_output, loop)
-
-    def _after_output(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._next = loop.call_soon(self.finish)
-
-    def finish(self) -> None:
-        """Finish them at once."""
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
-        while self._waiting:
-            request_log, outcome, now = self._waiting.popleft()
-            request_log.finish(outcome, now, self._metrics)
-
-
-def _timestamp(now: float) -> str:
-    """Format a POSIX time as RFC 3339: UTC, to the millisecond."""
-    seconds, milliseconds = divmod(int(now * 1000), 1000)
+def _timestamp(posix_ns: int) -> str:
+    """Format nanoseconds since 1970 as RFC 3339: UTC, to the millisecond."""
+    seconds, milliseconds = divmod(posix_ns // 1_000_000, 1000)
     return f"{_second(seconds)}.{milliseconds:03d}+00:00"
 
 

@@ -160,8 +160,10 @@ class RequestTrace:
         )
         return AttemptTrace(span, self._tracing.headers(span))
 
-    def end(self, status: int, outcome: str, attributes: Mapping[str, Value | None]) -> None:
-        """End the request's span; attributes that are None are omitted."""
+    def end(self, posix_ns: int, status: int, outcome: str, attributes: Mapping[str, Value | None]) -> None:
+        """End the request's span as of a time in nanoseconds since 1970; attributes that are None are
+        omitted.
+        """
         self._span.set_attribute("http.response.status_code", status)
         self._span.set_attribute("roost.outcome", outcome)
         for name, value in attributes.items():
@@ -170,7 +172,7 @@ class RequestTrace:
         if status >= 500 or outcome not in ("answered", "refused"):
             self._span.set_attribute("error.type", outcome if status < 500 else str(status))
             self._span.set_status(Status(StatusCode.ERROR, outcome))
-        self._span.end()
+        self._span.end(posix_ns)
 
 
 class AttemptTrace:

@@ -12,12 +12,14 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
 
 from fleet.settings import FilePath
+from router.upstream.outbox import Outbox
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longer heads of an answer are refused."""
@@ -103,6 +105,7 @@ class Connection(asyncio.Protocol):
         "_head_bytes",
         "_keep",
         "_loop",
+        "_outbox",
         "_overrun",
         "_parser",
         "_parts",
@@ -125,8 +128,10 @@ class Connection(asyncio.Protocol):
         "status",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, outbox: Outbox) -> None:
+        """outbox: sends its requests."""
         self._loop = asyncio.get_running_loop()
+        self._outbox = outbox
         self._transport: asyncio.Transport
         self._parser: httptools.HttpResponseParser | None = None
         self._parts: list[bytes] = []
@@ -171,13 +176,15 @@ class Connection(asyncio.Protocol):
     # Called by users
 
     def send(self, request: bytes) -> None:
-        """Send a complete request. Reset the state of an earlier answer."""
+        """Send a complete request, at the end of this turn of the loop. Reset the state of an earlier
+        answer.
+        """
         self._parser = httptools.HttpResponseParser(self)
         self._parts.clear()
         self._buffered = self._head_bytes = self.status = 0
         self.headers, self.raw_headers, self.read_any, self.heard = {}, [], False, None
         self.complete = self._until_closed = self._keep = self._overrun = self._between_chunks = False
-        self._transport.write(request)
+        self._outbox.add(self._transport, request)
 
     async def head(self) -> None:
         """Wait for `status` and `headers`. ConnectionLost when they do not come."""
@@ -436,6 +443,7 @@ class HttpClient:
         self.loop = asyncio.get_running_loop()
         """kept for callers, since looking up the loop is a system call each time"""
         self._keepalive = keepalive_seconds
+        self._new_connection = partial(Connection, Outbox())
         self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
         self._origins: dict[str, Origin] = {}
         self._tls: ssl.SSLContext | None = None
@@ -471,7 +479,7 @@ class HttpClient:
             excuse = _Excuse(loop, limit)
             try:
                 _, connection = await loop.create_connection(
-                    Connection, origin.host, origin.port, ssl=self._tls if origin.tls else None
+                    self._new_connection, origin.host, origin.port, ssl=self._tls if origin.tls else None
                 )
             finally:
                 excuse.end()

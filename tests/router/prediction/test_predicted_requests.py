@@ -22,7 +22,7 @@ from fleet.signatures import unpack
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.feedback.outcome_reporter import BATCH, OutcomeReporter
-from router.prediction.predictor import NO_GAIN, keys_of
+from router.prediction.predictor import NO_GAIN, PredictionKeys, keys_of
 from router.prefix_index.block_hash_chain import BlockHashChain
 from router.prefix_index.prompt import TextPrompt, TokenPrompt
 from router.scheduling.decision import DecisionRecord
@@ -205,7 +205,7 @@ async def test_every_completed_choice_is_reported_once_after_its_end(
     prices = house.service.view.prices("demo").local
     for outcome in reports.outcomes:
         assert (outcome.worker_id, outcome.prefix) == (2**64 - 9, blocks_of(ids)[0])
-        assert (outcome.session, outcome.tenant) == keys
+        assert PredictionKeys(outcome.session, outcome.tenant) == keys
         assert np.frombuffer(outcome.tokens, "<u4").tolist() == ids[4:]
         shares = np.array([0.25, 0.75], np.float32)
         weights = unpack(outcome.predicted, shares)
@@ -309,7 +309,7 @@ async def test_who_asks_is_read_from_headers_then_from_the_body(
     if session is not None and not session.isascii():
         # The UTF-8 of a client is read byte by byte, which identifies the session as well.
         session = session.encode().decode("latin-1")
-    assert (outcome.session, outcome.tenant) == keys_of(session, tenant, "demo", CHAT)
+    assert PredictionKeys(outcome.session, outcome.tenant) == keys_of(session, tenant, "demo", CHAT)
     assert (outcome.session != 0) == (session is not None)
 
 

@@ -1,10 +1,11 @@
 """Timing of a request: its first token, and the tokens after it."""
 
+import json
+
 import pytest
 
 from router.telemetry.metrics import RouterMetrics
-from router.telemetry.request_log import EndedRequests, RequestEnd, RequestLog
-from tests.router.router_fixture import until
+from router.telemetry.request_log import RequestEnd, RequestLog
 
 
 def request_log(tokens: int, choices: int = 1) -> RequestLog:
@@ -33,28 +34,13 @@ def test_an_answer_whose_first_token_was_not_seen_has_none() -> None:
 
 def test_metrics_have_it_by_model() -> None:
     metrics = RouterMetrics()
-    request_log(5).finish(RequestEnd.ANSWERED, 13.0, metrics)
+    request_log(5).finish(RequestEnd.ANSWERED, 13.0, 0, metrics)
     assert b"roost_router_time_per_output_token_seconds_sum{model=" in metrics.exposition()
     assert b'roost_router_time_per_output_token_seconds_sum{model="other"} 0.5' in metrics.exposition()
 
 
-def counted(metrics: RouterMetrics) -> bool:
-    return b'roost_router_time_per_output_token_seconds_count{model="other"} 2' in metrics.exposition()
-
-
-async def test_ended_requests_are_finished_together_soon_after() -> None:
-    metrics = RouterMetrics()
-    ended = EndedRequests(metrics)
-    for _ in range(2):
-        ended.add(request_log(5), RequestEnd.ANSWERED, 13.0)
-    assert not counted(metrics)
-    await until(lambda: counted(metrics))
-
-
-async def test_a_router_that_stops_finishes_them_at_once() -> None:
-    metrics = RouterMetrics()
-    ended = EndedRequests(metrics)
-    for _ in range(2):
-        ended.add(request_log(5), RequestEnd.ANSWERED, 13.0)
-    ended.finish()
-    assert counted(metrics)
+def test_the_log_line_bears_the_time_of_the_end_not_of_its_writing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "roost.access"):
+        request_log(5).finish(RequestEnd.ANSWERED, 13.0, 1_700_000_000_123_456_789, RouterMetrics())
+    line = json.loads(caplog.messages[0])
+    assert (line["time"], line["total_ms"]) == ("2023-11-14T22:13:20.123+00:00", 3000.0)

@@ -22,6 +22,7 @@ from router.upstream.http_client import (
     Origin,
     request_bytes,
 )
+from router.upstream.outbox import Outbox
 from tests.router.router_fixture import until
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -293,7 +294,7 @@ async def test_answers_are_the_same_however_the_bytes_are_cut(chunks: list[bytes
         + b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
         + b"0\r\n\r\n"
     )
-    connection = Connection()
+    connection = Connection(Outbox())
     connection.connection_made(_Deaf())
     connection.send(b"")
     at, turn, body = 0, 0, b""
@@ -335,7 +336,7 @@ async def test_relayed_chunks_and_the_others_are_the_whole_body_in_order(
 
     relay = EventRelay(_Body(write))
     relay.until = 10**9
-    connection = Connection()
+    connection = Connection(Outbox())
     connection.connection_made(_Deaf())
     connection.send(b"")
     connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -377,7 +378,7 @@ async def test_a_chunk_reaches_the_relay_only_while_a_task_waits_and_whole() -> 
             relayed.append(data)
             return True
 
-    connection = Connection()
+    connection = Connection(Outbox())
     connection.connection_made(_Deaf())
     connection.send(b"")
     connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n")
@@ -396,7 +397,7 @@ async def test_a_chunk_reaches_the_relay_only_while_a_task_waits_and_whole() -> 
 
 async def test_nothing_overtakes_what_waits_for_a_task_that_was_woken() -> None:
     relayed: list[bytes] = []
-    connection = Connection()
+    connection = Connection(Outbox())
     connection.connection_made(_Deaf())
     connection.send(b"")
     connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
@@ -517,7 +518,7 @@ class _Pipe(asyncio.Transport):
 
 @pytest.fixture
 async def quiet() -> Connection:
-    connection = Connection()
+    connection = Connection(Outbox())
     connection.connection_made(_Pipe())
     return connection
 
