@@ -27,7 +27,7 @@ MAX_REQUESTS = 2**62
 """Beyond any limit."""
 
 FEW_TARGETS = 16
-"""Up to so many, lists are compared faster than arrays."""
+"""Up to this number, lists are compared faster than arrays."""
 
 RankKey = tuple[int, int]
 """(worker_id, rank): the identity of a target. A worker_id is one incarnation of an engine."""

@@ -82,6 +82,7 @@ async def test_a_servers_long_error_makes_short_log_lines(
         house = await open_house(bus=False, backends=(backend,), max_attempts=2)
         await until(lambda: house.service.view.models(live=True))
         answer = await house.post(CHAT, chat())
+        house.service.bookkeeping.catch_up()
     assert answer.status >= 500
     lines = [
         record.getMessage() for record in caplog.records if record.name in ("roost.access", "router.service")

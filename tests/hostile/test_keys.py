@@ -124,6 +124,7 @@ async def test_a_key_calls_itself_no_other_tenant_and_no_more_urgent_class(
             CHAT, chat(user="other"), headers=bearer(key, **{"x-tenant-id": "other", "x-priority": priority})
         )
         assert answer.status == 200
+        house.service.bookkeeping.catch_up()
         (line,) = (
             msgspec.json.decode(record.getMessage())
             for record in caplog.records

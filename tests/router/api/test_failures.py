@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from router.attempt import make_attempt
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
+from router.telemetry.request_log import RequestLog
 from tests.router.router_fixture import (
     Answered,
     House,
@@ -325,6 +329,32 @@ async def test_choices_of_one_request_survive_a_death_each_on_its_own(
         first.text(prompt, seed, 10) for seed in (5, 6, 7)
     ]
     assert len(second.requests) >= len(first.requests) >= 1
+
+
+async def test_a_request_cancelled_at_any_moment_leaves_no_booking(
+    house: House, serve_rank: Serve, bpe_archive: bytes
+) -> None:
+    rank = await serve_rank(MockRank(bpe_archive))
+    await house.join("alone", [rank.url], bpe_archive)
+    service, booked = house.service, []
+    tokenizer = service.view.target_table("demo").sent_tokenizer
+
+    async def forever(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    for turns in range(6):
+        need = RoutingRequest("demo", TokenPrompt(list(range(40))), 60, 10, tokenizer)
+        request_log = RequestLog("r", f"d{turns}", CHAT, service.clock())
+        request = asyncio.create_task(
+            make_attempt(service, request_log, need, FIRST_TRY, forever, begun=False)
+        )
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        booked.append(service.scheduler.reservations.open_bookings)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        assert service.scheduler.reservations.open_bookings == 0
+    assert booked == [0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("stream", [True, False])
