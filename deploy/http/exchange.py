@@ -287,10 +287,18 @@ class HttpExchange:
         self._on_response()
 
     def _send_piece(self, piece: bytes) -> None:
-        """Send a chunk of a body that is not over, and let more be sent without waiting."""
+        """Send a chunk of a body that is not over, and let more be sent without waiting. It leaves at the end
+        of this turn of the event loop, with the end of a short body.
+        """
         if piece:
-            self._transport.write_through(b"%x\r\n%b\r\n" % (len(piece), piece))
-            self.write_now = None if self._flow.write_paused else self._transport.direct
+            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            self.write_now = None if self._flow.write_paused else self._write_first
+
+    def _write_first(self, chunk: bytes) -> None:
+        """Send a chunk at once, after what was to leave at the end of the turn. Later ones go directly."""
+        self._transport.write_through(chunk)
+        if self.write_now is not None:  # the client reads on
+            self.write_now = self._transport.direct
 
 
 def _nothing() -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from deploy.http.exchange import HttpExchange
+from deploy.http.flow_control import FlowControl
 from deploy.http.server import HttpServer
 from deploy.http.sockets import listen
 from deploy.http.write_coalescing import MAX_GATHERED_BYTES, WriteCoalescing
@@ -160,6 +162,34 @@ async def test_output_that_is_not_to_wait_leaves_at_once_with_what_waits(
     wire.close()
     gathering.write_through(b"late")
     assert wire.writes == [b"alone", b"headpiece", b"next"]
+
+
+async def test_a_short_streamed_answer_leaves_in_one_write_and_later_pieces_at_once(
+    wire: Wire, gathering: WriteCoalescing
+) -> None:
+    def exchange() -> HttpExchange:
+        return HttpExchange(
+            {"method": "POST"},
+            gathering,
+            FlowControl(wire),
+            lambda: None,
+            keep_alive=True,
+            awaits_continue=False,
+        )
+
+    short, longer = exchange(), exchange()
+    for one in (short, longer):
+        await one.send({"type": "http.response.start", "status": 200, "headers": []})
+        await one.send({"type": "http.response.body", "body": b"first", "more_body": True})
+        if one is short:
+            await one.send({"type": "http.response.body", "body": b""})
+            await asyncio.sleep(0)
+            assert [written.endswith(b"5\r\nfirst\r\n0\r\n\r\n") for written in wire.writes] == [True]
+    for chunk in (b"1\r\na\r\n", b"1\r\nb\r\n"):
+        assert longer.write_now is not None
+        longer.write_now(chunk)
+    assert wire.writes[1].endswith(b"first\r\n1\r\na\r\n")
+    assert wire.writes[2:] == [b"1\r\nb\r\n"]
 
 
 async def test_a_client_that_stops_reading_is_written_nothing_past_the_servers_limits() -> None:
