@@ -151,9 +151,9 @@ class Placement:
                 f"placement: {self.layers} layers x {self.ranks} ranks x {self.experts} experts are more than"
                 f" {MAX_CELLS} cells"
             )
-        outside = np.argwhere((table < EMPTY) | (table >= self.experts))
-        if len(outside):
-            layer, slot = outside[0]
+        outside = (table < EMPTY) | (table >= self.experts)
+        if outside.any():
+            layer, slot = np.argwhere(outside)[0]
             raise ValueError(
                 f"placement: layer {layer} slot {slot} names expert {table[layer, slot]}; ids run from 0 to"
                 f" {self.experts - 1}, {EMPTY} is empty"
@@ -375,9 +375,9 @@ def _checked(split: Split, table: NDArray[np.int16], experts: int, sharded: tupl
                 f"placement: {name} is {part.dtype} {part.shape}; expected uint16 {table.shape}, one number"
                 " per slot"
             )
-        stray = np.argwhere((table == EMPTY) & (part > 0))
-        if len(stray):
-            layer, slot = stray[0]
+        stray = (table == EMPTY) & (part > 0)
+        if stray.any():
+            layer, slot = np.argwhere(stray)[0]
             raise ValueError(
                 f"placement: layer {layer} slot {slot} is empty but has {name} {part[layer, slot]}; it"
                 " must be 0"

@@ -1,5 +1,6 @@
 """The planner as a process."""
 
+import gc
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -38,4 +39,7 @@ async def serve(
             await tasks.reload_at_hangup(partial(service.reload, read))
         await tasks.until(service.ready)
         await tasks.offer_metrics(config.metrics_address, service.metrics.exposition, config.metrics_key_file)
+        gc.collect()
+        # A collection over all loaded objects would prolong a decision by 25 milliseconds.
+        gc.freeze()
         await tasks.serve(ready)

@@ -69,20 +69,21 @@ bool all_below(const int64_t *numbers, int64_t count, int64_t end, const char *m
 }
 
 WIDE double add_row(const double *values, int64_t count) {
-    double lanes[8], sum = 0.0;
-    int64_t at = 8;
     if (count < 8) {
-        for (at = 0; at < count; at++) sum += values[at];
+        double sum = 0.0;
+        for (int64_t at = 0; at < count; at++) sum += values[at];
         return sum;
     }
     if (count > 128) {
         int64_t half = count / 2 - count / 2 % 8;
         return add_row(values, half) + add_row(values + half, count - half);
     }
-    for (int of = 0; of < 8; of++) lanes[of] = values[of];
+    /* -0.0 changes no number that is added to it. */
+    double lanes[8] = {-0.0, -0.0, -0.0, -0.0, -0.0, -0.0, -0.0, -0.0};
+    int64_t at = 0;
     for (; at < count - count % 8; at += 8)
         for (int of = 0; of < 8; of++) lanes[of] += values[at + of];
-    sum = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+    double sum = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
     for (; at < count; at++) sum += values[at];
     return sum;
 }

@@ -83,12 +83,18 @@ class Demand:
         return found
 
     @cached_property
+    def _summed(self) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+        """(`rates`, float64 [ranks]: pairs counted behind each layer), in one pass over the counts."""
+        found = self.window_counts
+        counted = found.sum(axis=(1, 2), dtype=np.float64) / found.shape[1]
+        found /= np.where(self.exposure > 0, self.exposure, 1.0).astype(np.float32)[:, None, None]
+        return found, counted
+
+    @property
     def rates(self) -> NDArray[np.float32]:
         """float32 [ranks, layers, experts]: pairs per second, comparable between ranks of unequal
         exposure."""
-        found = self.window_counts
-        found /= np.where(self.exposure > 0, self.exposure, 1.0).astype(np.float32)[:, None, None]
-        return found
+        return self._summed[0]
 
     @cached_property
     def of_layers(self) -> NDArray[np.float64]:
@@ -102,9 +108,8 @@ class Demand:
         In long windows the pairs counted here exceed the decaying window of the publisher. The larger of the
         two is used.
         """
-        counts = self.window_counts
-        counted = counts.sum(axis=(1, 2), dtype=np.float64) / counts.shape[1]
-        return np.where(self.exposure > 0, np.maximum(counted, self.stated_pairs), self.stated_pairs)
+        most = np.maximum(self._summed[1], self.stated_pairs)
+        return np.where(self.exposure > 0, most, self.stated_pairs)
 
     def over(self, ranks: int) -> "Demand":
         """Return the demand of the ranks that hold experts, from that of the targets.
@@ -133,12 +138,9 @@ class Demand:
         """float64 [layers, experts]: `evidence` of some layers, summed over ranks."""
         rates, total = self.rates, self.of_layers
         scale = np.where(total > 0, self.pairs[:, None] / np.where(total > 0, total, 1.0), 0.0)
-        found = np.zeros((len(layers), rates.shape[2]))
-        every = len(layers) == rates.shape[1]
-        # Rank by rank: all of them fill no cache.
-        for counts, part in zip(rates, scale, strict=True):
-            found += (counts if every else counts[layers]) * part[layers, None]
-        return found
+        if len(layers) < rates.shape[1]:
+            rates, scale = rates[:, layers], scale[:, layers]
+        return np.asarray(np.einsum("rl,rle->le", scale, rates))
 
     def tokens_per_second(self, top_k: int) -> float:
         """Return the tokens per second of all ranks together."""

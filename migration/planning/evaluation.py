@@ -49,15 +49,18 @@ class EvaluatedPlan:
 
 
 def evaluate(
-    found: PlanningProblem, candidate: PlanCandidate, after: PricedPlacement | None = None
+    found: PlanningProblem,
+    candidate: PlanCandidate,
+    end: Placement | None = None,
+    after: PricedPlacement | None = None,
 ) -> EvaluatedPlan:
     """Evaluate a candidate.
 
-    after: the price of the end placement, where known. Raises Unorderable when no series of handovers can
-    make the changes. A candidate with more than `max_steps` handovers is reduced to its best part and
-    evaluated again.
+    end, after: its end placement, and the price of that, where known. Raises Unorderable when no series of
+    handovers can make the changes. A candidate with more than `max_steps` handovers is reduced to its best
+    part and evaluated again.
     """
-    placement = candidate.placement(found)
+    placement = candidate.placement(found) if end is None else end
     after = candidate.problem(found).price(placement) if after is None else after
     # With dead ranks there is no step time before the plan to compare with.
     by_layer = (

@@ -22,6 +22,8 @@ from migration.planning.staging_capacity import PendingChanges, StagingRoom
 
 KINDS: tuple[StepKind, ...] = ("replicate", "swap", "move", "drop")
 """Names by `ChangeKind`."""
+CHANGES = tuple(ChangeKind)
+"""The members by their number."""
 
 
 def ordered(
@@ -229,7 +231,7 @@ class _StepWriter:
             copies=tuple(copies),
             gain=gain,
             why=(
-                change_reason(ChangeKind(kind), self._replicas[layer], found, expert, self._lost(other_slot))
+                change_reason(CHANGES[kind], self._replicas[layer], found, expert, self._lost(other_slot))
                 if self._why is None
                 else self._why[at]
             ),
@@ -320,7 +322,8 @@ class CopySources:
             if self._live[holder]:
                 far = (self._node[holder] != self._node[rank]) + (holder != rank)
                 found = ((far, self._given[holder], (holder - rank) % ranks), source)
-                best = found if best is None else min(best, found)
+                if best is None or found < best:
+                    best = found
         if best is None:
             return Copy(expert=expert, slot=slot, link="checkpoint", bytes=self._bytes)
         holder = best[1] // self._per

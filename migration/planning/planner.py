@@ -383,7 +383,7 @@ class _PlanningRun:
             if best is not None and (enough := self._enough(best, gain, cost_floor(found, candidate))):
                 self._findings.append(enough.of_subject(candidate.name))
                 return None
-            tried = evaluate(found, candidate, after)
+            tried = evaluate(found, candidate, end, after)
         except Infeasible as error:
             self._note_once(error.finding)
             return None

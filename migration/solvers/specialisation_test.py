@@ -10,7 +10,7 @@ With few pairs per expert it is less, and that matters: the average over many la
 noise to a few thousandths of it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -75,8 +75,9 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0) 
     are correlated (the design effect, Kish 1965); the effective number of pairs is smaller by this factor.
     ValueError when shapes do not fit.
     """
-    of_source, scale = _of_sources(demand, pairs, dispersion)
+    sums, scale = _sums_and_scale(demand, pairs, dispersion)
     sources, experts = len(demand), demand.shape[2]
+    of_source = sums * scale
     total = of_source.sum(axis=0)
     enough = (of_source >= FEW * experts).sum(axis=0) >= 2
     mean_pairs = float(total.mean() / max(1, sources))
@@ -84,7 +85,7 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0) 
         return SpecialisationTest(Evidence.TOO_FEW_PAIRS, sources, experts, mean_pairs)
     # Layers with too few pairs would add noise only.
     layers = slice(None) if enough.all() else enough
-    counts = _Counts.of(one[layers] * part[layers, None] for one, part in zip(demand, scale, strict=True))
+    counts = _Counts.of(demand[:, layers], sums[:, layers], scale[:, layers])
     noise = counts.noise
     found, floor, spread = (
         float(counts.divergence.mean()),
@@ -100,10 +101,10 @@ def gate(demand: NDArray[Any], pairs: NDArray[Any], *, dispersion: float = 1.0) 
     return SpecialisationTest(evidence, sources, experts, mean_pairs, found, floor, spread)
 
 
-def _of_sources(
+def _sums_and_scale(
     demand: NDArray[Any], pairs: NDArray[Any], dispersion: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Return (effective pairs, factors of demand that lead to them), [sources, layers] each."""
+    """Return (demand, factors that make effective pairs of it), [sources, layers] each."""
     if demand.ndim != 3 or np.shape(pairs) not in (demand.shape[:1], demand.shape[:2]):
         raise ValueError(
             f"gate: demand has shape {demand.shape} and pairs {np.shape(pairs)}; expected [sources, layers,"
@@ -113,7 +114,7 @@ def _of_sources(
         raise ValueError(f"gate: dispersion must be at least 1, not {dispersion}")
     known = np.asarray(pairs, np.float64).reshape(len(demand), -1) / dispersion
     sums = demand.sum(axis=2, dtype=np.float64)
-    return np.where(sums > 0, known, 0.0), known / np.where(sums > 0, sums, 1.0)
+    return sums, known / np.where(sums > 0, sums, 1.0)
 
 
 class _Counts(NamedTuple):
@@ -127,13 +128,15 @@ class _Counts(NamedTuple):
     """[layers]: sum of x ln x over all counts"""
 
     @classmethod
-    def of(cls, counts: Iterable[FloatArray]) -> "_Counts":
-        """Add up the counts [layers, experts] of the sources one by one, as one fits in the cache."""
-        of_source, of_expert, cells = [], np.zeros(()), np.zeros(())
-        for one in counts:
-            of_source.append(one.sum(axis=1))
-            of_expert, cells = of_expert + one, cells + _xlogx_sum(one)
-        return cls(np.stack(of_source), of_expert, cells)
+    def of(cls, demand: NDArray[Any], sums: FloatArray, scale: FloatArray) -> "_Counts":
+        """Add up the counts demand [sources, layers, experts] * scale [sources, layers].
+
+        sums: of the demand, [sources, layers].
+        """
+        # x ln x of a scaled number d s is s (d ln d + d ln s). Source by source: one fits in the cache.
+        logs = np.stack([_xlogx_sum(np.asarray(one, np.float64)) for one in demand])
+        cells = (scale * (logs + sums * np.log(np.maximum(scale, 1e-300)))).sum(axis=0)
+        return cls(sums * scale, np.einsum("sl,sle->le", scale, demand), np.asarray(cells))
 
     @property
     def total(self) -> FloatArray:
@@ -192,18 +195,23 @@ def _joined(
     return layer, expert, share
 
 
+def _counts(counts: FloatArray) -> _Counts:
+    sums = np.asarray(counts.sum(axis=2))
+    return _Counts.of(counts, sums, np.ones_like(sums))
+
+
 def divergence(counts: FloatArray) -> FloatArray:
     """float64 [layers]: Jensen-Shannon divergence of the sources, nats, weighted by their pairs.
 
     counts: [sources, layers, experts].
     """
-    return _Counts.of(counts).divergence
+    return _counts(counts).divergence
 
 
 def expected_noise(counts: FloatArray) -> FloatArray:
     """float64 [layers]: expectation of `divergence` if all sources had the same distribution, given each
     source's and each expert's pairs."""
-    return _Counts.of(counts).noise
+    return _counts(counts).noise
 
 
 def _series(trials: FloatArray, part: FloatArray) -> FloatArray:
@@ -242,4 +250,6 @@ def _spread(noise: FloatArray, total: FloatArray) -> float:
 
 def _xlogx_sum(values: FloatArray) -> FloatArray:
     """[n]: sum of x ln x over the columns of values [n, m]."""
-    return np.asarray(np.einsum("nm,nm->n", values, np.log(np.maximum(values, 1e-300))))
+    logs = np.maximum(values, 1e-300)
+    np.log(logs, out=logs)
+    return np.asarray(np.einsum("nm,nm->n", values, logs))
