@@ -32,10 +32,15 @@ typedef struct {
     float missed;
 } Exchange;
 
+/* Of equal keys the lower rank comes first. */
+static bool ahead(const double *key, int64_t one, int64_t other) {
+    return key[one] < key[other] || (key[one] == key[other] && one < other);
+}
+
 static void insert(const double *key, int64_t *order, int64_t begin, int64_t end) {
     for (int64_t at = begin + 1; at < end; at++) {
         int64_t moved = order[at], to = at;
-        for (; to > begin && key[order[to - 1]] > key[moved]; to--) order[to] = order[to - 1];
+        for (; to > begin && ahead(key, moved, order[to - 1]); to--) order[to] = order[to - 1];
         order[to] = moved;
     }
 }
@@ -47,11 +52,11 @@ static void sort(const double *key, int64_t *order, int64_t *other, int64_t coun
     for (int64_t width = run; width < count; width *= 2)
         for (int64_t begin = 0; begin + width < count; begin += 2 * width) {
             int64_t middle = begin + width, end = middle + width < count ? middle + width : count;
-            if (key[order[middle - 1]] <= key[order[middle]]) continue;
+            if (ahead(key, order[middle - 1], order[middle])) continue;
             memcpy(other, order + begin, (size_t)width * sizeof *order);
             int64_t left = 0, right = middle, to = begin;
             while (left < width && right < end)
-                order[to++] = key[order[right]] < key[other[left]] ? order[right++] : other[left++];
+                order[to++] = ahead(key, order[right], other[left]) ? order[right++] : other[left++];
             memcpy(order + to, other + left, (size_t)(width - left) * sizeof *order);
         }
 }

@@ -49,7 +49,7 @@ empty."""
 _NEVER = (np.float32(np.inf), np.float32(-np.inf))
 """Weights, out and back, of replicas that must not be exchanged."""
 _TIE = 1e-12
-"""Added per rank where equal loads are ordered: all keys differ, so a fast, unstable sort is reproducible."""
+"""Added per rank: of nearly equal loads that of the lower rank counts as the higher one."""
 _LEAST = 1e-6
 """Relative change of a rank's load that counts as none."""
 
@@ -316,7 +316,7 @@ def _pairs(
     first.
     """
     ranks = loads.shape[1]
-    order = np.argsort(np.arange(ranks) * _TIE - loads[layers], axis=1)
+    order = np.argsort(np.arange(ranks) * _TIE - loads[layers], axis=1, kind="stable")
     partner = (
         1 + turn % (ranks - 1) if count == 1 else ranks - 1 - (np.arange(count) + turn) % (ranks - count)
     )
