@@ -208,8 +208,10 @@ class RouterConfig:
     """longest wait of a request before it is refused; the header x-request-timeout-ms may name an earlier
     deadline
     """
-    no_engine_wait_seconds: NonNegative = 2.0
-    """longest wait of a request for a model without a live engine; 0: refuse it at once"""
+    no_engine_wait_seconds: NonNegative = 8.0
+    """longest wait of a request for a model without a live engine; 0: refuse it at once. The embedded engine
+    restarts within it, so that a fleet with a single engine answers what had not begun.
+    """
     priority_header: str = "x-priority"
     """request header that names a priority class; without it, priority of the body. An integer counts from
     the default class, lower is more urgent

@@ -173,7 +173,7 @@ class EngineJoined(Event, frozen=True, kw_only=True):
 
 
 class EngineLeft(Event, frozen=True, kw_only=True):
-    """An engine stopped serving on purpose. Stored."""
+    """An engine stopped serving, on purpose or because it failed, and said so. Stored."""
 
     engine: str
     worker_id: int

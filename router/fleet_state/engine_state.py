@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import Float32Array, FloatArray
+from fleet.completions import MAX_DETAIL, shortened
 from fleet.facts.engines import EngineJoined
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
@@ -37,7 +38,7 @@ class EngineStatus(StrEnum):
     NO_HEARTBEAT = "no heartbeat received yet"
     LIVE = "live"
     DEAD = "dead: its heartbeats stopped"
-    LEFT = "left: it was stopped on purpose"
+    LEFT = "left"
     UNREACHABLE = "unreachable: a connection to it failed and no heartbeat has been received since"
 
 
@@ -55,6 +56,8 @@ class EngineState:
     """placement epoch of `locality`"""
     blocked: str | None = None
     """reason why a live engine cannot be used (its tokenizer is missing)"""
+    goodbye: str = ""
+    """reason that the engine gave for leaving"""
     rows: list[int] = field(default_factory=list)
     distinct: FloatArray | None = None
     """[K]: experts that a request of each cluster adds to a step of the engine; None: unknown"""
@@ -187,7 +190,10 @@ class EngineState:
     @property
     def obstacle(self) -> str | None:
         """Reason why no request can be sent here now."""
-        return self.blocked if self.status is EngineStatus.LIVE else self.status.value
+        if self.status is EngineStatus.LIVE:
+            return self.blocked
+        left = self.status is EngineStatus.LEFT and self.goodbye
+        return f"left: {shortened(self.goodbye, MAX_DETAIL)}" if left else self.status.value
 
 
 class Versions(NamedTuple):

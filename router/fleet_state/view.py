@@ -87,10 +87,13 @@ class FleetView:
         self._changed()
         return list(superseded)
 
-    def leave(self, worker_id: int) -> bool:
-        """Record that an engine was stopped on purpose. Its running streams are not touched. False if it is
-        unknown.
+    def leave(self, worker_id: int, reason: str = "") -> bool:
+        """Record that an engine has left, and the reason that it gave. Its running streams are not touched.
+        False if it is unknown.
         """
+        state = self._engines.get(worker_id)
+        if state is not None:
+            state.goodbye = reason
         return self._set_status(worker_id, EngineStatus.LEFT)
 
     def sign_of_life(self, worker_id: int, now: float) -> bool:

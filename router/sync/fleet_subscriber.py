@@ -170,7 +170,7 @@ class FleetSubscriber:
                 case EngineJoined():
                     self.joined(message)
                 case EngineLeft():
-                    self._view.leave(message.worker_id)
+                    self._view.leave(message.worker_id, message.reason)
                 case EngineHeartbeat():
                     self._beat(message)
                 case KvMetrics():

@@ -300,7 +300,7 @@ async def test_an_engine_that_returns_in_time_serves_the_requests_that_waited_fo
 
 
 async def test_without_an_engine_requests_wait_for_two_seconds_and_no_longer(opened: Opened) -> None:
-    front = opened(engine=False)
+    front = opened(engine=False, no_engine_wait_seconds=2.0)
     first = front.begin("first")
     await asyncio.sleep(1.0)
     second = front.begin("second")
@@ -311,7 +311,7 @@ async def test_without_an_engine_requests_wait_for_two_seconds_and_no_longer(ope
 
 
 async def test_queued_requests_wait_two_seconds_when_all_engines_die(opened: Opened) -> None:
-    front = opened()
+    front = opened(no_engine_wait_seconds=2.0)
     await front.admit("running")
     waiting, lucky = front.begin("b"), front.begin("c", timeout=60.0)
     await asyncio.sleep(5.0)

@@ -241,12 +241,12 @@ def test_engines_that_cannot_serve_are_named_with_their_reason() -> None:
         {"tokenizer": "e" * 64},
         {"tokenizer": None, "capabilities": Capabilities(token_ids=False)},
     )
-    view.leave(3)
+    view.leave(3, "rank 1 has ended")
     view.unreachable(4)
     excluded = {out.engine: out.reason for out in view.target_table("demo").excluded}
     assert [target.name for target in view.target_table("demo").targets] == ["e0/0", "e0/1"]
     assert excluded["e1"] == "serves another model: other"
-    assert excluded["e2"].startswith("left")
+    assert excluded["e2"] == "left: rank 1 has ended"
     assert excluded["e3"].startswith("unreachable")
     assert "tokenizer differs" in excluded["e4"]
     assert "no token ids" in excluded["e5"]
