@@ -93,6 +93,19 @@ def test_a_killed_rank_breaks_no_stream_and_its_engine_comes_back_as_a_new_incar
         ) == (name in lost)
 
 
+def test_the_only_engine_restarts_and_answers_what_had_not_begun(fleet: Fleet) -> None:
+    def all_wait() -> bool:
+        return "roost_router_requests_in_flight 6.0" in fleet.http.get("/metrics").text
+
+    before = fleet.status()["engine-0"]["worker_id"]
+    with ThreadPoolExecutor(6) as clients:
+        answers = [clients.submit(fleet.text, f"{STORY} {number}", max_tokens=TOKENS) for number in range(6)]
+        until(all_wait, "six requests to be in flight", 5)
+        fleet.processes()["engine-0/1"].send_signal(signal.SIGKILL)
+        assert all(answer.result() for answer in answers)
+    assert fleet.status()["engine-0"]["worker_id"] != before
+
+
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_stopped_rank_is_noticed_and_breaks_no_stream(whole: Fleet, victim: str) -> None:
     unbroken = whole.text(STORY, max_tokens=TOKENS)
