@@ -13,6 +13,7 @@ between two requests. In this protocol
 
 import asyncio
 from enum import Enum
+from functools import lru_cache
 from math import inf
 from typing import Any, cast
 
@@ -57,6 +58,12 @@ class Phase(Enum):
 _HEAD, _BODY, _SENT, _IDLE, _REFUSED = Phase
 
 
+@lru_cache(maxsize=4)
+def _versions(asgi: str) -> dict[str, str]:
+    """Return the versions of ASGI that a scope states. One object for all connections."""
+    return {"version": asgi, "spec_version": "2.3"}
+
+
 class LimitedProtocol(asyncio.Protocol):
     """One connection. `count` is called with the cause when the connection is cut: head_too_large,
     url_too_long, malformed, pipelined, slow_head, slow_body, unread_answer, shed or too_many_connections."""
@@ -64,7 +71,9 @@ class LimitedProtocol(asyncio.Protocol):
     __slots__ = (
         "_app",
         "_app_state",
+        "_asgi",
         "_awaits_continue",
+        "_client",
         "_connections",
         "_count",
         "_draining",
@@ -81,7 +90,8 @@ class LimitedProtocol(asyncio.Protocol):
         "_pipeline",
         "_read",
         "_running",
-        "_scope",
+        "_scheme",
+        "_server",
         "_server_state",
         "_silent",
         "_tasks",
@@ -107,17 +117,13 @@ class LimitedProtocol(asyncio.Protocol):
             config.load()
         self._app = config.loaded_app
         self.loop = asyncio.get_running_loop()
-        self._parser: httptools.HttpRequestParser
+        self._parser: httptools.HttpRequestParser | None
+        """None while a client has long awaited its answer"""
         self._new_parser(self)
         self._server_state = server_state
         self._connections = server_state.connections
         self._tasks = server_state.tasks
-        self._scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": config.asgi_version, "spec_version": "2.3"},
-            "root_path": "",
-        }
-        """what the requests of this connection have in common"""
+        self._asgi = _versions(config.asgi_version)
         self._app_state = app_state
         self._pipeline: list[HttpExchange] = []
         """the next one last"""
@@ -146,10 +152,11 @@ class LimitedProtocol(asyncio.Protocol):
         self._silent = True
         """True until the first byte arrives"""
 
-    def _new_parser(self, callbacks: object) -> None:
-        self._parser = httptools.HttpRequestParser(callbacks)
+    def _new_parser(self, callbacks: object) -> httptools.HttpRequestParser:
+        self._parser = parser = httptools.HttpRequestParser(callbacks)
         # as uvicorn does: data after a request that closes the connection must not prevent its answer
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
 
     # The connection
 
@@ -160,11 +167,8 @@ class LimitedProtocol(asyncio.Protocol):
         )
         self.transport = self._wire
         self._flow = FlowControl(self._wire)
-        self._scope |= {
-            "server": get_local_addr(self._wire),
-            "client": get_remote_addr(self._wire),
-            "scheme": "https" if is_ssl(self._wire) else "http",
-        }
+        self._server, self._client = get_local_addr(self._wire), get_remote_addr(self._wire)
+        self._scheme = "https" if is_ssl(self._wire) else "http"
         self._connections.add(self)  # type: ignore[arg-type]
         if self._gate.closed:
             self._wire.abort()
@@ -195,7 +199,7 @@ class LimitedProtocol(asyncio.Protocol):
         self._unparsed.clear()
         # no ring of references is left: a connection that was open for long would wait for a full collection
         self._wire.let_go()
-        del self._parser
+        self._parser = None
 
     def _has_input(self) -> bool:
         return self._phase is _BODY or self._phase is _REFUSED
@@ -274,7 +278,7 @@ class LimitedProtocol(asyncio.Protocol):
         before = self._phase
         self._overhead += len(data)
         try:
-            self._parser.feed_data(data)
+            (self._parser or self._new_parser(self)).feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             if self._read is not None:
                 self._read_on(self._read, data[upgrade.args[0] :])
@@ -356,10 +360,16 @@ class LimitedProtocol(asyncio.Protocol):
     def _exchange(self) -> HttpExchange:
         """Return the exchange of the head that has just been read."""
         parser = self._parser
+        assert parser is not None, "it has just called"
         version = parser.get_http_version()
         path, raw_path, query = split_url(self._url)
         scope = {
-            **self._scope,
+            "type": "http",
+            "asgi": self._asgi,
+            "root_path": "",
+            "server": self._server,
+            "client": self._client,
+            "scheme": self._scheme,
             "http_version": version,
             "method": parser.get_method().decode("ascii"),
             "path": path,
@@ -446,7 +456,9 @@ class LimitedProtocol(asyncio.Protocol):
     # End of a connection
 
     def enforce(self, now: float) -> None:
-        """Cut the connection if a deadline has passed."""
+        """Cut the connection if a deadline has passed. Free the parser of one whose answer takes long."""
+        if self._phase is _SENT:
+            self._parser = None  # it is between two requests, where a new one begins
         if self._write_due <= now:
             self._write_due = inf
             self._count("unread_answer")

@@ -91,14 +91,14 @@ class TokenStream:
         `AsgiResponse.status`).
         """
         try:
-            await self._follow_all()
+            if len(self._states) == 1:
+                await self._follow(self._states[0])
+            else:
+                await self._follow_all()
         finally:
             self._request_log.output_tokens = sum(len(state.emitted) for state in self._states)
 
     async def _follow_all(self) -> None:
-        if len(self._states) == 1:
-            await self._follow(self._states[0])
-            return
         try:
             async with asyncio.TaskGroup() as choices:
                 for state in self._states:

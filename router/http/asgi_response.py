@@ -46,18 +46,18 @@ class AsgiResponse:
         self._before_end = before_end
         self.status = 0
         self.ended = False
-        self._headers: Headers = []
+        self._content_type = b""
 
     @property
     def streams_events(self) -> bool:
         """True when the response that has started is a stream of server-sent events."""
-        return any(
-            name == b"content-type" and value.startswith(b"text/event-stream")
-            for name, value in self._headers
-        )
+        return self._content_type.startswith(b"text/event-stream")
 
     async def start(self, status: int, headers: Headers) -> None:
-        self.status, self._headers = status, headers
+        self.status = status
+        for name, value in headers:  # of all the headers, only this is kept
+            if name == b"content-type":
+                self._content_type = value
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     def write_now(self, data: bytes) -> bool:

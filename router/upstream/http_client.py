@@ -243,6 +243,10 @@ class Connection(asyncio.Protocol):
             self._taker = self._receiver = self.relay = None
             self._silent_at = math.inf
 
+    def forget_head(self) -> None:
+        """Free the headers of the answer, once they are of no use."""
+        self.headers, self.raw_headers = {}, []
+
     def cut(self, why: str) -> None:
         """Close at once. A waiting task gets the reason. The server sees the connection close."""
         self.lost = self.lost or why

@@ -307,6 +307,7 @@ class RankCall(Call):
             raise
         if FRAMES_HEADER not in self._connection.headers:
             self._leave()
+        self._connection.forget_head()
         return self
 
     async def __aexit__(

@@ -23,6 +23,23 @@ async def test_pipelined_requests_are_answered_in_order(start: StartTarget) -> N
     assert target.app.bodies == [b"%d" % at for at in range(8)]
 
 
+@pytest.mark.parametrize("cut", [0, 9, len(ASK)])
+async def test_requests_sent_while_an_answer_takes_long_follow_it(start: StartTarget, cut: int) -> None:
+    """The server frees what it does not need during a long answer."""
+    target = await start(head_seconds=0.05)
+    async with raw_client(target.url) as client, raw_client(target.url) as silent:
+        client.send(SLOW)
+        await asyncio.wait_for(target.app.asked.wait(), 5)
+        await silent.rest()  # deadlines were looked at since
+        client.send(ASK[:cut])
+        target.app.go.set()
+        assert (await client.answer()).body == b"hello"
+        client.send(ASK[cut:] + SLOW)
+        for _ in range(2):
+            assert (await client.answer()).body == b"hello"
+    assert target.app.bodies == [b"hi", b"", b"hi"]
+
+
 async def test_a_flood_of_pipelined_requests_ends_the_connection_after_the_answer_under_way(
     start: StartTarget,
 ) -> None:
