@@ -49,17 +49,24 @@ static int64_t root_of(int64_t *parent, int64_t at) {
     return at;
 }
 
-/* The excess of crowded ranks that a shared expert with load joins is common. parent: of ranks, then of experts. */
-static void pool(const Layer *it, const double *loads, double *leaving, int64_t *parent, double *sums) {
+/* The excess of crowded ranks that a shared expert with load joins is common. parent: of ranks, then of experts; flowing:
+   of elements. */
+static void pool(const Layer *it, const double *loads, double *leaving, int64_t *parent, double *sums,
+                 int64_t *flowing) {
+    int64_t count = 0;
     for (int64_t at = 0; at < it->ranks + it->experts; at++) parent[at] = at;
+    for (int64_t at = 0; at < it->ranks; at++) leaving[at] = it->dead[at] ? 0.0 : above(loads[at] - it->cap);
+    /* No branches: which elements are such ones cannot be predicted. */
     for (int64_t at = 0; at < it->m; at++) {
-        int64_t rank = it->rank[at], expert = it->expert[at];
-        if (!(it->served[at] > STILL) || expert == it->experts - 1 || it->dead[rank] || !(loads[rank] > it->cap)) continue;
-        parent[root_of(parent, it->ranks + expert)] = root_of(parent, rank);
+        flowing[count] = at;
+        count += (it->served[at] > STILL) & (it->expert[at] != it->experts - 1) & (leaving[it->rank[at]] > 0.0);
+    }
+    for (int64_t nth = 0; nth < count; nth++) {
+        int64_t at = flowing[nth];
+        parent[root_of(parent, it->ranks + it->expert[at])] = root_of(parent, it->rank[at]);
     }
     memset(sums, 0, (size_t)(it->ranks + it->experts) * sizeof *sums);
-    for (int64_t at = 0; at < it->ranks; at++)
-        sums[root_of(parent, at)] += it->dead[at] ? 0.0 : above(loads[at] - it->cap);
+    for (int64_t at = 0; at < it->ranks; at++) sums[root_of(parent, at)] += leaving[at];
     for (int64_t at = 0; at < it->ranks; at++) leaving[at] = sums[root_of(parent, at)];
 }
 
@@ -69,17 +76,17 @@ static bool find_pairs(const Layer *it, const View *view, double *columns, doubl
     for (int64_t at = 0; at < it->m; at++) columns[it->expert[at]] += (double)at;
     bool good = true;
     for (int64_t at = 0; at < it->m; at++) {
-        int64_t expert = it->expert[at], other = at;
-        if (it->replicas[expert] == 2) other = (int64_t)(columns[expert] - (double)at);
+        int64_t expert = it->expert[at];
+        bool two = it->replicas[expert] == 2;
+        int64_t other = two ? (int64_t)(columns[expert] - (double)at) : at;
         if (other < 0 || other >= it->m) good = false, other = at;
         view->other[at] = other;
-        if (it->replicas[expert] == 2) between[it->rank[at] * it->ranks + it->rank[other]] += it->served[at];
+        between[it->rank[at] * it->ranks + it->rank[other]] += two ? it->served[at] : 0.0;
     }
     for (int64_t at = 0; at < it->m; at++) {
         int64_t other = view->other[at];
-        view->parallel[at] = it->replicas[it->expert[at]] == 2
-                                 ? between[it->rank[other] * it->ranks + it->rank[at]] - it->served[other]
-                                 : 0.0;
+        double back = between[it->rank[other] * it->ranks + it->rank[at]] - it->served[other];
+        view->parallel[at] = it->replicas[it->expert[at]] == 2 ? back : 0.0;
     }
     for (int64_t at = 0; at < it->m; at++) between[it->rank[at] * it->ranks + it->rank[view->other[at]]] = 0.0;
     return good;
@@ -92,11 +99,11 @@ typedef struct {
     int64_t *parent;
 } Workspace;
 
-static bool look(const Layer *it, const View *view, const Workspace *use) {
+WIDE static bool look(const Layer *it, const View *view, const Workspace *use) {
     int64_t m = it->m;
     const double *y = it->served;
     add_loads(it, y, view->loads);
-    pool(it, view->loads, view->leaving, use->parent, use->sums);
+    pool(it, view->loads, view->leaving, use->parent, use->sums, view->other);
     bool good = find_pairs(it, view, use->by_expert, use->between);
     memset(view->out, 0, (size_t)it->experts * sizeof(double));
     memset(use->by_expert, 0, (size_t)it->experts * sizeof(double));
@@ -173,33 +180,50 @@ KERNEL(overflow_view) {
         expect(good, "overflow_view: an expert with two live holders has not two elements"));
 }
 
+/* Mark ranks that hold the expert or held it at first; most blocks of slots have it nowhere. */
+WIDE static void mark(const int16_t *table, const int16_t *origin, int64_t slots, int64_t per, int16_t expert,
+                      uint8_t *holds) {
+    const int64_t block = 32;
+    for (int64_t first = 0; first < slots; first += block) {
+        int64_t end = first + block < slots ? first + block : slots;
+        int16_t found = 0;
+        for (int64_t at = first; at < end; at++) found |= (table[at] == expert) | (origin[at] == expert);
+        for (int64_t at = first; found && at < end; at++)
+            if (table[at] == expert || origin[at] == expert) holds[at / per] = 1;
+    }
+}
+
+/* Promise of a slot: load that it takes, less the load that it displaces, less its learnt shortfall. */
+WIDE static void promise_copy(const double *restrict space, const double *restrict stranded,
+                              const double *restrict harm, int64_t m, double flow, double *restrict out) {
+    for (int64_t at = 0; at < m; at++) {
+        double value = least(flow, space[at]) - stranded[at] - harm[at];
+        out[at] = space[at] <= LEAST ? -INFINITY : value;
+    }
+}
+
 static void promise(Argument *arguments, uint8_t *holds) {
     int64_t t = COUNT(0), ranks = COUNT(15), m = COUNT(16) / t, a = COUNT(7) / m;
     int64_t slots = COUNT(5) / a, experts = COUNT(9) / a, per = slots / (ranks - 1);
+    static const double limit[2] = {-INFINITY, INFINITY};
     for (int64_t n = 0; n < t; n++) {
         int64_t row = AS_L(0)[n], expert = AS_L(1)[n];
-        const int16_t *table = AS_H(5) + row * slots, *origin = AS_H(6) + row * slots;
+        double flow = AS_D(3) ? AS_D(3)[n] : 0.0, *out = AS_D(16) + n * m;
+        if (AS_D(2))
+            memcpy(out, AS_D(2) + n * m, (size_t)m * sizeof *out);
+        else
+            promise_copy(AS_D(4) + row * m, AS_D(14) + row * m, AS_D(17) + row * m, m, flow, out);
         memcpy(holds, AS_B(12) ? AS_B(12) + row * ranks : AS_B(15), (size_t)ranks);
-        for (int64_t rank = 0; rank < ranks - 1; rank++)
-            for (int64_t at = rank * per; at < (rank + 1) * per; at++)
-                holds[rank] |= (table[at] == expert) | (origin[at] == expert);
+        mark(AS_H(5) + row * slots, AS_H(6) + row * slots, slots, per, (int16_t)expert, holds);
         const int64_t *held = AS_L(7) + row * m, *rank = AS_L(8) + row * m;
         const int64_t *replicas = AS_L(9) + row * experts, *fewest = AS_L(10) + row * experts;
         const uint8_t *new = AS_B(11) + row * m, *parted = AS_B(13) ? AS_B(13) + row * experts : NULL;
-        const double *worth = AS_D(2) ? AS_D(2) + n * m : NULL;
-        const double *space = AS_D(4) + row * m, *stranded = AS_D(14) + row * m, *harm = AS_D(17) + row * m;
-        double flow = AS_D(3) ? AS_D(3)[n] : 0.0, *out = AS_D(16) + n * m;
+        bool any = AS_D(2) || flow > 0;
+        /* No branches: which slots are open cannot be predicted. */
         for (int64_t at = 0; at < m; at++) {
             int64_t one = held[at];
-            bool spare = one == experts - 1 || (replicas[one] > fewest[one] && !(parted && parted[one]));
-            if (!spare || new[at] || holds[rank[at]])
-                out[at] = -INFINITY;
-            else if (worth)
-                out[at] = worth[at];
-            else if (space[at] <= LEAST || flow <= 0)
-                out[at] = -INFINITY;
-            else
-                out[at] = least(flow, space[at]) - stranded[at] - harm[at];
+            bool spare = (one == experts - 1) | ((replicas[one] > fewest[one]) & !(parted && parted[one]));
+            out[at] = least(out[at], limit[any & spare & !new[at] & !holds[rank[at]]]);
         }
     }
 }

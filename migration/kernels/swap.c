@@ -19,7 +19,7 @@ static inline float penalty(float over) {
 
 /* Bar an expert from slots of ranks that hold it already. held: of ranks; place: the slots' ranks. */
 static void bar_holders(const uint8_t *held, int64_t c, const int32_t *place, float *level) {
-    for (int64_t at = 0; at < c; at++) level[at] += held[place[at]] ? BARRED : 0.0f;
+    for (int64_t at = 0; at < c; at++) level[at] += (float)held[place[at]] * BARRED;
 }
 
 typedef struct {
@@ -81,7 +81,7 @@ static void gather(const Argument *arguments, int64_t row, int64_t reach, const 
     }
 }
 
-static void exchange(const Argument *arguments, float *work, int64_t *slots) {
+WIDE static void exchange(const Argument *arguments, float *work, int64_t *slots) {
     int64_t r = COUNT(LAYER), h = COUNT(HOT_EXPERT) / r, reach = COUNT(PARTNERS) / r, c = reach * COUNT(WITHIN);
     int64_t ranks = COUNT(RANKS);
     Partners partners = {work, work + c, work + 2 * c, work + 3 * c, slots, (int32_t *)(slots + c)};
@@ -142,7 +142,7 @@ static bool exchange_fits(const Argument *arguments) {
    factor; out [r]: worth, the rank's slot as a number below h, the other slot) */
 KERNEL(swap_exchange) { RUN("llllnn" "lddd" "bbb" "lfbfff" "FLL", exchange_fits(arguments), ok = exchange_all(arguments), true); }
 
-static void copy(const Argument *arguments, float *work, int32_t *place) {
+WIDE static void copy(const Argument *arguments, float *work, int32_t *place) {
     int64_t r = COUNT(7), h = COUNT(3) / r, c = COUNT(12) / r, n = COUNT(16), next = 0;
     int64_t per = COUNT(0), ranks = COUNT(1);
     float *restrict move = work, *restrict replicate = work + c, *restrict level = work + 2 * c;
@@ -219,28 +219,43 @@ static double paid(double over) {
     return one > other ? one : other;
 }
 
+/* The load that comes to each other holder of an expert when one holder gives it up, and that leaves each holder when one
+   more holds it. */
+WIDE static void split_evenly(const double *restrict replicas, const double *restrict each, int64_t count,
+                              double *restrict comes, double *restrict goes) {
+    for (int64_t at = 0; at < count; at++) {
+        comes[at] = each[at] / (replicas[at] - 1.0);
+        goes[at] = each[at] / (replicas[at] + 1.0);
+    }
+}
+
 /* swap_replicated(expert [layers, slots], replicas, each [layers, experts], over, pays [layers, ranks], slots of a rank,
    ranks; out [layers * slots]: slot, rank, expert, each, replicas, rise; [layers, experts]: rising, falling; [1]: how
    many slots have an expert with other replicas) */
-static void replicated(const Argument *arguments) {
+static bool replicated(const Argument *arguments) {
     int64_t per = COUNT(5), ranks = COUNT(6), slots = per * ranks, layers = COUNT(0) / slots;
     int64_t experts = COUNT(1) / layers, n = 0;
+    double *comes = malloc((size_t)COUNT(1) * 2 * sizeof *comes), *goes = comes + COUNT(1);
+    if (!comes) return false;
+    split_evenly(AS_D(1), AS_D(2), COUNT(1), comes, goes);
     double *rising = AS_D(13), *falling = AS_D(14);
     memset(rising, 0, (size_t)COUNT(13) * sizeof *rising);
     memset(falling, 0, (size_t)COUNT(14) * sizeof *falling);
     for (int64_t layer = 0; layer < layers; layer++)
         for (int64_t at = 0; at < slots; at++) {
             int64_t expert = layer * experts + AS_L(0)[layer * slots + at], rank = layer * ranks + at / per;
-            double replicas = AS_D(1)[expert], each = AS_D(2)[expert], level = AS_D(3)[rank], now = AS_D(4)[rank];
+            double replicas = AS_D(1)[expert], level = AS_D(3)[rank], now = AS_D(4)[rank];
             if (!(replicas > 1.0)) continue;
-            double rise = paid(level + each / (replicas - 1.0)) - now;
+            double rise = paid(level + comes[expert]) - now;
             AS_L(7)[n] = layer * slots + at, AS_L(8)[n] = rank, AS_L(9)[n] = expert;
-            AS_D(10)[n] = each, AS_D(11)[n] = replicas, AS_D(12)[n] = rise;
+            AS_D(10)[n] = AS_D(2)[expert], AS_D(11)[n] = replicas, AS_D(12)[n] = rise;
             rising[expert] += rise;
-            falling[expert] += now - paid(level - each / (replicas + 1.0));
+            falling[expert] += now - paid(level - goes[expert]);
             n++;
         }
     AS_L(15)[0] = n;
+    free(comes);
+    return true;
 }
 
 static bool replicated_fits(const Argument *arguments) {
@@ -253,7 +268,7 @@ static bool replicated_fits(const Argument *arguments) {
            all_below(AS_L(0), COUNT(0), COUNT(1) / layers, "swap_replicated: no such expert");
 }
 
-KERNEL(swap_replicated) { RUN("lddddnn" "LLLDDD" "DDL", replicated_fits(arguments), replicated(arguments), true); }
+KERNEL(swap_replicated) { RUN("lddddnn" "LLLDDD" "DDL", replicated_fits(arguments), ok = replicated(arguments), true); }
 
 /* swap_spare(dealing [layers, ranks], over [layers, ranks], replicas, least, fixed [layers, experts]; of replicated
    slots [n]: rank, expert; relieved ranks, most, turn; out [n]: chosen, row, column; [2]: how many, and columns) */
@@ -277,15 +292,11 @@ static bool spare(const Argument *arguments) {
     if (next) {
         for (int64_t at = 0; at < n; at++)
             if (of[at] >= 0) column[begin[of[at]] + next[of[at]]++] = at;
-        int64_t row = 0, all = begin[r];
-        for (int64_t at = 0; at < all; at++) {
-            while (at >= begin[row + 1]) row++;
-            if ((at - begin[row]) % step != first) continue;
-            chosen[kept] = column[at];
-            of[kept] = row;
-            column[kept] = (at - begin[row]) / step;
-            if (column[kept] + 1 > columns) columns = column[kept] + 1;
-            kept++;
+        for (int64_t row = 0; row < r; row++) {
+            int64_t nth = 0;
+            for (int64_t at = begin[row] + first; at < begin[row + 1]; at += step, nth++, kept++)
+                chosen[kept] = column[at], of[kept] = row, column[kept] = nth;
+            if (nth > columns) columns = nth;
         }
         AS_L(13)[0] = kept, AS_L(13)[1] = columns;
     }
