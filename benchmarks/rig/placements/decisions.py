@@ -100,7 +100,7 @@ def engine(ranks: int, slots: int, homes: bool) -> EngineView:
 
 
 def _unread(seen: EngineView) -> EngineView:
-    """Return the view with windows that nobody has added up yet, as every decision of a planner finds
+    """Return the view with windows whose sums are not known yet, as every decision of a planner finds
     them."""
     later = None if seen.later is None else replace(seen.later)
     return replace(seen, demand=replace(seen.demand), later=later)
