@@ -97,9 +97,17 @@ class Demand:
         return self._summed[0]
 
     @cached_property
+    def by_layer(self) -> NDArray[np.float64]:
+        """[layers, ranks, experts]: `rates`, not to be changed; a layer's numbers lie together in memory, as
+        most solvers go from layer to layer."""
+        found = self.rates.swapaxes(0, 1).astype(np.float64, order="C")
+        found.flags.writeable = False
+        return found
+
+    @cached_property
     def of_layers(self) -> NDArray[np.float64]:
-        """[ranks, layers]: `rates`, summed over experts."""
-        return np.asarray(self.rates.sum(axis=2, dtype=np.float64))
+        """[layers, ranks]: `rates`, summed over experts."""
+        return np.asarray(self.by_layer.sum(axis=2))
 
     @cached_property
     def pairs(self) -> NDArray[np.float64]:
@@ -136,15 +144,15 @@ class Demand:
 
     def evidence_of(self, layers: NDArray[np.intp]) -> NDArray[np.float64]:
         """float64 [layers, experts]: `evidence` of some layers, summed over ranks."""
-        rates, total = self.rates, self.of_layers
-        scale = np.where(total > 0, self.pairs[:, None] / np.where(total > 0, total, 1.0), 0.0)
-        if len(layers) < rates.shape[1]:
-            rates, scale = rates[:, layers], scale[:, layers]
-        return np.asarray(np.einsum("rl,rle->le", scale, rates))
+        rates, total = self.by_layer, self.of_layers
+        if len(layers) < len(rates):
+            rates, total = rates[layers], total[layers]
+        scale = np.where(total > 0, self.pairs / np.where(total > 0, total, 1.0), 0.0)
+        return np.asarray(np.einsum("lr,lre->le", scale, rates))
 
     def tokens_per_second(self, top_k: int) -> float:
         """Return the tokens per second of all ranks together."""
-        return float(self.of_layers.sum() / (self.of_layers.shape[1] * top_k))
+        return float(self.of_layers.sum() / (len(self.of_layers) * top_k))
 
 
 class PlannedHomes(NamedTuple):

@@ -334,7 +334,7 @@ def prepare(view: EngineView, question: PlanningQuestion, config: MigrationConfi
     """Prepare a view for planning. Some layer must be whole, and demand must not be zero."""
     layers = view.placement.whole
     placement = of_layers(view.placement, layers)
-    fit, evaluation = (_of_layers(demand.rates, layers) for demand in (view.demand, view.evaluation))
+    fit, evaluation = (_of_layers(demand.by_layer, layers) for demand in (view.demand, view.evaluation))
     step_tokens = tokens_of_a_step(view)
     speed = priced_speed(view, step_tokens)
     gathered = step_tokens * gathered_bytes(view.shape, len(view.node), len(view.placement.sharded))
@@ -350,12 +350,9 @@ def prepare(view: EngineView, question: PlanningQuestion, config: MigrationConfi
     return PlanningProblem(view, question, config, layers, placement, fit, evaluation, terms, limits)
 
 
-def _of_layers(rates: NDArray[np.float32], layers: NDArray[np.intp]) -> FloatArray:
-    """Return the demand of some layers, float64 [ranks, layers, experts]; a layer's numbers lie together in
-    memory, as most solvers go from layer to layer."""
-    by_layer = rates.swapaxes(0, 1)
-    some = by_layer if len(layers) == len(by_layer) else by_layer[layers]
-    return some.astype(np.float64, order="C").swapaxes(0, 1)
+def _of_layers(by_layer: FloatArray, layers: NDArray[np.intp]) -> FloatArray:
+    """Return the demand of some layers, float64 [ranks, layers, experts]."""
+    return (by_layer if len(layers) == len(by_layer) else by_layer[layers]).swapaxes(0, 1)
 
 
 def _usable(samples: NDArray[np.float32] | None, layers: NDArray[np.intp]) -> FloatArray | None:
