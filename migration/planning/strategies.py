@@ -249,18 +249,15 @@ def without_reversals(found: PlanningProblem, changes: PlacementChanges) -> Plac
 
 
 def shared(found: PlanningProblem, table: SlotTable, slack: float = SLACK) -> Split:
-    """Return the shares that suit the demand in the chosen layers; other layers keep theirs.
-
-    In those other layers, experts whose holders changed share evenly. slack: see `reweight`.
+    """Return the shares that suit the demand in the chosen layers, and in those that lost holders; other
+    layers keep theirs. slack: see `reweight`.
     """
     key = table.tobytes(), slack
     if (known := found.splits.get(key)) is not None:
         return known
     new = reweighted(table, found.pull, pairs=found.pairs, slack=slack)
     if not found.chosen.all():
-        old = found.placement.split
-        new = Split(
-            *(np.where(found.chosen[:, None], part, other) for part, other in zip(new, old, strict=True))
-        )
+        old, anew = found.placement.split, found.chosen | (table != found.table).any(axis=1)
+        new = Split(*(np.where(anew[:, None], part, other) for part, other in zip(new, old, strict=True)))
     found.splits[key] = new
     return new

@@ -531,6 +531,20 @@ def test_lost_ranks_are_planned_for_whatever_that_costs() -> None:
     assert (alive.sum(axis=1) > 0).all()
 
 
+@pytest.mark.parametrize("layers", [(0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("dead", [(0,), (3, 5)])
+def test_all_layers_recover_from_losses_although_the_question_names_some(
+    layers: tuple[int, ...], dead: tuple[int, ...]
+) -> None:
+    truth, foreign, _ = zipf()
+    seen = view(planned_for(truth, 12), foreign)
+    found = decided(seen, dead=dead, layers=layers)
+    assert found.plan is not None, found.record.reasons
+    after = replay(seen.placement, found.plan)[-1]
+    alive = np.delete(after.replicas_on_rank, dead, axis=1)
+    assert (alive.sum(axis=1) > 0).all()
+
+
 def test_the_parts_of_sharded_layers_on_lost_ranks_cannot_be_recovered() -> None:
     truth, _, _ = zipf()
     seen = view(sharded_in(planned_for(truth, 12), [1]), truth)
