@@ -457,8 +457,9 @@ class LimitedProtocol(asyncio.Protocol):
 
     def enforce(self, now: float) -> None:
         """Cut the connection if a deadline has passed. Free the parser of one whose answer takes long."""
-        if self._phase is _SENT:
-            self._parser = None  # it is between two requests, where a new one begins
+        if self._phase is _SENT and self._keep_alive:
+            # it is between two requests, where a new one begins; after the last request it ignores the rest
+            self._parser = None
         if self._write_due <= now:
             self._write_due = inf
             self._count("unread_answer")

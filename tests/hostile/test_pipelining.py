@@ -40,6 +40,23 @@ async def test_requests_sent_while_an_answer_takes_long_follow_it(start: StartTa
     assert target.app.bodies == [b"hi", b"", b"hi"]
 
 
+async def test_what_follows_the_last_request_of_a_connection_is_ignored_during_its_answer(
+    start: StartTarget,
+) -> None:
+    target = await start(head_seconds=0.05)
+    async with raw_client(target.url) as client:
+        client.send(SLOW.replace(b"host: x", b"host: x\r\nconnection: close"))
+        await asyncio.wait_for(target.app.asked.wait(), 5)
+        for sent in (b"", b"\x00\x01 nonsense\r\n\r\n"):
+            await client.push(sent)
+            async with raw_client(target.url) as silent:
+                await silent.rest()  # deadlines were looked at since
+        target.app.go.set()
+        answer = RawAnswer(await client.rest())
+    assert (answer.status, answer.body) == (200, b"hello")
+    assert "malformed" not in target.cut
+
+
 async def test_a_flood_of_pipelined_requests_ends_the_connection_after_the_answer_under_way(
     start: StartTarget,
 ) -> None:
