@@ -146,11 +146,11 @@ def test_many_streams_survive_a_killed_engine(whole: Fleet) -> None:
 
 
 def test_nats_restarted_while_serving_loses_nothing_that_was_promised(fleet: Fleet) -> None:
-    joins = [
-        line
-        for line in fleet.home.output("events", "--since", "1h", "--no-follow", "--json").splitlines()
-        if "EngineJoined" in line
-    ]
+    def stored(event: str) -> list[str]:
+        lines = fleet.home.output("events", "--since", "1h", "--no-follow", "--json").splitlines()
+        return [line for line in lines if event in line]
+
+    joins, leaves = stored("EngineJoined"), stored("EngineLeft")
     unbroken = fleet.text(STORY, max_tokens=200)
     with fleet.stream(STORY, max_tokens=200) as stream:
         pieces = stream.pieces()
@@ -161,9 +161,8 @@ def test_nats_restarted_while_serving_loses_nothing_that_was_promised(fleet: Fle
     assert fleet.text(STORY, max_tokens=200) == unbroken
     until(lambda: fleet.home.run("status").returncode == 0, "NATS to be back", 20)
     until(lambda: fleet.status()["engine-0"]["alive"], "heartbeats to be heard again", 20)
-    replayed = fleet.home.output("events", "--since", "1h", "--no-follow", "--json").splitlines()
-    assert [line for line in replayed if "EngineJoined" in line][: len(joins)] == joins
-    assert not any("EngineLeft" in line for line in replayed)
+    assert stored("EngineJoined")[: len(joins)] == joins
+    assert stored("EngineLeft") == leaves
     assert fleet.serving(1, 2)
 
 
