@@ -210,7 +210,7 @@ class RouterConfig:
     """
     no_engine_wait_seconds: NonNegative = 8.0
     """longest wait of a request for a model without a live engine; 0: refuse it at once. The embedded engine
-    restarts within it, so that a fleet with a single engine answers what had not begun.
+    restarts in less unless its machine is busy, and a fleet of one engine then answers what had not begun.
     """
     priority_header: str = "x-priority"
     """request header that names a priority class; without it, priority of the body. An integer counts from
