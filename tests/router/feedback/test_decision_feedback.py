@@ -3,6 +3,7 @@ removed series.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from itertools import count
 from typing import Any
@@ -16,7 +17,7 @@ from fleet.facts.engines import Capabilities, EngineJoined
 from fleet.placement import linear
 from fleet.signatures import pack
 from fleet.timing import EngineSpeed
-from router.feedback.decision_feedback import PROBE_SECONDS, TICK_SECONDS
+from router.feedback.decision_feedback import LEARNT_OF_A_RANK, PROBE_SECONDS, TICK_SECONDS
 from router.fleet_state.reservations import PREFILL, SEQUENCES, Booking
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.cost import TERMS
@@ -227,6 +228,31 @@ async def test_first_tokens_are_measured_as_predicted_and_as_observed(network: R
     assert series(service, "predicted_first_token_seconds_sum", model="demo") == pytest.approx(
         1.0 + 2.5 * 0.0101
     )  # two chunks of 512 tokens, and a step
+
+
+@pytest.mark.looptime
+async def test_a_busy_rank_teaches_no_more_than_a_few_first_tokens_per_tick(network: RouterNetwork) -> None:
+    for name in ("a", "b"):
+        await network.engine(name, speed=SPEED, capabilities=PLAIN)
+    service = await network.ready_router()
+
+    async def answer(requests: int) -> Counter[int]:
+        booked = [book(service, need(10)) for _ in range(requests)]
+        await asyncio.sleep(0.001)
+        for _, booking in booked:
+            service.first_token(booking)
+            service.release(booking)
+        return Counter(decision.target.key[0] for decision, _ in booked)
+
+    def learnt() -> float:
+        return series(service, "observed_first_token_seconds_count", model="demo")
+
+    assert min((await answer(100)).values()) > LEARNT_OF_A_RANK
+    await asyncio.sleep(2 * TICK_SECONDS)
+    assert learnt() == 2 * LEARNT_OF_A_RANK
+    await answer(2)
+    await asyncio.sleep(2 * TICK_SECONDS)
+    assert learnt() == 2 * LEARNT_OF_A_RANK + 2
 
 
 @pytest.mark.looptime
