@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import typer
 import uvloop
@@ -298,7 +299,7 @@ def predictions(known: Tables, prompts: list[Query], repeats: int, *, guess: boo
     for repeat in range(repeats):
         query = prompts[repeat % KNOWN]
         if guess:
-            query = query._replace(guess=len(query.prefix) // 2 + repeat % 5 - 2)
+            query = msgspec.structs.replace(query, guess=len(query.prefix) // 2 + repeat % 5 - 2)
         known.decoded.clear()  # row look-ups are cached; here every request is the first
         began = time.perf_counter_ns()
         predict(known, query)

@@ -16,6 +16,7 @@ from functools import cached_property
 from math import exp, log, prod
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,7 +55,7 @@ def row(packed: bytes, tokens: float) -> bytes:
     return packed + min(int(tokens), 0xFFFFFFFF).to_bytes(4, "little")
 
 
-class Query(NamedTuple):
+class Query(msgspec.Struct, frozen=True):
     """Features of a request. `prefix`: sequence hashes of its full blocks; `tokens`: its prompt ids (u32);
     key 0: none.
     """
@@ -92,6 +93,19 @@ class Tables:
     gain: float = 0.0
     gains: NDArray[np.float32] | None = None
 
+    def session_row(self, query: "Query") -> bytes | None:
+        """Return the row of a request's session, if it has one and that is known."""
+        return self.sessions.get(query.session) if query.session else None
+
+    def tenant_row(self, query: "Query") -> bytes | None:
+        """Return the row of a request's tenant, if it has one and that is known."""
+        return self.tenants.get(query.tenant) if query.tenant else None
+
+    @property
+    def patterns(self) -> int:
+        """Number of sets of sources that have weights of their own; 1: all have the same."""
+        return 1 if self.source_weights.ndim == 1 else len(self.source_weights)
+
     def weights_with(self, evidence: Sequence[float]) -> Float32Array:
         """Return the weights of the sources, float32 [sources], where these have evidence."""
         weights = self.source_weights
@@ -119,20 +133,6 @@ class Tables:
     def inverse_shares(self) -> list[float]:
         """1 / max(share, MIN_SHARE); 0 where the share is 0."""
         return [1.0 / max(share, MIN_SHARE) if share > 0 else 0.0 for share in self.shares.tolist()]
-
-
-class KeyedEvidence(NamedTuple):
-    """Evidence for one request that is stored under its keys.
-
-    ratios, by source: float32 [K], None without evidence and for tokens. evidence, blocks, hash, looked_up:
-    as in `SourceEvidence`; tokens are not looked up yet.
-    """
-
-    ratios: list[Float32Array | None]
-    evidence: list[float]
-    blocks: int
-    hash: int
-    looked_up: slice
 
 
 class SourceEvidence(NamedTuple):
@@ -215,41 +215,23 @@ def pattern(evidence: Sequence[float]) -> int:
 
 def know(tables: Tables, query: Query) -> SourceEvidence:
     """Collect the evidence of every source."""
-    keyed = stored_evidence(tables, query)
-    ratios = np.zeros((len(SOURCES), len(tables.shares)), np.float32)
-    for source, found in enumerate(keyed.ratios):
-        if found is not None:
-            ratios[source] = found
-    ids = query.tokens[keyed.looked_up]
-    if len(ids) and len(tables.tokens):
-        keyed.evidence[TOKENS] = len(ids)
-        ratios[TOKENS] = np.add.reduce(_rows_of(tables.tokens, ids), axis=0) * TOKEN_WEIGHTS[len(ids)]
-    return SourceEvidence(ratios, tuple(keyed.evidence), keyed.blocks, keyed.hash, keyed.looked_up)
-
-
-def stored_evidence(
-    tables: Tables, query: Query, longest: tuple[int, bytes | None] | None = None
-) -> KeyedEvidence:
-    """Look up the prefix, the session and the tenant. longest: the known prefix, as `longest_known`, if it
-    was looked up before.
-    """
-    ratios: list[Float32Array | None] = [None] * len(SOURCES)
-    evidence = [0.0] * len(SOURCES)
-    blocks, found = longest or longest_known(tables.blocks, query.prefix, query.guess)
+    blocks, found = longest_known(tables.blocks, query.prefix, query.guess)
     last = query.prefix[blocks - 1] if blocks else 0
-    for source, key, rows in (
-        (PREFIX, last, None),
-        (SESSION, query.session, tables.sessions),
-        (TENANT, query.tenant, tables.tenants),
+    evidence = [0.0] * len(SOURCES)
+    ratios = np.zeros((len(SOURCES), len(tables.shares)), np.float32)
+    for source, key, held in (
+        (PREFIX, last, found),
+        (SESSION, query.session, tables.session_row(query)),
+        (TENANT, query.tenant, tables.tenant_row(query)),
     ):
-        entry = tables.decoded.get((source, key)) if key else None
-        if entry is None and key:
-            held = found if rows is None else rows.get(key)
-            entry = None if held is None else _decode(tables, source, key, held)
-        if entry is not None:
-            evidence[source], ratios[source] = entry
-    start = blocks * query.block_size
-    return KeyedEvidence(ratios, evidence, blocks, last, slice(start, start + MAX_TOKENS))
+        if held is not None:
+            evidence[source], ratios[source] = _decoded(tables, source, key, held)
+    looked_up = slice(blocks * query.block_size, blocks * query.block_size + MAX_TOKENS)
+    ids = query.tokens[looked_up]
+    if len(ids) and len(tables.tokens):
+        evidence[TOKENS] = len(ids)
+        ratios[TOKENS] = np.add.reduce(_rows_of(tables.tokens, ids), axis=0) * TOKEN_WEIGHTS[len(ids)]
+    return SourceEvidence(ratios, tuple(evidence), blocks, last, looked_up)
 
 
 def longest_known(
@@ -288,15 +270,17 @@ def _rows_of(table: NDArray[np.float32], ids: Sequence[int]) -> NDArray[np.float
         return table.take(buckets % len(table), axis=0)
 
 
-def _decode(tables: Tables, source: int, key: int, held: bytes) -> tuple[float, NDArray[np.float32]]:
-    """Decode the row of a key: its evidence and log-ratios. Cached, since session rows and above all tenant
-    rows recur.
+def _decoded(tables: Tables, source: int, key: int, held: bytes) -> tuple[float, NDArray[np.float32]]:
+    """Return the row of a key, decoded: its evidence and log-ratios. Cached, since session rows and above all
+    tenant rows recur.
     """
-    *packed, tokens = _ROW.unpack(held)
-    found = float(tokens), _shrunk(tables.inverse_shares, packed, tokens / (tokens + SHRINK[source]))
-    if len(tables.decoded) >= MAX_DECODED:
-        tables.decoded.clear()  # otherwise rows used once would keep out rows that recur
-    tables.decoded[source, key] = found
+    found = tables.decoded.get((source, key))
+    if found is None:
+        *packed, tokens = _ROW.unpack(held)
+        found = float(tokens), _shrunk(tables.inverse_shares, packed, tokens / (tokens + SHRINK[source]))
+        if len(tables.decoded) >= MAX_DECODED:
+            tables.decoded.clear()  # otherwise rows used once would keep out rows that recur
+        tables.decoded[source, key] = found
     return found
 
 

@@ -37,8 +37,8 @@ _PROFILES_WAITING = 64
 _PROFILE_PAUSE_SECONDS = 0.02
 """Pause between two messages of request profiles: more than 50 a second are dropped unread."""
 LEARNT_OF_A_RANK = 8
-"""First tokens of one rank learnt from per tick. A speed follows from the last 32, so more teach a busy router
-nothing, and would cost every request 3 percent.
+"""First tokens of one rank learnt from per tick. A speed follows from the last 32, so more teach a busy
+router nothing, and would cost every request 3 percent.
 """
 _LEARNT_AT_ONCE = 32
 """First tokens learnt from in one turn of the event loop: about a millisecond."""

@@ -317,6 +317,7 @@ def _columns(
         model=model,
         dialect=dialect,
         tokenizer=tokenizer,
+        sent_tokenizer=tokenizer if dialect == "ids" else None,
         targets=targets,
         excluded=excluded,
         index={target.key: at for at, target in enumerate(targets)},

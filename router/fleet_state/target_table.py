@@ -89,6 +89,8 @@ class TargetTable:
     """sha256 of the tokenizer's archive. Dialect "text": prompts are sent as text, but hashed and priced by
     their ids; None: by their text
     """
+    sent_tokenizer: str | None
+    """tokenizer of the ids that are sent; None: text is sent"""
     targets: tuple[Target, ...]
     excluded: tuple[Excluded, ...]
     index: dict[RankKey, int]
@@ -157,8 +159,3 @@ class TargetTable:
     """least of `max_requests`"""
     adapter: str = ""
     """LoRA adapter under which the model's KV blocks are hashed; empty: none"""
-
-    @property
-    def sent_tokenizer(self) -> str | None:
-        """Return the tokenizer of the ids that are sent; None: text is sent."""
-        return self.tokenizer if self.dialect == "ids" else None

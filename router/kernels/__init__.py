@@ -8,7 +8,7 @@ bits. The reasons: docs/decisions/0026-compiled-decisions.md.
 from array import array
 from typing import Any, Protocol, TypeAlias
 
-from fleet.arrays import Float32Array, KeyArray
+from fleet.arrays import Float32Array, IntArray, KeyArray
 from fleet.compiled import CompiledForm
 
 Hashes: TypeAlias = "array[int]"
@@ -65,11 +65,14 @@ class DecisionKernels(Protocol):
         last: int,
         weight: float,
         rows: int,
-        *arrays: Float32Array | None,
-    ) -> None:
-        """`fleet.prediction.predict`, from the evidence under its keys on: the table of tokens [rows, K], of
-        which those of the ids `first` to `last` (exclusive) count `weight` each; log-shares, weights of the
-        sources; ratios of prefix, session and tenant; the result [K].
+        patterns: int,
+        *arrays: Float32Array | bytes | None,
+    ) -> tuple[float, ...]:
+        """`fleet.prediction.predict`, from the rows of a request's keys on. Returns the evidence by source.
+
+        Arrays: the table of tokens [rows, K], of which those of the ids `first` to `last` (exclusive) count
+        `weight` each; log-shares and shares [K]; weights of the sources [patterns, sources]; the rows of
+        prefix, session and tenant, bytes or None; the result [K].
         """
 
     def keyed_row(
@@ -88,8 +91,12 @@ class DecisionKernels(Protocol):
         held: int,
         gappy: int,
         widest: int,
-    ) -> tuple[bytes, list[tuple[int, int]]]:
-        """`router.prefix_index.block_index.ends_of`: the hashes known afterwards, and the ends."""
+        slots: int,
+        depths: IntArray,
+    ) -> tuple[bytes, bool]:
+        """`router.prefix_index.block_index.ends_of`: the hashes known afterwards, and True if some rank holds
+        the first block. Writes the leading blocks of each rank that holds any into depths, int64 [slots].
+        """
 
     def whole_events(self, data: bytes) -> int:
         """`router.passthrough.event_relay.whole_events`."""

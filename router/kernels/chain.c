@@ -1,5 +1,6 @@
 /* Sequence hashes of a prompt's blocks (fleet.blocks), and the walk along them through the index of blocks
    (router.prefix_index.block_index). A prompt is a list of token ids, or a buffer of four bytes a token. */
+#include "arrays.h"
 #include "keyed.h"
 
 #include <stdlib.h>
@@ -153,8 +154,10 @@ PyObject *longest_known(PyObject *self, PyObject *const *given, Py_ssize_t count
 typedef struct {
     PyObject *masks, *old; /* borrowed dictionaries */
     PyObject *held;        /* owned */
-    PyObject *ends;        /* owned list of (depth, mask of the ranks whose blocks end there) */
     PyObject *gappy;       /* borrowed */
+    int64_t *depths;       /* [slots] leading blocks of each rank: what the walk finds, of ranks that hold any */
+    Py_ssize_t slots;
+    bool found;            /* some rank holds the first block */
 } Walk;
 
 /* Return those of some ranks (a new reference) that hold a block; NULL with an exception set. */
@@ -168,11 +171,29 @@ static PyObject *holders(const Walk *walk, uint64_t hash, PyObject *among) {
     return PyNumber_And(among, mask);
 }
 
+/* Note that the prefixes of some ranks end at a depth. */
+static bool end_at(Walk *walk, Py_ssize_t depth, PyObject *ranks) {
+    char *bytes;
+    Py_ssize_t length;
+    PyObject *bits = PyObject_CallMethod(ranks, "to_bytes", "ns", (walk->slots + 7) / 8, "little");
+    bool ok = bits && !PyBytes_AsStringAndSize(bits, &bytes, &length);
+    for (Py_ssize_t at = 0; ok && at < walk->slots; at++) {
+        if (!bytes[at / 8])
+            at |= 7; /* none of eight */
+        else if (bytes[at / 8] >> at % 8 & 1)
+            walk->depths[at] = depth;
+    }
+    walk->found = walk->found || depth;
+    Py_XDECREF(bits);
+    return ok;
+}
+
 /* Note that the prefixes of the ranks in `held` and not in `still` end at a depth. */
-static bool end_at(Walk *walk, Py_ssize_t depth, PyObject *held, PyObject *still) {
-    PyObject *lost = PyNumber_Xor(held, still), *end = lost ? Py_BuildValue("(nN)", depth, lost) : NULL;
-    bool ok = end && !PyList_Append(walk->ends, end);
-    Py_XDECREF(end);
+static bool lost_at(Walk *walk, Py_ssize_t depth, PyObject *held, PyObject *still) {
+    if (!depth) return true; /* they hold nothing, as `depths` says already */
+    PyObject *lost = PyNumber_Xor(held, still);
+    bool ok = lost && end_at(walk, depth, lost);
+    Py_XDECREF(lost);
     return ok;
 }
 
@@ -180,7 +201,7 @@ static bool end_at(Walk *walk, Py_ssize_t depth, PyObject *held, PyObject *still
 static bool halve(Walk *walk, const Prompt *prompt, Py_ssize_t at, Py_ssize_t stop, PyObject *held, PyObject *still) {
     int same = PyObject_RichCompareBool(held, still, Py_EQ);
     if (same) return same > 0;
-    if (stop == at + 1) return end_at(walk, at, held, still);
+    if (stop == at + 1) return lost_at(walk, at, held, still);
     Py_ssize_t middle = (at + stop) / 2;
     PyObject *between = holders(walk, prompt->hashes[middle - 1], held);
     bool ok = between && halve(walk, prompt, at, middle, held, between) &&
@@ -218,28 +239,28 @@ static bool walk_along(Walk *walk, Prompt *prompt, Py_ssize_t widest) {
             at = stop;
         }
     }
-    if (held < 1) return held == 0;
-    PyObject *nobody = PyLong_FromLong(0);
-    bool ok = nobody && end_at(walk, prompt->total, walk->held, nobody);
-    Py_XDECREF(nobody);
-    return ok;
+    return held < 1 ? held == 0 : end_at(walk, prompt->total, walk->held);
 }
 
-/* walk(prompt, size, seed, chained, masks, old, held, gappy, widest): (bytes of the hashes known then, ends). */
+/* walk(prompt, size, seed, chained, masks, old, held, gappy, widest, slots, depths): (bytes of the hashes known then,
+   true if some rank holds the first block). */
 PyObject *walk(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     (void)self;
-    if (count != 9) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 9", count);
+    if (count != 11) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 11", count);
     if (!PyDict_Check(given[4]) || !PyDict_Check(given[5]) || !PyLong_Check(given[6]) || !PyLong_Check(given[7]))
         return PyErr_Format(PyExc_TypeError, "masks are dictionaries, ranks are numbers");
     Prompt prompt = {0};
-    Py_ssize_t widest = PyLong_AsSsize_t(given[8]);
-    Walk state = {.masks = given[4], .old = given[5], .held = Py_NewRef(given[6]), .gappy = given[7]};
+    Py_ssize_t widest = PyLong_AsSsize_t(given[8]), slots = PyLong_AsSsize_t(given[9]);
+    Walk state = {.masks = given[4], .old = given[5], .held = Py_NewRef(given[6]), .gappy = given[7], .slots = slots};
+    Arrays arrays = {.held = 0};
     PyObject *found = NULL;
-    if (!PyErr_Occurred() && open_prompt(&prompt, given) && (state.ends = PyList_New(0)) &&
+    bool ok = !PyErr_Occurred();
+    state.depths = read_array(&arrays, given[10], 'l', slots, true, &ok);
+    if (ok && expect(state.depths, "an array is None") && open_prompt(&prompt, given) &&
         walk_along(&state, &prompt, widest < 1 ? 1 : widest))
-        found = Py_BuildValue("(NO)", chain_of(&prompt), state.ends);
+        found = Py_BuildValue("(Ni)", chain_of(&prompt), state.found);
     close_prompt(&prompt);
+    release(&arrays);
     Py_XDECREF(state.held);
-    Py_XDECREF(state.ends);
     return found;
 }

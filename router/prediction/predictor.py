@@ -17,17 +17,15 @@ import xxhash
 
 from fleet.arrays import Float32Array
 from fleet.prediction import (
+    MAX_TOKENS,
     SOURCES,
     TOKEN_WEIGHTS,
-    TOKENS,
-    KeyedEvidence,
     Query,
-    SourceEvidence,
     Tables,
     confidence,
     confidences,
+    longest_known,
     predict,
-    stored_evidence,
 )
 from fleet.signatures import ClusterModel
 from router import kernels
@@ -83,7 +81,7 @@ class KnownPrompt(NamedTuple):
     predicted: Float32Array
 
 
-class RequestPrediction(NamedTuple):
+class RequestPrediction(msgspec.Struct, frozen=True, eq=False):
     """A prediction as stored in a decision: without references to its tables, so that old ones can be freed.
 
     weights, shares: float32 [K]; gain: calibrated value of the expert term for this request; evidence
@@ -115,7 +113,9 @@ class RequestPrediction(NamedTuple):
         """
         weights = np.float32(share) * signature + np.float32(1.0 - share) * self.weights
         gain = share + (1.0 - share) * self.gain
-        return self._replace(weights=weights, gain=gain, prompt=KnownPrompt(share, tokens, self.weights))
+        return msgspec.structs.replace(
+            self, weights=weights, gain=gain, prompt=KnownPrompt(share, tokens, self.weights)
+        )
 
     @property
     def confidences(self) -> tuple[float, ...]:
@@ -226,40 +226,56 @@ class PredictionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """by layer; empty: its clusters have been replaced since and are no longer in memory"""
 
 
-def pooled(tables: Tables, query: Query) -> tuple[Float32Array, KeyedEvidence | SourceEvidence]:
-    """Return the weights of the clusters, float32 [K], and the evidence: `fleet.prediction.predict`,
-    compiled if that is possible.
-    """
+class Pooled(msgspec.Struct, frozen=True):
+    """Weights of the clusters, float32 [K], and the evidence behind them as in `SourceEvidence`."""
+
+    weights: Float32Array
+    evidence: tuple[float, ...]
+    blocks: int
+    hash: int
+    looked_up: slice
+
+
+def pooled(tables: Tables, query: Query) -> Pooled:
+    """Return the prediction of a request: `fleet.prediction.predict`, compiled if that is possible."""
     library = kernels.compiled()
     if library is None or not isinstance(query.tokens, list):
         found = predict(tables, query)
-        return found.weights, found.known
-    longest = None
-    if isinstance(tables.blocks, RowTable) and isinstance(query.prefix, BlockHashChain):
-        longest = tables.blocks.longest_known(query.prefix, query.guess)
-    known, rows, clusters = stored_evidence(tables, query, longest), len(tables.tokens), len(tables.shares)
-    first = last = min(known.looked_up.start, len(query.tokens))
-    if rows:
-        last = min(known.looked_up.stop, len(query.tokens))
-        known.evidence[TOKENS] = last - first
-    prefix, session, _, tenant = known.ratios
-    weights = np.empty(clusters, np.float32)
-    library.pool(
-        clusters,
+        known = found.known
+        return Pooled(found.weights, known.evidence, known.blocks, known.hash, known.looked_up)
+    blocks, row = (
+        tables.blocks.longest_known(query.prefix, query.guess)
+        if isinstance(tables.blocks, RowTable) and isinstance(query.prefix, BlockHashChain)
+        else longest_known(tables.blocks, query.prefix, query.guess)
+    )
+    start, tokens = blocks * query.block_size, len(query.tokens)
+    first = min(start, tokens)
+    last = min(start + MAX_TOKENS, tokens) if len(tables.tokens) else first
+    weights = np.empty(len(tables.shares), np.float32)
+    evidence = library.pool(
+        len(weights),
         query.tokens,
         first,
         last,
-        TOKEN_WEIGHTS[last - first],
-        rows,
+        float(TOKEN_WEIGHTS[last - first]),
+        len(tables.tokens),
+        tables.patterns,
         tables.tokens,
         tables.log_shares,
-        tables.weights_with(known.evidence),
-        prefix,
-        session,
-        tenant,
+        tables.shares,
+        tables.source_weights,
+        row,
+        tables.session_row(query),
+        tables.tenant_row(query),
         weights,
     )
-    return weights, known
+    return Pooled(
+        weights,
+        evidence,
+        blocks,
+        query.prefix[blocks - 1] if blocks else 0,
+        slice(start, start + MAX_TOKENS),
+    )
 
 
 class Predictor:
@@ -276,17 +292,17 @@ class Predictor:
         if replica is None or replica.tables is None:
             return None
         tables = replica.tables
-        weights, known = pooled(tables, query)
+        found = pooled(tables, query)
         return RequestPrediction(
-            weights,
+            found.weights,
             tables.shares,
-            tables.gain_of(weights),
+            tables.gain_of(found.weights),
             tables.version,
             tables.clusters,
-            known.blocks,
-            known.hash,
-            known.looked_up,
-            tuple(known.evidence),
+            found.blocks,
+            found.hash,
+            found.looked_up,
+            found.evidence,
             tables.reliabilities,
         )
 

@@ -225,17 +225,16 @@ class BlockIndex:
         """Return the number of leading prompt blocks held by each target of a model, in its own block size,
         int64 [targets].
         """
-        overlap = np.zeros(len(table.targets), np.int64)
+        overlap: NDArray[np.int64] | None = None
         for size in table.block_sizes:
             found = self.leading(prompt.chained(size))
-            if found is not None:
-                depths = found.take(self._of(table))
-                overlap = (
-                    depths
-                    if len(table.block_sizes) == 1
-                    else np.where(table.block_size == size, depths, overlap)
-                )
-        return overlap
+            if found is None:
+                continue
+            depths = found.take(self._of(table))
+            if len(table.block_sizes) > 1:
+                depths = np.where(table.block_size == size, depths, 0 if overlap is None else overlap)
+            overlap = depths
+        return np.zeros(len(table.targets), np.int64) if overlap is None else overlap
 
     def overlaps(self, prompt: Reachable) -> dict[RankKey, int]:
         """Return the leading blocks of a prompt by rank, for readers. Ranks without any are left out."""
@@ -272,7 +271,8 @@ class BlockIndex:
         if library is None or not isinstance(prompt, BlockHashChain):
             look_up = self._look_up if self._old else self._masks.get
             return self._spread(ends_of(prompt, look_up, self._live, self._gappy))
-        hashes, ends = library.walk(
+        depths = np.zeros(self._numbers, np.int64)
+        hashes, found = library.walk(
             prompt.prompt,
             prompt.size,
             prompt.seed,
@@ -282,9 +282,11 @@ class BlockIndex:
             self._live,
             self._gappy,
             _WIDEST_STEP,
+            self._numbers,
+            depths,
         )
         prompt.know(hashes)
-        return self._spread(ends)
+        return depths if found else None
 
     def _look_up(self, block: int) -> int | None:
         return self._masks.get(block) or self._old.get(block)

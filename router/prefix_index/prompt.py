@@ -53,22 +53,15 @@ class TokenPrompt(_Blocked):
 
     def __init__(self, ids: Sequence[int], seed: int = SEED) -> None:
         super().__init__(seed)
-        self._ids = ids
-
-    @property
-    def ids(self) -> Sequence[int]:
-        return self._ids
-
-    @property
-    def tokens(self) -> int:
-        return len(self._ids)
+        self.ids = ids
+        self.tokens = len(ids)
 
     def with_ids(self, ids: Sequence[int]) -> "TokenPrompt":
         """Return a prompt of other ids, hashed alike."""
         return TokenPrompt(ids, self._seed)
 
     def _chain(self, block_size: int) -> BlockHashChain:
-        ids = self._ids
+        ids = self.ids
         return BlockHashChain(ids if isinstance(ids, list) else words(ids), block_size, self._seed)
 
 
@@ -81,16 +74,9 @@ class TextPrompt(_Blocked):
         """
         super().__init__(seed)
         self._text = text
-        self._size = len(text) if size is None else size
+        self.ids: Sequence[int] = ()
+        self.tokens = max(1, (len(text) if size is None else size) // BYTES_PER_TOKEN)
         self._scope = xxhash.xxh3_64_digest(model.encode())
-
-    @property
-    def ids(self) -> Sequence[int]:
-        return ()
-
-    @property
-    def tokens(self) -> int:
-        return max(1, self._size // BYTES_PER_TOKEN)
 
     def _chain(self, block_size: int) -> BlockHashChain:
         return BlockHashChain(self._scope + self._text, block_size, self._seed)

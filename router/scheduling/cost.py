@@ -35,7 +35,7 @@ _ONE = np.ones((), np.int64)
 _NO_TOKENS = np.zeros(())
 
 
-class ExpectedLoad(NamedTuple):
+class ExpectedLoad(msgspec.Struct, frozen=True, eq=False):
     """Expected expert load of a request, float64 [targets]: distinct remote ranks and nodes that a token must
     reach, summed over layers, and the experts that this request alone adds to each step of the engine's
     batch. gain: calibration in [0, 1] that multiplies both terms.
@@ -355,14 +355,13 @@ def _compiled_score(
 ) -> Scores:
     """Compute `score` in C, with the same bits."""
     targets, first = len(uncached), target_table.first
-    remote, nodes, added, gain = (None, None, None, 0.0) if expected is None else expected
     priced = np.empty((len(TERMS) + 2, targets))
     library.price(
         targets,
         len(first),
         prompt_tokens,
         output_tokens,
-        gain,
+        0.0 if expected is None else expected.gain,
         np.ascontiguousarray(load),
         np.ascontiguousarray(uncached),
         first if target_table.in_lockstep is not None else None,
@@ -378,9 +377,9 @@ def _compiled_score(
         target_table.expert_read_s if target_table.reads else None,
         target_table.gather_token_s if target_table.gathers else None,
         target_table.in_lockstep if target_table.apart else None,
-        _plain(remote),
-        _plain(nodes),
-        _plain(added),
+        None if expected is None else _plain(expected.remote_ranks),
+        None if expected is None else _plain(expected.remote_nodes),
+        None if expected is None else _plain(expected.added_experts),
         _plain(switch_delay),
         _plain(transfer),
         weights.factors,

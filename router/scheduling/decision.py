@@ -2,7 +2,7 @@
 number."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import ReferenceType
 
 import msgspec
@@ -134,7 +134,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefill is not None and self.prefill.failure is None
 
 
-class TargetPredictions(NamedTuple):
+class TargetPredictions(msgspec.Struct, frozen=True, eq=False):
     """Prediction for a request, and its expected expert traffic at each candidate. remote_ranks, remote_nodes
     and local, float64 [candidates]: expected distinct remote ranks and nodes of a token, and expected share
     of pairs that the rank serves itself. prior_local: the same share for the mix of the traffic. All are 0

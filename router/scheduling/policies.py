@@ -75,7 +75,7 @@ class PolicyRules:
 
     def without(self, terms: tuple[str, ...]) -> "PolicyRules":
         """Return the rules without these terms."""
-        return replace(self, weights=self.weights.without(terms)) if terms else self
+        return replace(self, weights=self.weights.without(terms))
 
 
 class CandidateFacts(msgspec.Struct, frozen=True):

@@ -260,7 +260,7 @@ class Scheduler(BookingObserver):
         if lap is not None:
             lap("predict")
         known = self.speeds.known(target_table)
-        held = self._session_rank(target_table, need.keys.session, now)
+        held = self._session_rank(target_table, need.keys.session, now) if need.keys.session else None
         conditions = Conditions(
             load,
             self.view.handovers(target_table),
@@ -269,7 +269,7 @@ class Scheduler(BookingObserver):
             self._turns.get(need.model, 0),
             known.measured,
         )
-        rules = self._rules_for(need.supposed)
+        rules = self._rules_without(need.supposed.without) if need.supposed.without else self._rules
         decision = decide(ask, target_table, found, overlap, conditions, rules, self.view.version, prediction)
         if lap is not None:
             lap("score")
@@ -400,11 +400,11 @@ class Scheduler(BookingObserver):
         """Yield the recent booked decisions, the newest first."""
         return reversed(self._kept.values())
 
-    def _rules_for(self, supposed: Supposed) -> PolicyRules:
-        if supposed.without and self._rules.policy != "cost":
+    def _rules_without(self, terms: tuple[str, ...]) -> PolicyRules:
+        if self._rules.policy != "cost":
             message = f"the policy {self._rules.policy} has no terms to leave out; only the policy cost has"
             raise ApiError(400, message, param="without", code="invalid_value")
-        return self._rules.without(supposed.without)
+        return self._rules.without(terms)
 
     def _keep(self, booked: BookedDecision) -> None:
         """Keep a decision for reading back. The oldest ones are evicted."""
@@ -444,8 +444,6 @@ class Scheduler(BookingObserver):
         self._busy_until[rank] = now + BUSY_SECONDS
 
     def _reported_busy(self, now: float) -> frozenset[RankKey]:
-        if not self._busy_until:
-            return NONE_BUSY
         self._busy_until = {key: until for key, until in self._busy_until.items() if until > now}
         return frozenset(self._busy_until)
 
@@ -468,7 +466,8 @@ class Scheduler(BookingObserver):
         if attempt.failures:
             failed = [failure for failure in attempt.failures if failure[1] is not AttemptFailure.BUSY]
             avoided = ranks_to_avoid(failed, target_table)
-        reported_busy, prices = self._reported_busy(now), self.speeds.known(target_table).queue
+        reported_busy = self._reported_busy(now) if self._busy_until else NONE_BUSY
+        prices = self.speeds.known(target_table).queue
         busy: Candidates | None = None
         some_soft = len(exclusions.every) > len(exclusions.hard)
         for excluded in (exclusions.every, exclusions.hard) if some_soft else (exclusions.every,):

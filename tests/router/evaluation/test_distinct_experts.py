@@ -148,7 +148,8 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def _of_the_first(targets: int) -> Any:
     """Make all ranks but the first expensive, so that the request goes there."""
     prediction = prediction_of([0.0, *[1e9] * (targets - 1)])
-    return prediction._replace(request=prediction.request._replace(weights=FIRST, clusters=1))
+    request = structs.replace(prediction.request, weights=FIRST, clusters=1)
+    return structs.replace(prediction, request=request)
 
 
 async def test_engines_are_priced_by_what_they_run(threads: ThreadPoolExecutor) -> None:

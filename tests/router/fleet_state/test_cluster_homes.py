@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from fleet.facts.placements import HomesPublished
 from fleet.layout import Layout
@@ -120,7 +121,7 @@ def settled(share: Any) -> FleetView:
 
 def test_a_decision_goes_home_and_its_record_says_where_that_is() -> None:
     target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
-    prediction = prediction_of([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    prediction = replace(prediction_of([0.0] * 4), home=np.array([0.4, 1.6, 1.0, 1.0]))
     decision = decided(target_table, prediction=prediction)
     assert (decision.target.name, decision.choice.why) == ("e0/1", "home")
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
@@ -133,7 +134,7 @@ def test_a_decision_goes_home_and_its_record_says_where_that_is() -> None:
 
 def test_homes_apply_by_the_requests_own_confidence_regardless_of_the_earned_gain() -> None:
     target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
-    prediction = prediction_of([0.0] * 4, gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    prediction = replace(prediction_of([0.0] * 4, gain=0.0), home=np.array([0.4, 1.6, 1.0, 1.0]))
     assert prediction.request.confidence == 0.25
     assert decided(target_table, prediction=prediction).choice.why == "home"
     unsure = decided(target_table, prediction=prediction, rules=PolicyRules(home_confidence=0.26))
@@ -146,13 +147,13 @@ def test_a_home_may_cost_half_more_than_it_saves_whatever_part_of_that_the_exper
     gain: float,
 ) -> None:
     target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
-    near = prediction_of([1.0, 0.5, 1.0, 1.0], gain=gain)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    near = replace(prediction_of([1.0, 0.5, 1.0, 1.0], gain=gain), home=np.array([0.4, 1.6, 1.0, 1.0]))
     saved = 1e3 * 1.5 * SLOW.dispatch * 0.5 * (100 + 20)
     for dearer, is_worth_it in ((0.99 * saved, True), (1.01 * saved, False)):
         load = {"switch_delay": np.array([0.0, dearer / 1e3, 0.0, 0.0])}
         decision = decided(target_table, prediction=near, conditions=load)
         assert (decision.choice.why == "home", decision.target.name == "e0/1") == (is_worth_it, is_worth_it)
-    unpriced = near._replace(priced=np.array([True, False, True, True]))
+    unpriced = replace(near, priced=np.array([True, False, True, True]))
     load = {"switch_delay": np.array([0.0, 0.5 * saved / 1e3, 0.0, 0.0])}
     assert decided(target_table, prediction=unpriced, conditions=load).choice.why != "home", (
         "what is not priced saves nothing that is known"
@@ -194,7 +195,7 @@ def test_rules_that_do_not_mind_where_experts_are_do_not_mind_homes(rules: Polic
     target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
     record = decided(
         target_table,
-        prediction=prediction_of([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0])),
+        prediction=replace(prediction_of([0.0] * 4), home=np.array([0.4, 1.6, 1.0, 1.0])),
         rules=rules,
     ).record()
     assert "does not depend on expert placement" in (record.homes_note or "")

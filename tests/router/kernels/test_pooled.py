@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.prediction import MAX_TOKENS, PATTERNS, SOURCES, Query, Tables, predict, row
-from fleet.signatures import pack
+from fleet.signatures import PACKED, pack
 from router import kernels
 from router.prediction.predictor import pooled
 
@@ -56,11 +56,10 @@ def _tables(seed: int, clusters: int, rows: int) -> Tables:
 def test_both_forms_predict_alike(seed: int, clusters: int, rows: int, query: Query) -> None:
     tables = _tables(seed, clusters, rows)
     expected = predict(replace(tables), query)
-    weights, known = pooled(tables, query)
-    assert np.array_equal(weights, expected.weights)
-    assert weights.dtype == np.float32
-    assert tuple(known.evidence) == expected.known.evidence
-    assert (known.blocks, known.hash, known.looked_up) == expected.known[2:]
+    found = pooled(tables, query)
+    assert np.array_equal(found.weights, expected.weights)
+    assert found.weights.dtype == np.float32
+    assert (found.evidence, found.blocks, found.hash, found.looked_up) == expected.known[1:]
 
 
 def test_ids_outside_u32_and_arrays_that_do_not_fit_are_refused() -> None:
@@ -71,9 +70,30 @@ def test_ids_outside_u32_and_arrays_that_do_not_fit_are_refused() -> None:
         pooled(replace(tables, source_weights=tables.source_weights.reshape(-1)[:3]), Query(tokens=[1]))
     library = kernels.compiled()
     assert library is not None, kernels.missing
-    numbers, out = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    numbers = np.zeros(4, np.float32)
+    arrays, rows = (numbers,) * 4, (None,) * 3
     for first, last in ((0, 3), (-1, 1), (2, 1)):
         with pytest.raises(ValueError, match="no such tokens"):
-            library.pool(4, [1, 2], first, last, 1.0, 1, numbers, numbers, numbers, None, None, None, out)
+            library.pool(4, [1, 2], first, last, 1.0, 1, 1, *arrays, *rows, numbers)
     with pytest.raises(ValueError, match="an array is None"):
-        library.pool(4, [1, 2], 0, 1, 1.0, 1, None, numbers, numbers, None, None, None, out)
+        library.pool(4, [1, 2], 0, 1, 1.0, 1, 1, None, *arrays[1:], *rows, numbers)
+    with pytest.raises(ValueError, match="weights of other sets of sources"):
+        library.pool(4, [1, 2], 0, 1, 1.0, 1, 3, *arrays, *rows, numbers)
+    with pytest.raises(ValueError, match="a row of another length"):
+        library.pool(4, [1, 2], 0, 1, 1.0, 1, 1, *arrays, b"short", None, None, numbers)
+    with pytest.raises(TypeError):
+        library.pool(4, [1, 2], 0, 1, 1.0, 1, 1, *arrays, None, "text", None, numbers)  # type: ignore[arg-type]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 40),
+    st.binary(min_size=PACKED, max_size=PACKED),
+    st.integers(0, _U32),
+)
+def test_rows_of_any_bytes_are_decoded_alike(seed: int, clusters: int, packed: bytes, seen: int) -> None:
+    tables = replace(_tables(seed, clusters, 7), sessions={5: row(packed, seen)})
+    found, expected = pooled(tables, Query(tokens=[], session=5)), predict(tables, Query(session=5))
+    assert np.array_equal(found.weights, expected.weights)
+    assert found.evidence == expected.known.evidence

@@ -5,6 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from fleet.signatures import ClusterModel
 from router.prediction.predictor import NAMED_EXPERTS, likely_experts
@@ -39,8 +40,9 @@ def test_a_decision_keeps_no_clusters_in_memory_and_then_names_no_experts() -> N
     clusters = model()
     table = view.target_table("demo")
     prediction = prediction_of([0.0] * 2)
-    prediction = prediction._replace(
-        request=prediction.request._replace(weights=np.array([1, 0, 0], np.float32)),
+    prediction = structs.replace(
+        prediction,
+        request=structs.replace(prediction.request, weights=np.array([1, 0, 0], np.float32)),
         clusters=weakref.ref(clusters),
     )
     decision = decided(table, prediction=prediction)
