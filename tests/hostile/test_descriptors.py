@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
+import psutil
 import pytest
 from aiohttp import web
 
@@ -145,13 +146,21 @@ async def test_descriptors_that_run_out_are_the_routers_fault_and_no_ranks(
         house = await open_house(bus=False, backends=(backend,), keepalive_seconds=0.01, probe_seconds=600.0)
         await until(lambda: house.service.view.models(live=True))
         assert (await house.get("/health")).status == 200  # a connection that is there already
-        await asyncio.sleep(0.3)  # the probe's own is closed by now
+        # A descriptor that is freed later would let the router connect, and then the backend could not accept.
+        await until(lambda: not _connected(backend))
         with _limit(_next_descriptor()):
             answer = await house.post("/v1/chat/completions", chat())
             await until(lambda: 'cause="out_of_descriptors"' in house.service.metrics.exposition().decode())
         assert (answer.status, answer.json["error"]["code"]) == (503, "out_of_descriptors")
         assert house.service.view.models(live=True)
         assert [record for record in caplog.records if "out_of_descriptors" in record.getMessage()]
+
+
+def _connected(url: str) -> bool:
+    """True while this process has an end of a connection to a server."""
+    port = int(url.rpartition(":")[2])
+    held = psutil.Process().net_connections("tcp")
+    return any(one.raddr and port in (one.laddr.port, one.raddr.port) for one in held)
 
 
 def _next_descriptor() -> int:
