@@ -17,8 +17,9 @@ def home() -> Iterator[Home]:
 
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
-    """One engine of two ranks."""
-    fleet = Fleet(new_home(), "--ranks", "2")
+    """One engine of two ranks. Requests wait long for it to restart: a busy machine takes its time."""
+    waits = {f"ROOST_ROUTER_{what}_WAIT_SECONDS": "45.0" for what in ("NO_ENGINE", "QUEUE")}
+    fleet = Fleet(new_home(**waits), "--ranks", "2")
     yield fleet
     leave_nothing(fleet)
 
