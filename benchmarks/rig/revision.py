@@ -2,7 +2,7 @@
 
 The commit is checked out into a temporary git worktree. Its routers and its mock fleet run as processes from
 there, with this environment's libraries: each side uses its own messages, so changes of the bus do not
-matter.
+matter. Its inner loops are compiled as ours are.
 """
 
 import contextlib
@@ -47,15 +47,26 @@ asyncio.run(main(*sys.argv[1:]))
 
 @contextlib.contextmanager
 def worktree(revision: str) -> Iterator[Path]:
-    """Check out a commit into a temporary folder, removed at the end. Raises typer.BadParameter if git
-    fails."""
+    """Check out a commit into a temporary folder, removed at the end, and compile its inner loops. Raises
+    typer.BadParameter if git fails."""
     with tempfile.TemporaryDirectory() as parent:
         tree = Path(parent) / "tree"
         _git("worktree", "add", "--detach", "--quiet", str(tree), revision)
         try:
+            _compile(tree, revision)
             yield tree
         finally:
             _git("worktree", "remove", "--force", str(tree))
+
+
+def _compile(tree: Path, revision: str) -> None:
+    """Compile the inner loops of a commit that has any; say so if that is not possible."""
+    if not (tree / "hatch_build.py").exists():
+        return
+    command = [sys.executable, "hatch_build.py"]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{revision} runs in its Python form: {done.stderr.strip()}", file=sys.stderr)
 
 
 def _git(*arguments: str) -> None:
