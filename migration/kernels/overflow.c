@@ -241,7 +241,8 @@ static bool promises_fit(const Argument *arguments) {
                       COUNT(4) == all && COUNT(14) == all && COUNT(17) == all && COUNT(5) % a == 0 &&
                       COUNT(6) == COUNT(5) && COUNT(9) % a == 0 && COUNT(10) == COUNT(9) && ranks > 1 &&
                       (COUNT(5) / a) % (ranks - 1) == 0 && (!AS_B(12) || COUNT(12) == a * ranks) &&
-                      (!AS_B(13) || COUNT(13) == COUNT(9)) && (AS_D(2) ? COUNT(2) == t * m : AS_D(3) && COUNT(3) == t),
+                      (!AS_B(13) || COUNT(13) == COUNT(9)) && (AS_D(2) || AS_D(3)) &&
+                      (!AS_D(2) || COUNT(2) == t * m) && (!AS_D(3) || COUNT(3) == t),
                   "overflow_promises: arrays differ in length") &&
            all_below(AS_L(0), t, a, "overflow_promises: no such layer") &&
            all_below(AS_L(7), all, COUNT(9) / a, "overflow_promises: no such expert") &&
@@ -388,7 +389,7 @@ static bool admit(Argument *arguments) {
 static bool admit_fits(const Argument *arguments) {
     int64_t ranks = COUNT(2), a = ranks ? COUNT(10) / ranks : 0, all = COUNT(6);
     return expect(ranks > 1 && a > 0 && COUNT(10) == a * ranks && COUNT(1) == COUNT(0) && all % a == 0 &&
-                      COUNT(3) % (a * (ranks - 1)) == 0 && COUNT(4) % a == 0 && COUNT(5) == COUNT(4) &&
+                      COUNT(3) > 0 && COUNT(3) % (a * (ranks - 1)) == 0 && COUNT(4) % a == 0 && COUNT(5) == COUNT(4) &&
                       COUNT(7) == all && COUNT(8) == all && COUNT(9) == all,
                   "overflow_admit: arrays differ in length") &&
            all_below(AS_L(0), COUNT(0), a, "overflow_admit: no such layer") &&

@@ -53,6 +53,24 @@ def test_wrong_arrays_are_refused() -> None:
         library.flow(rank, group, numbers, 1, np.zeros(4)[::2], None, 1, 0.0, np.zeros(2))
 
 
+def test_copies_without_slots_or_with_too_few_flows_are_refused() -> None:
+    library = kernels.compiled()
+    assert library is not None, kernels.missing
+    one, number, no, none = np.zeros(1, np.intp), np.ones(1), np.zeros(2, bool), np.zeros(0, np.int16)
+    numbers = number.copy(), np.ones(2)  # those that would change
+    with pytest.raises(ValueError, match="differ in length"):
+        library.overflow_admit(
+            one, one, no, none, number, one + 1, one.copy(), one.copy(), one.copy(), *numbers
+        )
+    table, rows = np.zeros(1, np.int16), (one, one)
+    arrays = (number, table, table, *rows, *rows, no[:1], None, None, number, no, number.copy(), number)
+    library.overflow_promises(one, one, number, number, *arrays)
+    with pytest.raises(ValueError, match="differ in length"):
+        library.overflow_promises(one, one, number, np.ones(0), *arrays)
+    with pytest.raises(ValueError, match="differ in length"):
+        library.overflow_promises(one, one, None, None, *arrays)
+
+
 def test_the_python_form_serves_while_it_is_asked_for() -> None:
     with kernels.python_form():
         assert kernels.compiled() is None
