@@ -182,7 +182,9 @@ class HotRoutes:
             with service.body_budget.share(request_log.client) as share:
                 body = await read_body(scope, receive, service.config.max_body_bytes, share)
                 watch.start()
-                await answer(request_log, reply, fixed, body)
+                answering = answer(request_log, reply, fixed, body)
+                del body  # it may be large, and the answer take minutes
+                await answering
             outcome = outcome_of(reply.status)
         except ApiError as error:
             outcome = await _refuse(request_log, reply, fixed, error)
@@ -268,7 +270,9 @@ class HotRoutes:
             read = await self._foreign_prompt(request_log, fields, body, table, chat=kind == "chat")
             await self._relay(CHAT_ROUTE, request_log, reply, headers, body, fields, read)
         else:
-            await self._stream(kind, request_log, reply, headers, body)
+            stream = await self._token_stream(kind, request_log, reply, headers, body)
+            del body
+            await stream.run()
 
     async def _text_table(self, request_log: RequestLog) -> TargetTable | None:
         """Return the servers of the request's model, once a live one is known; None if they take ids."""
@@ -408,13 +412,6 @@ class HotRoutes:
             return default
         live = sum(state.ranks for state in view.engines() if state.obstacle is None)
         return default if len(view.target_table(default).targets) == live else named
-
-    async def _stream(
-        self, kind: BodyKind, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes
-    ) -> None:
-        """Answer with ranks that speak token ids."""
-        stream = await self._token_stream(kind, request_log, reply, headers, body)
-        await stream.run()
 
     async def _token_stream(
         self, kind: BodyKind, request_log: RequestLog, reply: AsgiResponse, headers: Headers, body: bytes

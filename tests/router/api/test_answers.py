@@ -4,6 +4,8 @@ headers.
 
 import json
 import logging
+import tracemalloc
+from contextlib import AsyncExitStack
 from functools import reduce
 from operator import add
 from typing import Any
@@ -179,6 +181,26 @@ async def test_chat_without_max_tokens_may_fill_the_context(house: House, rank: 
     rank.hold_after = 1
     async with house.http.post(house.url + "/v1/chat/completions", json=body):
         assert rank.requests[0].max_tokens + len(rank.requests[0].prompt) == 4096
+
+
+async def test_a_body_is_not_kept_while_its_answer_lasts(house: House, rank: MockRank) -> None:
+    rank.hold_after = 1
+    body = json.dumps(chat(stream=True)).encode() + b" " * 100_000
+    async with AsyncExitStack() as stack:
+
+        async def ask() -> None:
+            url = house.url + "/v1/chat/completions"
+            answer = await stack.enter_async_context(house.http.post(url, data=body))
+            assert await answer.content.readline()
+
+        await ask()  # the first of all makes what is made once
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(10):
+            await ask()
+        held = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+    assert held < 10 * len(body)
 
 
 async def test_parts_of_text_are_joined_and_template_settings_passed_on(house: House, rank: MockRank) -> None:
