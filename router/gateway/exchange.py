@@ -78,7 +78,7 @@ class Exchange:
         with self._service.body_budget.share(self._log.client) as share:
             body = await self._body(share)
             self._log.body_bytes = len(body)
-            asked = await self._routes.routing_request(self._log, body)
+            asked = await self._routes.reader.routing_request(self._log, body)
             need = msgspec.structs.replace(asked, barred=partial(barred, subset=head.subset))
             if need.tokenizer is not None:
                 raise ApiError(
