@@ -38,7 +38,7 @@ from migration.loop_state.plan_history import to_evaluate, to_undo
 from migration.model.plan import Plan
 from migration.model.plan_log import PlanEntry, PlanRun
 from migration.planning.layer_turns import TurnedLayers
-from migration.planning.planner import PlannerDecision
+from migration.planning.planner_decision import PlannerDecision
 from migration.planning.problem import LayerTurning, PlanningQuestion
 from migration.requests.operator_commands import ASK_SECONDS
 from migration.requests.switch_plans import RankFull

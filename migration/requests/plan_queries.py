@@ -15,7 +15,8 @@ from migration.config import POLICIES, MigrationConfig
 from migration.engine_state.demand_windows import DemandWindows
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementRegistry
 from migration.planning.counterfactual import Counterfactual, counterfactual_gain
-from migration.planning.planner import PlannerDecision, decide
+from migration.planning.planner import decide
+from migration.planning.planner_decision import PlannerDecision
 from migration.planning.problem import LayerTurning, PlanningQuestion
 from migration.telemetry.metrics import MigrationMetrics
 

@@ -22,7 +22,8 @@ from migration.config import MigrationConfig
 from migration.model.engine_view import Demand, EngineView, PlannedHomes
 from migration.model.move_history import MoveHistory
 from migration.model.plan import replay
-from migration.planning.planner import PlannerDecision, decide
+from migration.planning.planner import decide
+from migration.planning.planner_decision import PlannerDecision
 from migration.planning.problem import PlanningQuestion
 from migration.solvers.eplb import as_placement, eplb_global
 

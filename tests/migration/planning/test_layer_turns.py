@@ -17,7 +17,8 @@ from migration.config import MigrationConfig
 from migration.model.engine_view import Demand, EngineView
 from migration.model.plan import replay
 from migration.planning.layer_turns import TurnLimits, best_counts
-from migration.planning.planner import PlannerDecision, decide
+from migration.planning.planner import decide
+from migration.planning.planner_decision import PlannerDecision
 from migration.planning.problem import LayerTurning, PlanningQuestion
 
 LAYERS, EXPERTS, RANKS = 6, 8, 4

@@ -20,7 +20,8 @@ from migration.model.engine_view import CacheUse, Demand, EngineView, PlannedHom
 from migration.model.move_history import MoveHistory
 from migration.model.plan import Plan, replay
 from migration.model.plan_record import PlanRecord
-from migration.planning.planner import PlannerDecision, ReasonCode, decide
+from migration.planning.planner import decide
+from migration.planning.planner_decision import PlannerDecision, ReasonCode
 from migration.planning.problem import PlanningQuestion
 from migration.solvers.eplb import eplb_global
 from migration.solvers.full_placement import full_placement

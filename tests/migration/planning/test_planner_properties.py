@@ -18,7 +18,8 @@ from migration.config import POLICIES, MigrationConfig
 from migration.model.engine_view import CacheUse, Demand, EngineView
 from migration.model.move_history import MoveHistory
 from migration.model.plan import replay
-from migration.planning.planner import ReasonCode, decide
+from migration.planning.planner import decide
+from migration.planning.planner_decision import ReasonCode
 from migration.planning.problem import PlanningQuestion
 
 LAYERS, EXPERTS = 3, 8

@@ -18,7 +18,8 @@ from migration.config import POLICIES, MigrationConfig
 from migration.model.engine_view import Demand, EngineView
 from migration.model.move_history import MoveHistory
 from migration.model.plan import Plan, replay
-from migration.planning.planner import PlannerDecision, ReasonCode, decide
+from migration.planning.planner import decide
+from migration.planning.planner_decision import PlannerDecision, ReasonCode
 from migration.planning.problem import PlanningQuestion, prepare
 from migration.planning.rearrangement import one_map, rearrange_seconds
 

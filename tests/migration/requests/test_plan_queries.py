@@ -23,7 +23,7 @@ from fleet.requests.plans import ApplyPlan, DescribePlan, MigrationAccepted, Pla
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
 from migration.model.plan_record import PlanRecord
-from migration.planning.planner import PlannerDecision
+from migration.planning.planner_decision import PlannerDecision
 from migration.planning.problem import PlanningQuestion
 from migration.service import MigrationService
 from tests.migration.builders import leading
