@@ -56,10 +56,11 @@ _COLUMN_BYTES = 8 * (3 + AMOUNTS + len(TERMS) + 2 + 1 + 4)
 work; score; four columns of the prediction.
 """
 _MIN_GAIN = 1e-6
-HOME_WORTH = 1.5
-"""Value of a home, in predicted savings of sending tokens: the saving itself, and half of it because a
-request that is placed elsewhere takes a place that is the home of another one. The expert term already has
-`gain` of it.
+HOME_WORTH = 2.5
+"""Value of a home, in predicted savings of sending tokens: the saving itself; the same for the requests that
+step together with it, as the terms queue and lockstep count a wait for both; and half of it because a request
+that is placed elsewhere takes a place that is the home of another one. The expert term already has `gain` of
+it.
 """
 _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
 """Bytes of a decision, and of each candidate's entry in its columns."""

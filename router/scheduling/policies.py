@@ -109,9 +109,9 @@ class HomeRanks(NamedTuple):
         """Return the indices of the homes worth choosing: as cheap as the cheapest candidate, or more
         expensive by at most their expected saving over it. Of these, only the cheapest.
 
-        The score already contains that saving, as far as prediction has earned it. The saving counts once
-        more here, because a request placed elsewhere occupies a place that is the home of another request,
-        and full ranks free their places one by one.
+        The score already contains that saving, as far as prediction has earned it. It counts for more here
+        (`decision.HOME_WORTH`): other requests step together with this one, and one that is placed elsewhere
+        occupies a place that is the home of another, while full ranks free their places one by one.
         """
         if self.saves is None:
             return np.asarray(best[self.at[best]])

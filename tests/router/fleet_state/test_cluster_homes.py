@@ -143,12 +143,12 @@ def test_homes_apply_by_the_requests_own_confidence_regardless_of_the_earned_gai
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.5, 1.0])
-def test_a_home_may_cost_half_more_than_it_saves_whatever_part_of_that_the_expert_term_has(
+def test_a_home_may_cost_two_and_a_half_times_what_it_saves_whatever_part_of_that_the_expert_term_has(
     gain: float,
 ) -> None:
     target_table = view_of({"speed": SLOW}, {"speed": SLOW})[0].target_table("demo")
     near = replace(prediction_of([1.0, 0.5, 1.0, 1.0], gain=gain), home=np.array([0.4, 1.6, 1.0, 1.0]))
-    saved = 1e3 * 1.5 * SLOW.dispatch * 0.5 * (100 + 20)
+    saved = 1e3 * 2.5 * SLOW.dispatch * 0.5 * (100 + 20)
     for dearer, is_worth_it in ((0.99 * saved, True), (1.01 * saved, False)):
         load = {"switch_delay": np.array([0.0, dearer / 1e3, 0.0, 0.0])}
         decision = decided(target_table, prediction=near, conditions=load)
