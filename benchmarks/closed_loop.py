@@ -13,7 +13,9 @@ held-out documents, domains mixed at random.
 
 Beside them stands an oracle (`rig.live.oracle`): the best alternation of homes and placement on the recorded
 routings of the measured requests, and the best homes under the placement in which the full loop ended. The
-distance between the two is the placement's, the rest is the routing's.
+distance between the two is the placement's, the rest is the routing's. What hindsight costs is seen by
+running the same requests on the clock of the time model (`rig.live.oracle_clock`), with the speeds that the
+engine measured: every request at its home, and by the router's prices with true destinations.
 
 The deciding figures are the ranks' dispatch reports (`DispatchMeasured`) and client-side measurements.
 Further parts (--only): flip, homogeneous, alternating.
@@ -40,6 +42,7 @@ import typer
 from benchmarks.rig.live.client import Lengths
 from benchmarks.rig.live.document_traffic import Texts, texts
 from benchmarks.rig.live.oracle import best_alternation, best_ranks, recorded
+from benchmarks.rig.live.oracle_clock import LOSES, ClockFigures, ClosedLoad, OnTheClock, on_the_clock
 from benchmarks.rig.live.parts import alternating, flip, homogeneous
 from benchmarks.rig.live.run import (
     CADENCE,
@@ -59,7 +62,6 @@ from benchmarks.rig.live.run import (
     phase,
 )
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
-from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
 FEWER, BALANCE, PARTS = 0.20, 0.08, ("policies", "flip", "homogeneous", "alternating")
@@ -195,21 +197,20 @@ def judge(report: LiveReport, found: dict[str, list[Phase]], *, quick: bool) -> 
 
 
 def add_oracle(
-    report: LiveReport,
-    found: dict[str, list[Phase]],
-    ended: list[Placement],
-    traffic: Texts,
-    much: Plenty,
-    seed: int,
+    report: LiveReport, found: dict[str, list[Phase]], live: Live, traffic: Texts, much: Plenty, seed: int
 ) -> None:
-    """Add rows of what hindsight would have reached. ended: placement of the full loop after each round."""
+    """Add rows of what hindsight would have reached, and of its cost on the clock of the time model."""
     torch.set_num_threads(1)  # waiting threads of tiny products cost more than they compute
-    several = []
-    for number, placement in enumerate(ended):
+    several, clocked = [], []
+    load = ClosedLoad(much.concurrency, much.prompt, much.output.mean)
+    for number, (eplb_ended, ended) in enumerate(
+        zip(live.ended[EPLB.name], live.ended[LOOP.name], strict=True)
+    ):
         requests = traffic.requests(much.prompt, seed + number + MEASURED_SEED, 0)
         routings = recorded(islice(requests, much.count), much.output)
         best = best_alternation(routings, ranks=RANKS, slots=SLOTS)
-        several.append((best.remote_ranks, best_ranks(routings, placement).remote_ranks))
+        several.append((best.remote_ranks, best_ranks(routings, ended).remote_ranks))
+        clocked.append(on_the_clock(routings, eplb_ended, best, load, live.joined.speed or EngineSpeed()))
     (best_of_all, best_there), blank = np.median(several, axis=0), [""] * (len(_COLUMNS) - 2)
     report.add("oracle: homes and placement in hindsight", float(best_of_all), *blank)
     report.add("oracle: homes in hindsight, the loop's placement", float(best_there), *blank)
@@ -221,6 +222,36 @@ def add_oracle(
         f" {1 - best_of_all / eplb:.1%}"
         f" and the full loop {1 - loop / eplb:.1%}; of the distance, {best_there - best_of_all:.3f} is the"
         f" placement's and {loop - best_there:.3f} the routing's"
+    )
+    add_clock(report, clocked)
+
+
+def add_clock(report: LiveReport, clocked: list[OnTheClock]) -> None:
+    """Add rows of the clock, and what hindsight itself loses of the balance of steps."""
+    eplb, at_home, priced = (
+        ClockFigures(*np.median([row[at] for row in clocked], axis=0).tolist())
+        for at in range(len(OnTheClock._fields))
+    )
+    for name, one in (
+        ("clock: EPLB's placement, emptiest rank", eplb),
+        ("clock: the oracle, every request at home", at_home),
+        ("clock: the oracle's placement, priced", priced),
+    ):
+        figures = [one.step_balance, one.balance, one.tokens_per_second, 1e3 * one.first_token_seconds]
+        report.add(name, one.remote_ranks, "", *figures, *[""] * (len(_COLUMNS) - 7))
+    report.notes.append(
+        "on the clock, against EPLB's placement: every request at the oracle's home:"
+        f" {beside(at_home, eplb)}; by the router's prices with true destinations, at most {LOSES:.0%} of the"
+        f" tokens/s below the fastest weight of sending: {beside(priced, eplb)}"
+    )
+
+
+def beside(one: ClockFigures, eplb: ClockFigures) -> str:
+    """Return the differences of two runs on the clock."""
+    return (
+        f"remote ranks {100 * (one.remote_ranks / eplb.remote_ranks - 1):+.1f} %, balance of steps"
+        f" {one.step_balance - eplb.step_balance:+.3f}, tokens/s"
+        f" {one.tokens_per_second / eplb.tokens_per_second:.3f}x"
     )
 
 
@@ -267,7 +298,7 @@ async def run(
                 " figures are held to no target"
             )
     if "policies" in parts:
-        add_oracle(report, found, fleet.ended[LOOP.name], traffic, much, seed)
+        add_oracle(report, found, fleet, traffic, much, seed)
 
 
 def setting(fleet: Live, much: Plenty, traffic: Texts) -> list[str]:

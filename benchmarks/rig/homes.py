@@ -152,18 +152,18 @@ class _Router:
     def __init__(self, world: World, setting: Setting, random: np.random.Generator) -> None:
         self._world, self._setting, self._random = world, setting, random
         self._view = FleetView(Reservations(settle_seconds=0.1, stale_seconds=5.0))
-        joined, placement = _joined(world.placement, setting.speed), world.placement
-        self._view.learn(joined.model, world.model)
-        self._view.join(joined, 0.0)
-        self._view.sign_of_life(joined.worker_id, 0.0)
+        engine, placement = joined(world.placement, setting.speed), world.placement
+        self._view.learn(engine.model, world.model)
+        self._view.join(engine, 0.0)
+        self._view.sign_of_life(engine.worker_id, 0.0)
         self._view.price(
-            joined.worker_id,
+            engine.worker_id,
             placement.epoch,
-            locality((0,) * RANKS, joined.shape, EP, placement, world.model),
+            locality((0,) * RANKS, engine.shape, EP, placement, world.model),
         )
         if setting.given:
             self._view.set_homes(
-                joined.worker_id, ClusterHomes(1, placement.epoch, (RANKS * world.share.T).astype(np.float32))
+                engine.worker_id, ClusterHomes(1, placement.epoch, (RANKS * world.share.T).astype(np.float32))
             )
         self._factors = np.stack([1.0 + setting.uneven * random.normal(size=RANKS), np.ones(RANKS)])
 
@@ -209,13 +209,14 @@ class _Router:
         )
 
 
-def _joined(placement: Placement, speed: EngineSpeed) -> EngineJoined:
+def joined(placement: Placement, speed: EngineSpeed) -> EngineJoined:
+    """Return the event of an engine whose ranks step together, one target each."""
     return EngineJoined(
         engine="e",
         worker_id=1,
         model="m",
         node="h",
-        urls=tuple(f"http://h:{rank + 1}" for rank in range(RANKS)),
+        urls=tuple(f"http://h:{rank + 1}" for rank in range(placement.ranks)),
         block_size=BLOCK_SIZE,
         kv_blocks=4096,
         max_context=1024,

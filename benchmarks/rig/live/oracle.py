@@ -19,7 +19,7 @@ from benchmarks.demo_model.architecture import load_model, router_outputs
 from benchmarks.rig.live.client import Lengths
 from benchmarks.rig.live.document_traffic import Request
 from deploy.demo_model import checkpoint_path
-from fleet.arrays import FloatArray
+from fleet.arrays import FloatArray, IntArray
 from fleet.dispatch import Chooser, reached
 from fleet.placement import Placement
 from fleet.routings import count_pairs
@@ -83,19 +83,37 @@ class Hindsight(NamedTuple):
     """distinct remote ranks per token, mean over tokens and layers"""
 
 
+def served_by(found: Recorded, placement: Placement, rank: int) -> IntArray:
+    """Return int64 [R, tokens, layers, k]: the rank that serves each pair of the requests if `rank` computes
+    them."""
+    experts = found.experts.astype(np.int64)
+    chooser = Chooser(placement, [rank], np.zeros(placement.ranks, np.intp))
+    slots = [
+        chooser.choose(layer, experts[:, :, layer].reshape(-1), 0).reshape(experts[:, :, layer].shape)
+        for layer in range(placement.layers)
+    ]
+    return np.stack(slots, axis=2) // placement.slots_per_rank
+
+
+def away_from(served: IntArray, rank: int) -> IntArray:
+    """Return int64 [R, tokens, layers]: distinct ranks other than `rank` that serve a token. served: as
+    `served_by` returns it."""
+    pairs = served.reshape(-1, served.shape[-1])
+    return np.asarray(reached(pairs, np.full(len(pairs), rank, np.int64)), np.int64).reshape(
+        served.shape[:-1]
+    )
+
+
 def remote_by_rank(found: Recorded, placement: Placement) -> FloatArray:
     """Return float64 [R, ranks]: distinct remote ranks of a request's token, mean over its tokens and layers,
     for each rank that may compute it."""
-    experts, ranks = found.experts.astype(np.int64), placement.ranks
-    remote = np.zeros((len(experts), ranks))
-    for rank in range(ranks):
-        chooser = Chooser(placement, [rank], np.zeros(ranks, np.intp))
-        for layer in range(placement.layers):
-            demand = experts[:, :, layer].reshape(-1, experts.shape[-1])
-            slots = chooser.choose(layer, demand.reshape(-1), 0).reshape(demand.shape)
-            away = reached(slots // placement.slots_per_rank, np.full(len(demand), rank, np.int64))
-            remote[:, rank] += np.where(found.computed, away.reshape(found.computed.shape), 0).sum(axis=1)
-    return np.asarray(remote / (found.tokens[:, None] * placement.layers))
+    remote = [
+        np.where(found.computed, away_from(served_by(found, placement, rank), rank).sum(axis=2), 0).sum(
+            axis=1
+        )
+        for rank in range(placement.ranks)
+    ]
+    return np.asarray(np.stack(remote, axis=1) / (found.tokens[:, None] * placement.layers))
 
 
 def best_ranks(found: Recorded, placement: Placement, room: float = 1.0) -> Hindsight:
