@@ -25,7 +25,7 @@ from router.config import Policy, RouterConfig
 from router.feedback.decision_feedback import TICK_SECONDS
 from router.fleet_state.reservations import Booking
 from router.prefix_index.prompt import BYTES_PER_TOKEN, TextPrompt
-from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
+from router.scheduling.routing_request import FIRST_TRY, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 

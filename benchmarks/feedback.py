@@ -26,7 +26,7 @@ from router.evaluation.distinct_experts import ReadingGroup, read
 from router.fleet_state.reservations import Reservations
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.booking_observer import BookedRequest
-from router.scheduling.scheduler import RoutingRequest
+from router.scheduling.routing_request import RoutingRequest
 from router.scheduling.speed_correction import PREFILL_SPEED, SpeedCorrection
 from router.scheduling.target_speeds import TargetSpeeds
 from router.service import RouterService

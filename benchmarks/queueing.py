@@ -30,7 +30,7 @@ from router.fleet_state.reservations import Booking
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.batch_assignment import order_of
 from router.scheduling.filters import SaturationLimits
-from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
+from router.scheduling.routing_request import FIRST_TRY, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 

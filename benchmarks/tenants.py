@@ -29,7 +29,7 @@ from router.config import RouterConfig
 from router.fleet_state.reservations import Booking
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Owner
-from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
+from router.scheduling.routing_request import FIRST_TRY, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 

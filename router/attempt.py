@@ -5,7 +5,7 @@ from types import TracebackType, coroutine
 
 from router.fleet_state.reservations import Booking
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import Attempt, RoutingRequest
+from router.scheduling.routing_request import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from router.telemetry.tracing import AttemptTrace

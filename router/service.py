@@ -40,7 +40,8 @@ from router.reload import refused, reloaded
 from router.scheduling.booking_observer import BookedRequest, BookingObserver
 from router.scheduling.decision import Decision
 from router.scheduling.external_reservations import ExternalReservations, ReleaseRecord
-from router.scheduling.scheduler import FIRST_TRY, Attempt, Lap, RoutingRequest, Scheduler
+from router.scheduling.routing_request import FIRST_TRY, Attempt, RoutingRequest
+from router.scheduling.scheduler import Lap, Scheduler
 from router.secure_random import SecureRandom
 from router.sync.fleet_events import FleetEvents
 from router.sync.fleet_subscriber import FleetSubscriber
@@ -570,7 +571,7 @@ class RouterService:
 
     def kept(self, decision_id: str, tenant: str | None = None) -> Decision | None:
         """Return a recent decision of this router; tenant: only if it is that tenant's (None: any)."""
-        kept = self.scheduler.kept(decision_id)
+        kept = self.scheduler.kept.get(decision_id)
         return kept if kept is None or tenant is None or kept.ask.owner.tenant == tenant else None
 
     async def ask_planner(self, question: Message, seconds: float) -> Message:

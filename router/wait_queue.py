@@ -30,7 +30,8 @@ from router.fleet_state.reservations import Booking
 from router.fleet_state.target_table import TargetTable
 from router.scheduling.booking_observer import BookingObserver
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import FIRST_TRY, Attempt, RoutingRequest, Scheduler
+from router.scheduling.routing_request import FIRST_TRY, Attempt, RoutingRequest
+from router.scheduling.scheduler import Scheduler
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request_log import RequestLog
 

@@ -26,7 +26,7 @@ from router.fleet_state.reservations import Booking
 from router.prediction.predictor import keys_of
 from router.prediction.table_replica import TableReplica, read
 from router.prefix_index.prompt import TokenPrompt
-from router.scheduling.scheduler import RoutingRequest
+from router.scheduling.routing_request import RoutingRequest
 from router.service import RouterService
 
 RANKS, CLUSTERS, VOCABULARY = 8, 32, 50_000
@@ -175,7 +175,7 @@ class Roost:
         decision."""
         first = f"{self._decided + 1:016x}"
         self.decide(ids)
-        while self.router.scheduler.kept(first) is not None:
+        while self.router.scheduler.kept.get(first) is not None:
             self.decide(ids)
 
     def predict(self, *, on: bool) -> None:

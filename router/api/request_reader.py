@@ -26,7 +26,7 @@ from router.openai_api.request_schema import (
 )
 from router.openai_api.unserved_fields import NO_FIELDS
 from router.prefix_index.prompt import TextPrompt, TokenPrompt
-from router.scheduling.scheduler import RoutingRequest
+from router.scheduling.routing_request import RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 

@@ -47,7 +47,7 @@ from router.passthrough.unstreamed import UnstreamedAnswers
 from router.scheduling.decision import NOTHING, Decision
 from router.scheduling.decision_record import DecisionRecord, Supposed
 from router.scheduling.external_reservations import ReleaseRequest, reserved, waits
-from router.scheduling.scheduler import FIRST_TRY
+from router.scheduling.routing_request import FIRST_TRY
 from router.scheduling.what_if import parsed_query
 from router.service import RouterService
 from router.telemetry.request_log import RequestEnd, RequestLog

@@ -24,7 +24,7 @@ from router.openai_api.request_schema import TEXT_PATH
 from router.openai_api.response_format import ClientResponse
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import Attempt, RoutingRequest
+from router.scheduling.routing_request import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from router.telemetry.tracing import AttemptTrace

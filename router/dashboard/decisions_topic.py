@@ -42,8 +42,8 @@ class DecisionsTopic(Topic):
         return self._listed([decision_row(*each) for each in filtered(self._recent(), wanted)])
 
     def _listed(self, rows: list[DecisionRow]) -> DecisionList:
-        return DecisionList(rows=rows, kept=self._service.scheduler.kept_now)
+        return DecisionList(rows=rows, kept=len(self._service.scheduler.kept))
 
     def _recent(self) -> Iterator[tuple[Decision, float]]:
-        for booked in self._service.scheduler.recent():
+        for booked in self._service.scheduler.kept.recent():
             yield booked.decision, self._clock_began + booked.booked_at

@@ -23,7 +23,7 @@ from router.fleet_state.target_table import RankKey, TargetTable
 from router.health.attempt_failures import AttemptFailure
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision, RemotePrefill
-from router.scheduling.scheduler import Attempt, RoutingRequest
+from router.scheduling.routing_request import Attempt, RoutingRequest
 from router.telemetry.request_log import RequestLog
 from router.upstream.rank_client import UpstreamFailed
 

@@ -37,7 +37,7 @@ from router.foreign_api.routed_experts_parser import RoutedExpertsParser, TokenU
 from router.health.attempt_failures import AttemptFailure, BegunAnswer
 from router.http.asgi_response import not_ready
 from router.prefix_index.prompt import TokenPrompt
-from router.scheduling.scheduler import Attempt, RoutingRequest
+from router.scheduling.routing_request import Attempt, RoutingRequest
 from router.telemetry.request_log import RequestEnd, RequestLog
 from router.telemetry.tracing import RouterTracing
 from router.upstream.rank_client import UpstreamFailed

@@ -298,7 +298,7 @@ class DecisionFeedback(BookingObserver):
 
     def _profiled(self, message: RequestsProfiled) -> None:
         for profile in message.requests:
-            decision = self._scheduler.kept(profile.decision)
+            decision = self._scheduler.kept.get(profile.decision)
             if decision is None or decision.target.key[0] != message.worker_id:
                 self._metrics.profiled("unknown")
                 continue

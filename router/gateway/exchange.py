@@ -25,7 +25,7 @@ from router.gateway.protocol import BodyMode, ProtocolFault, RequestHead, kind_o
 from router.http.asgi_response import Headers
 from router.http.body_budget import BodyShare
 from router.openai_api.request_schema import CHAT_PATH, TEXT_PATH
-from router.scheduling.scheduler import FIRST_TRY
+from router.scheduling.routing_request import FIRST_TRY
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 

@@ -27,7 +27,7 @@ from router.passthrough.positions import find_position
 from router.passthrough.unstreamed import UnstreamedAnswers
 from router.prefix_index.prompt import Prompt, TextPrompt, TokenPrompt
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import Attempt, RoutingRequest
+from router.scheduling.routing_request import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from router.telemetry.tracing import AttemptTrace

@@ -4,18 +4,14 @@ known now and awaits nothing.
 State: the view, the reservations, the two prefix indices, the ranks' health, and the recent decisions.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from weakref import ref
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import IntArray
-from fleet.completions import MAX_NAME, ApiError, shortened
-from fleet.prediction import Query
-from fleet.signatures import ClusterModel
+from fleet.completions import ApiError
 from router.admission.queue_policy import Saturated
 from router.config import RouterConfig
 from router.fleet_state.reservations import SEQUENCES, Booking, Reservations
@@ -23,12 +19,11 @@ from router.fleet_state.target_table import Excluded, RankKey, TargetTable
 from router.fleet_state.view import FleetView
 from router.health.attempt_failures import (
     AttemptFailure,
-    BegunAnswer,
     ranks_to_avoid,
     ranks_with_other_weights,
 )
 from router.health.circuit_breakers import CircuitBreakers, Exclusions
-from router.prediction.predictor import NO_KEYS, PredictionKeys, Predictor, RequestPrediction
+from router.prediction.predictor import Predictor
 from router.prefix_index.approximate_index import ApproximateIndex
 from router.prefix_index.block_index import BlockIndex
 from router.prefix_index.kv_event_index import KvEventIndex
@@ -37,79 +32,23 @@ from router.scheduling.batch_assignment import order_of
 from router.scheduling.booking_observer import BookingObserver
 from router.scheduling.cost import TERMS
 from router.scheduling.decision import (
-    NOTHING,
-    UNKNOWN_OWNER,
     Ask,
     Conditions,
     Decision,
-    Owner,
-    RemotePrefill,
-    TargetPredictions,
     decide,
 )
-from router.scheduling.decision_record import Supposed
 from router.scheduling.filters import Candidates, SaturationLimits, candidates, saturated
+from router.scheduling.kept_decisions import BookedDecision, KeptDecisions
 from router.scheduling.policies import PolicyRules
+from router.scheduling.refusals import no_candidate, no_live_rank
+from router.scheduling.request_exclusions import beside_health
+from router.scheduling.routing_request import FIRST_TRY, Attempt, RoutingRequest
 from router.scheduling.session_affinity import SessionAffinity
+from router.scheduling.target_predictions import predicted
 from router.scheduling.target_speeds import TargetSpeeds
-from router.scheduling.what_if import gone_ranks
 
-
-class RoutingRequest(msgspec.Struct, frozen=True):
-    """Input of a decision. `context`: tokens the rank must have room for; `output`: expected tokens.
-
-    `tokenizer`: digest of the tokenizer of the ids to be sent; None: text is sent. `keys`: identity of
-    the sender. `supposed`: assumptions of a what-if request. `owner`: the tenant, whose salt is in the
-    prompt's hashes. external: another data plane will send the request.
-    """
-
-    model: str
-    prompt: Prompt
-    context: int
-    output: int
-    tokenizer: str | None
-    request_id: str = ""
-    keys: PredictionKeys = NO_KEYS
-    supposed: Supposed = NOTHING
-    owner: Owner = UNKNOWN_OWNER
-    begun: BegunAnswer | None = None
-    """weights and rank behind the first tokens of a continued answer; None: a new answer"""
-    external: bool = False
-    only: RankKey | None = None
-    """the only rank that can serve it, because the objects it refers to are stored there"""
-    takes_ids: bool = False
-    """its prompt is sent as ids to servers that otherwise get text (`Capabilities.returns_ids`)"""
-    passes_fields: bool = False
-    """it has fields that are served only by engines that declare so (`Capabilities.passes_fields`)"""
-    barred: Callable[[TargetTable], Mapping[RankKey, str]] | None = None
-    """further targets of a table that must not serve it, with reasons; None: there are none"""
-    prefill: RemotePrefill | None = None
-    """its prompt was sent to a prefill worker before; None: it was not"""
-    trace_id: str = ""
-    """trace that it belongs to, 32 hexadecimal digits; "": none is known"""
-
-
-class Attempt(msgspec.Struct, frozen=True):
-    """Number of this attempt of a request, and the outcome of the earlier ones."""
-
-    number: int = 1
-    replaces: str | None = None
-    failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
-
-
-class BookedDecision(msgspec.Struct, frozen=True):
-    """A decision that was booked. booked_at: seconds on the router's clock."""
-
-    decision: Decision
-    booked_at: float
-
-
-FIRST_TRY = Attempt()
-_ELSEWHERE = "what this request refers to is on another server"
 NONE_BUSY: frozenset[RankKey] = frozenset()
 _NONE_TO_AVOID = (NONE_BUSY,)
-NO_IDS = "it takes no token ids, which the rest of this answer needs"
-READS_ONLY = "it serves only the fields that Roost reads, but the request has others"
 BUSY_SECONDS = 0.25
 """Time for which a rank that reports to be busy gets no requests."""
 
@@ -147,8 +86,7 @@ class Scheduler(BookingObserver):
         """end of the time for which a rank that reported to be busy counts as saturated"""
         self._turns: dict[str, int] = {}
         """number of booked decisions by model"""
-        self._kept: OrderedDict[str, BookedDecision] = OrderedDict()
-        self._kept_bytes = 0
+        self.kept = KeptDecisions(config.kept_decisions, config.kept_decisions_bytes)
 
     @classmethod
     def create(cls, config: RouterConfig) -> "Scheduler":
@@ -168,6 +106,7 @@ class Scheduler(BookingObserver):
         )
         self._rules = PolicyRules.of(config)
         self._affinity.set_seconds(config.session_affinity_seconds)
+        self.kept.reconfigure(config.kept_decisions, config.kept_decisions_bytes)
         self.health.reconfigure(config)
         self.speeds.reconfigure(config.correction_limit)
         self.reservations.reconfigure(
@@ -186,30 +125,7 @@ class Scheduler(BookingObserver):
         """
         target_table = self.view.target_table(model)
         if not target_table.targets:
-            known = self.view.models(live=False)
-            if not known:
-                raise ApiError(503, "no engine has joined yet", code="no_engine", retry_after=2.0)
-            if model not in known:
-                message = (
-                    f"the model {shortened(model, MAX_NAME)!r} does not exist; models served here:"
-                    f" {', '.join(known)}"
-                )
-                raise ApiError(404, message, code="model_not_found", param="model")
-            reasons = "; ".join(
-                sorted(
-                    {
-                        out.reason
-                        for out in target_table.excluded
-                        if not out.reason.startswith("serves another")
-                    }
-                )
-            )
-            raise Saturated(
-                503,
-                f"no engine of model {model!r} is live at present ({reasons})",
-                code="no_engine",
-                retry_after=2.0,
-            )
+            raise no_live_rank(target_table, self.view.models(live=False))
         return target_table
 
     def decide(
@@ -256,7 +172,7 @@ class Scheduler(BookingObserver):
         overlap = self.kv.block_index.overlap(target_table, need.prompt)
         if lap is not None:
             lap("overlap")
-        prediction = self._predict(target_table, need, overlap)
+        prediction = predicted(self.predictor, self.view, target_table, need, overlap)
         if lap is not None:
             lap("predict")
         known = self.speeds.known(target_table)
@@ -333,7 +249,7 @@ class Scheduler(BookingObserver):
         size = target.engine.block_size
         blocks = -(-(ask.prompt_tokens + ask.output_tokens) // size)
         self.routed(decision, prompt)
-        self._keep(BookedDecision(decision, now))
+        self.kept.add(BookedDecision(decision, now))
         self._turns[ask.model] = self._turns.get(ask.model, 0) + 1
         self._affinity.record_route(ask.keys.session, target.key, now)
         amounts = int(decision.uncached[decision.choice.chosen]), 1, blocks, ask.output_tokens
@@ -386,36 +302,11 @@ class Scheduler(BookingObserver):
             self.prefixes.routed(rank, prefix, state.joined.kv_blocks or None)
         self._affinity.record_route(session, rank, now)
 
-    def kept(self, decision_id: str) -> Decision | None:
-        """Return a booked decision if it is among the recent ones."""
-        kept = self._kept.get(decision_id)
-        return None if kept is None else kept.decision
-
-    @property
-    def kept_now(self) -> int:
-        """Number of recent decisions that can be read back."""
-        return len(self._kept)
-
-    def recent(self) -> Iterator[BookedDecision]:
-        """Yield the recent booked decisions, the newest first."""
-        return reversed(self._kept.values())
-
     def _rules_without(self, terms: tuple[str, ...]) -> PolicyRules:
         if self._rules.policy != "cost":
             message = f"the policy {self._rules.policy} has no terms to leave out; only the policy cost has"
             raise ApiError(400, message, param="without", code="invalid_value")
         return self._rules.without(terms)
-
-    def _keep(self, booked: BookedDecision) -> None:
-        """Keep a decision for reading back. The oldest ones are evicted."""
-        self._kept[booked.decision.id] = booked
-        self._kept_bytes += booked.decision.nbytes
-        while (
-            len(self._kept) > self._config.kept_decisions
-            or self._kept_bytes > self._config.kept_decisions_bytes
-        ):
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= oldest.decision.nbytes
 
     def forget_worker(self, worker_id: int) -> None:
         """Drop an incarnation that has left."""
@@ -458,7 +349,7 @@ class Scheduler(BookingObserver):
         """Return the candidates. Breakers and ejections are ignored if no other rank is left; drains never
         are.
         """
-        exclusions = self._exclusions(target_table, need, now)
+        exclusions = beside_health(self.health.exclusions(target_table, now), target_table, need)
         others = {} if need.begun is None else ranks_with_other_weights(need.begun, target_table)
         if others:
             exclusions = exclusions.beside(others)
@@ -487,139 +378,7 @@ class Scheduler(BookingObserver):
                     code="saturated",
                     retry_after=max(1.0, busy.wait_seconds),
                 )
-        raise _no_candidate(target_table, need.model, attempt, exclusions, others)
-
-    def _exclusions(self, target_table: TargetTable, need: RoutingRequest, now: float) -> Exclusions:
-        """Return the ranks that must not serve a request, for reasons of their own or of the request."""
-        exclusions = self.health.exclusions(target_table, now)
-        if need.supposed.gone:
-            exclusions = exclusions.beside(gone_ranks(need.supposed.gone, target_table))
-        if need.only is not None:
-            if need.only not in target_table.index:
-                raise ApiError(
-                    503,
-                    "the server that stores the objects of this request does not answer at present",
-                    code="no_engine",
-                    retry_after=2.0,
-                )
-            exclusions = exclusions.beside(
-                {target.key: _ELSEWHERE for target in target_table.targets if target.key != need.only}
-            )
-        if need.takes_ids:
-            speechless = [
-                target.key for target in target_table.targets if not target.engine.capabilities.returns_ids
-            ]
-            exclusions = exclusions.beside(dict.fromkeys(speechless, NO_IDS))
-        if need.passes_fields:
-            plain = [
-                target.key for target in target_table.targets if not target.engine.capabilities.passes_fields
-            ]
-            exclusions = exclusions.beside(dict.fromkeys(plain, READS_ONLY))
-        barred = None if need.barred is None else need.barred(target_table)
-        if barred:
-            if len(barred) == len(target_table.targets):
-                raise _all_barred(need.model, barred)
-            exclusions = exclusions.beside(barred)
-        return exclusions
-
-    def _predict(
-        self, target_table: TargetTable, need: RoutingRequest, overlap: NDArray[np.int64]
-    ) -> TargetPredictions | None:
-        """Predict for all targets. A prompt known only as text is predicted by its sender alone,
-        since its hashes are not those of token blocks.
-
-        overlap: int64 [targets]. A cached prefix was computed before, so its signature is probably known up
-        to there.
-        """
-        if self.predictor.replica(need.model) is None:
-            return None
-        size, prompt = _block_size(target_table), need.prompt
-        prefix = prompt.chained(size) if prompt.ids else ()
-        longest, keys = int(overlap[overlap.argmax()]), need.keys
-        request_prediction = self.predictor.predict(
-            need.model, Query(prefix, prompt.ids, size, keys.session, keys.tenant, longest)
-        )
-        if request_prediction is None:
-            return None
-        prices, clusters = self.view.prices(need.model), self.view.clusters(need.model)
-        if clusters is None or clusters.version != request_prediction.clusters:
-            used = None
-        else:
-            used = ref(clusters)
-            if need.prefill is not None:
-                request_prediction = _with_prompt(request_prediction, need, need.prefill, clusters)
-        if prices.clusters != len(request_prediction.weights):
-            nothing = np.zeros(len(target_table.targets))
-            unpriced = np.zeros(len(target_table.targets), np.bool_)
-            return TargetPredictions(
-                request_prediction, nothing, nothing, nothing, nothing, nothing, unpriced, clusters=used
-            )
-        remote, nodes, local, added = prices.of(request_prediction.weights)
-        prior, home = prices.prior_local(request_prediction.shares), prices.home(request_prediction.weights)
-        return TargetPredictions(
-            request_prediction, remote, nodes, local, prior, added, prices.priced, home, prices.versions, used
-        )
-
-
-def _all_barred(model: str, barred: Mapping[RankKey, str]) -> ApiError:
-    """Return the error of a request that no rank may serve, with the reasons."""
-    reasons = "; ".join(sorted(set(barred.values())))
-    return ApiError(
-        503,
-        f"no rank of model {model!r} may serve this request: {reasons}",
-        code="no_engine",
-        retry_after=2.0,
-    )
-
-
-def _with_prompt(
-    predicted: RequestPrediction, need: RoutingRequest, prefill: RemotePrefill, clusters: ClusterModel
-) -> RequestPrediction:
-    """Return the prediction with the signature of what the prompt activated at its prefill worker, as far as
-    that is known and of the shape of these clusters.
-    """
-    if prefill.experts is None or prefill.experts.shape != clusters.profiles.shape[1:]:
-        return predicted
-    share = min(1.0, prefill.tokens / need.prompt.tokens)
-    return predicted.with_prompt(clusters.signature(prefill.experts), share, prefill.tokens)
-
-
-def _no_candidate(
-    target_table: TargetTable,
-    model: str,
-    attempt: Attempt,
-    exclusions: Exclusions,
-    others: Mapping[RankKey, str],
-) -> ApiError:
-    """Return the error that explains why no rank may serve a request. others: ranks with other weights than a
-    continued answer needs, with reasons.
-    """
-    if others:
-        key, reason = next(iter(others.items()))
-        message = (
-            "the answer broke off and cannot be continued: no rank with its weights is left"
-            f" ({target_table.targets[target_table.index[key]].name}: {reason})"
-        )
-        return ApiError(503, message, code="weights_changed", retry_after=1.0)
-    if attempt.failures:
-        message = (
-            "every rank that serves this model failed this request, the last with"
-            f" {attempt.failures[-1][1].value}"
-        )
-        return ApiError(503, message, code="upstream_failed", retry_after=2.0)
-    if len(exclusions.hard) == len(target_table.targets):
-        message = (
-            f"every rank that serves the model {model!r} is draining; undo it with: roost drain ENGINE --undo"
-        )
-        return ApiError(503, message, code="draining", retry_after=5.0)
-    return ApiError(
-        503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0
-    )
-
-
-def _block_size(target_table: TargetTable) -> int:
-    """Return the tokens per block of stored signatures: the smallest block size where engines differ."""
-    return target_table.block_sizes[0]
+        raise no_candidate(target_table, need.model, attempt, exclusions, others)
 
 
 def _ignored(target_table: TargetTable, exclusions: Exclusions) -> tuple[Excluded, ...]:

@@ -19,7 +19,7 @@ from router.admission.queue_policy import AGED_EVERY
 from router.config import RouterConfig
 from router.fleet_state.reservations import Booking
 from router.prefix_index.prompt import TextPrompt
-from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
+from router.scheduling.routing_request import FIRST_TRY, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from tests.router.router_fixture import engine_joined

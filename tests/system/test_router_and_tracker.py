@@ -27,7 +27,7 @@ from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import Attempt, RoutingRequest
+from router.scheduling.routing_request import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from tests.router.metric_values import value_of

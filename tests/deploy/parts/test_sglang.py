@@ -27,7 +27,7 @@ from fleet.facts.engines import EngineJoined, EngineLeft
 from router.api.app import create_app
 from router.config import RouterConfig
 from router.prefix_index.prompt import TokenPrompt
-from router.scheduling.scheduler import Attempt, RoutingRequest
+from router.scheduling.routing_request import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from tests.engine_adapter.sglang.fake_server import EXPERTS, FakeSglang, continued, fake_sglang

@@ -21,7 +21,7 @@ from fleet.blocks import salted_seed
 from router.config import RouterConfig
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision_record import DecisionRecord
-from router.scheduling.scheduler import Attempt, RoutingRequest
+from router.scheduling.routing_request import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from tests.engine_adapter.vllm.plugin_workers import SECRET

@@ -11,7 +11,7 @@ import pytest
 
 from router.attempt import make_attempt
 from router.prefix_index.prompt import TokenPrompt
-from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
+from router.scheduling.routing_request import FIRST_TRY, RoutingRequest
 from router.telemetry.request_log import RequestLog
 from tests.router.router_fixture import (
     Answered,
@@ -123,7 +123,7 @@ async def test_a_stream_is_continued_by_the_one_engine_with_its_weights_and_the_
     prompt = ranks[0].tokenizer.encode_rendered(rendered("hello there"))
     assert text_of(answer) == ranks[0].text(prompt, 5, 40)
     assert [len(rank.requests) for rank in ranks] == [1, 0, 1]
-    continued = house.service.scheduler.kept(f"{answer.headers['x-roost-decision-id']}-a2")
+    continued = house.service.scheduler.kept.get(f"{answer.headers['x-roost-decision-id']}-a2")
     assert continued is not None
     reasons = {one.engine: one.reason for one in continued.record().excluded}
     assert (

@@ -11,7 +11,7 @@ import pytest
 from fleet.facts.dynamo_kv import KvMetrics
 from router.fleet_state.reservations import Booking
 from router.prefix_index.prompt import TextPrompt
-from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
+from router.scheduling.routing_request import FIRST_TRY, RoutingRequest
 from router.telemetry.request_log import RequestLog
 from tests.router.router_fixture import (
     Answered,

@@ -20,7 +20,7 @@ from router.health.attempt_failures import AttemptFailure
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision
 from router.scheduling.decision_record import DecisionRecord
-from router.scheduling.scheduler import RoutingRequest
+from router.scheduling.routing_request import RoutingRequest
 from router.upstream.rank_client import UpstreamFailed
 from tests.router.dynamo.fake_workers import (
     HANDLE,

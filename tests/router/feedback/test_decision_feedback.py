@@ -22,7 +22,7 @@ from router.fleet_state.reservations import PREFILL, SEQUENCES, Booking
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.cost import TERMS
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import FIRST_TRY, Attempt, RoutingRequest
+from router.scheduling.routing_request import FIRST_TRY, Attempt, RoutingRequest
 from router.scheduling.speed_correction import HALF_LIFE_SECONDS
 from router.service import RouterService
 from router.telemetry.metrics import LAPS

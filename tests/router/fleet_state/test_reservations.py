@@ -17,7 +17,8 @@ from router.prefix_index.approximate_index import ApproximateIndex
 from router.prefix_index.block_index import BlockIndex
 from router.prefix_index.kv_event_index import KvEventIndex
 from router.prefix_index.prompt import TokenPrompt
-from router.scheduling.scheduler import RoutingRequest, Scheduler
+from router.scheduling.routing_request import RoutingRequest
+from router.scheduling.scheduler import Scheduler
 from tests.router.router_fixture import engine_joined
 
 
@@ -400,7 +401,7 @@ def test_only_the_last_decisions_are_kept() -> None:
     scheduler, need = burst(2, kept_decisions=3)
     for number in range(5):
         scheduler.book(scheduler.decide(need, f"d{number}", 0, 0.0), need.prompt, 0.0)
-    assert [scheduler.kept(f"d{number}") is not None for number in range(5)] == [
+    assert [scheduler.kept.get(f"d{number}") is not None for number in range(5)] == [
         False,
         False,
         True,
@@ -412,7 +413,7 @@ def test_only_the_last_decisions_are_kept() -> None:
 def test_explaining_books_and_keeps_nothing() -> None:
     scheduler, need = burst(2)
     decision = scheduler.decide(need, "d", 0, 0.0)
-    assert scheduler.kept("d") is None
+    assert scheduler.kept.get("d") is None
     assert scheduler.reservations.open_bookings == 0
     assert decision.record().chosen == decision.target.name
 

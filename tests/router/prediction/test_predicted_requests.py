@@ -26,7 +26,7 @@ from router.prediction.predictor import NO_GAIN, PredictionKeys, keys_of
 from router.prefix_index.block_hash_chain import BlockHashChain
 from router.prefix_index.prompt import TextPrompt, TokenPrompt
 from router.scheduling.decision import DecisionRecord
-from router.scheduling.scheduler import Attempt, RoutingRequest
+from router.scheduling.routing_request import Attempt, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from tests.router.learnt_tables import halves, published_clusters, tables
@@ -321,7 +321,7 @@ async def test_the_headers_names_are_settings(
     answer = await house.post(
         CHAT, chat(), headers={"x-conversation": "s", "x-org": "t", "x-session-id": "no", "x-tenant-id": "no"}
     )
-    decision = house.service.scheduler.kept(answer.headers[DECISION_HEADER])
+    decision = house.service.scheduler.kept.get(answer.headers[DECISION_HEADER])
     assert decision is not None
     assert decision.ask.keys == keys_of("s", "t", "demo", CHAT)
 

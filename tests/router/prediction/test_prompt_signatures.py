@@ -9,7 +9,7 @@ from fleet.prediction import SOURCES
 from router.prediction.predictor import keys_of
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision, RemotePrefill
-from router.scheduling.scheduler import RoutingRequest
+from router.scheduling.routing_request import RoutingRequest
 from tests.router.learnt_tables import halves
 from tests.router.prediction.test_predicted_requests import CHAT, engine, house, reports, teach
 from tests.router.router_fixture import House, Serve

@@ -37,7 +37,8 @@ from router.scheduling.batch_assignment import (
 )
 from router.scheduling.cost import Weights, score
 from router.scheduling.filters import SaturationLimits
-from router.scheduling.scheduler import RoutingRequest, Scheduler
+from router.scheduling.routing_request import RoutingRequest
+from router.scheduling.scheduler import Scheduler
 from tests.router.router_fixture import engine_joined
 
 FACTOR = 2.0

@@ -24,7 +24,8 @@ from router.scheduling.cost import TERMS, Weights
 from router.scheduling.decision import Decision
 from router.scheduling.decision_record import DecisionRecord
 from router.scheduling.policies import PolicyRules, choose
-from router.scheduling.scheduler import RoutingRequest, Scheduler
+from router.scheduling.routing_request import RoutingRequest
+from router.scheduling.scheduler import Scheduler
 from router.scheduling.session_affinity import SessionAffinity
 from tests.router.decision_builders import decided, prediction_of, view_of
 from tests.router.router_fixture import engine_joined
@@ -326,7 +327,7 @@ def test_kept_decisions_are_bounded_by_their_memory_too() -> None:
     scheduler, need = picker_of(8, kept_decisions_bytes=3 * size)
     for number in range(5):
         scheduler.book(scheduler.decide(need, f"d{number}", 0, 0.0), need.prompt, 0.0)
-    assert [scheduler.kept(f"d{number}") is not None for number in range(5)] == [
+    assert [scheduler.kept.get(f"d{number}") is not None for number in range(5)] == [
         False,
         False,
         True,

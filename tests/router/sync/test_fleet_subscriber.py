@@ -24,7 +24,7 @@ from router.config import RouterConfig
 from router.prediction.predictor import PredictionKeys
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import RoutingRequest
+from router.scheduling.routing_request import RoutingRequest
 from router.service import RouterService
 from tests.name_claims import claim_name
 from tests.router.learnt_tables import clusters, halves, published_clusters, tables

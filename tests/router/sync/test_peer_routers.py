@@ -26,7 +26,7 @@ from router.health.attempt_failures import AttemptFailure
 from router.prediction.predictor import PredictionKeys
 from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.decision import Decision
-from router.scheduling.scheduler import FIRST_TRY, RoutingRequest
+from router.scheduling.routing_request import FIRST_TRY, RoutingRequest
 from router.service import RouterService
 from router.telemetry.request_log import RequestLog
 from tests.router.router_fixture import SHAPE, engine_joined, running

@@ -1,0 +1,74 @@
+"""Prediction of what a request activates, priced at every target. Pure."""
+
+from weakref import ref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.prediction import Query
+from fleet.signatures import ClusterModel
+from router.fleet_state.target_table import TargetTable
+from router.fleet_state.view import FleetView
+from router.prediction.predictor import Predictor, RequestPrediction
+from router.scheduling.decision import RemotePrefill, TargetPredictions
+from router.scheduling.routing_request import RoutingRequest
+
+
+def predicted(
+    predictor: Predictor,
+    view: FleetView,
+    target_table: TargetTable,
+    need: RoutingRequest,
+    overlap: NDArray[np.int64],
+) -> TargetPredictions | None:
+    """Predict for all targets. A prompt known only as text is predicted by its sender alone,
+    since its hashes are not those of token blocks.
+
+    overlap: int64 [targets]. A cached prefix was computed before, so its signature is probably known up
+    to there.
+    """
+    if predictor.replica(need.model) is None:
+        return None
+    size, prompt = _block_size(target_table), need.prompt
+    prefix = prompt.chained(size) if prompt.ids else ()
+    longest, keys = int(overlap[overlap.argmax()]), need.keys
+    request_prediction = predictor.predict(
+        need.model, Query(prefix, prompt.ids, size, keys.session, keys.tenant, longest)
+    )
+    if request_prediction is None:
+        return None
+    prices, clusters = view.prices(need.model), view.clusters(need.model)
+    if clusters is None or clusters.version != request_prediction.clusters:
+        used = None
+    else:
+        used = ref(clusters)
+        if need.prefill is not None:
+            request_prediction = _with_prompt(request_prediction, need, need.prefill, clusters)
+    if prices.clusters != len(request_prediction.weights):
+        nothing = np.zeros(len(target_table.targets))
+        unpriced = np.zeros(len(target_table.targets), np.bool_)
+        return TargetPredictions(
+            request_prediction, nothing, nothing, nothing, nothing, nothing, unpriced, clusters=used
+        )
+    remote, nodes, local, added = prices.of(request_prediction.weights)
+    prior, home = prices.prior_local(request_prediction.shares), prices.home(request_prediction.weights)
+    return TargetPredictions(
+        request_prediction, remote, nodes, local, prior, added, prices.priced, home, prices.versions, used
+    )
+
+
+def _with_prompt(
+    predicted: RequestPrediction, need: RoutingRequest, prefill: RemotePrefill, clusters: ClusterModel
+) -> RequestPrediction:
+    """Return the prediction with the signature of what the prompt activated at its prefill worker, as far as
+    that is known and of the shape of these clusters.
+    """
+    if prefill.experts is None or prefill.experts.shape != clusters.profiles.shape[1:]:
+        return predicted
+    share = min(1.0, prefill.tokens / need.prompt.tokens)
+    return predicted.with_prompt(clusters.signature(prefill.experts), share, prefill.tokens)
+
+
+def _block_size(target_table: TargetTable) -> int:
+    """Return the tokens per block of stored signatures: the smallest block size where engines differ."""
+    return target_table.block_sizes[0]
