@@ -67,6 +67,12 @@ def _split(url: bytes) -> tuple[str, bytes, bytes]:
     return unquote(path) if "%" in path else path, parsed.path, parsed.query or b""
 
 
+@lru_cache(maxsize=4)
+def asgi_versions(asgi: str) -> dict[str, str]:
+    """Return the versions of ASGI that a scope states. One object for all connections."""
+    return {"version": asgi, "spec_version": "2.3"}
+
+
 def split_url(url: bytes) -> tuple[str, bytes, bytes]:
     """Return path, raw path and query string of a request's URL; those of short ones are remembered.
     HttpParserError if there is no path.

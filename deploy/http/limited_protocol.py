@@ -12,8 +12,6 @@ between two requests. In this protocol
 """
 
 import asyncio
-from enum import Enum
-from functools import lru_cache
 from math import inf
 from typing import Any, cast
 
@@ -22,11 +20,12 @@ from uvicorn.config import Config
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
+from deploy.http import refusal
 from deploy.http.connection_gate import ConnectionGate
 from deploy.http.declined_upgrade import ReadOn, repeated_head
-from deploy.http.exchange import HttpExchange, split_url
+from deploy.http.exchange import HttpExchange, asgi_versions, split_url
 from deploy.http.flow_control import FlowControl
-from deploy.http.limits import Count, HttpLimits
+from deploy.http.limits import BODY, HEAD, IDLE, REFUSED, SENT, Count, HttpLimits
 from deploy.http.refusal import Refusal
 from deploy.http.write_coalescing import WriteCoalescing
 
@@ -40,28 +39,6 @@ MAX_DROPPED_BYTES = 16 * 1024 * 1024
 """
 READ_AHEAD_BYTES = 64 * 1024
 """Body bytes read before the application asks for them; then reading pauses."""
-
-
-class Phase(Enum):
-    """Phase of an exchange, as seen from the client."""
-
-    HEAD = "head"
-    BODY = "body"
-    SENT = "sent"
-    """the request is complete; its answer is not"""
-    IDLE = "idle"
-    REFUSED = "refused"
-    """input is no longer read"""
-
-
-# plain names, since enum member look-ups are slow and these run for every request
-_HEAD, _BODY, _SENT, _IDLE, _REFUSED = Phase
-
-
-@lru_cache(maxsize=4)
-def _versions(asgi: str) -> dict[str, str]:
-    """Return the versions of ASGI that a scope states. One object for all connections."""
-    return {"version": asgi, "spec_version": "2.3"}
 
 
 class LimitedProtocol(asyncio.Protocol):
@@ -123,7 +100,7 @@ class LimitedProtocol(asyncio.Protocol):
         self._server_state = server_state
         self._connections = server_state.connections
         self._tasks = server_state.tasks
-        self._asgi = _versions(config.asgi_version)
+        self._asgi = asgi_versions(config.asgi_version)
         self._app_state = app_state
         self._pipeline: list[HttpExchange] = []
         """the next one last"""
@@ -135,7 +112,7 @@ class LimitedProtocol(asyncio.Protocol):
         self._limits = limits
         self._count = count
         self._gate = gate
-        self._phase = _HEAD
+        self._phase = HEAD
         self._due = self.loop.time() + limits.head_seconds
         self._write_due = inf
         self._overhead = 0
@@ -183,9 +160,7 @@ class LimitedProtocol(asyncio.Protocol):
             self._count("too_many_connections")
             self._wire.abort()
         else:
-            self._refuse(
-                Refusal(503, "too_many_connections", "too many connections are open; try again later")
-            )
+            self._refuse(refusal.too_many_connections())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
@@ -202,7 +177,7 @@ class LimitedProtocol(asyncio.Protocol):
         self._parser = None
 
     def _has_input(self) -> bool:
-        return self._phase is _BODY or self._phase is _REFUSED
+        return self._phase is BODY or self._phase is REFUSED
 
     def _leave_running(self) -> None:
         """Drop the running exchange: its client has gone, or counts as gone."""
@@ -215,7 +190,7 @@ class LimitedProtocol(asyncio.Protocol):
         self._draining = True
         if self._running is not None and not self._running.response_complete:
             self._running.keep_alive = False
-        elif self._phase is _IDLE:
+        elif self._phase is IDLE:
             self.transport.close()
 
     def shed_order(self) -> tuple[int, float] | None:
@@ -223,9 +198,9 @@ class LimitedProtocol(asyncio.Protocol):
         those between two requests, then unfinished heads."""
         if self.transport.is_closing():
             return None
-        if self._phase is _HEAD:
+        if self._phase is HEAD:
             return 0 if self._silent else 2, self._due
-        return (1, self._due) if self._phase is _IDLE else None
+        return (1, self._due) if self._phase is IDLE else None
 
     def shed(self) -> None:
         """Close now: another connection needs the place."""
@@ -236,7 +211,7 @@ class LimitedProtocol(asyncio.Protocol):
     # Input
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is _REFUSED:
+        if self._phase is REFUSED:
             self._dropped += len(data)
             if self._dropped > MAX_DROPPED_BYTES:
                 self._wire.abort()
@@ -269,7 +244,7 @@ class LimitedProtocol(asyncio.Protocol):
 
     def _has_plain_body(self) -> bool:
         return (
-            self._phase is _BODY
+            self._phase is BODY
             and self._read is not None
             and all(name != b"transfer-encoding" for name, _ in self._read.scope["headers"])
         )
@@ -286,15 +261,12 @@ class LimitedProtocol(asyncio.Protocol):
         except httptools.HttpParserError as error:
             refused = error.__context__
             if not isinstance(refused, Refusal):
-                refused = Refusal(400, "malformed", "this is no HTTP/1.1 request that can be read")
+                refused = refusal.malformed()
             self._refuse(refused)
             return
         if self._overhead > self._limits.head_bytes:
-            self._refuse(
-                self._head_too_large()
-                if self._phase is _HEAD
-                else Refusal(400, "malformed", "too much between two chunks of the body")
-            )
+            too_large = refusal.head_too_large if self._phase is HEAD else refusal.chunk_head_too_large
+            self._refuse(too_large(self._limits))
         elif self._phase is not before:
             self._due = self._deadline()
 
@@ -306,28 +278,18 @@ class LimitedProtocol(asyncio.Protocol):
         self._parse(repeated_head(exchange.scope["headers"]) + rest)
 
     def _deadline(self) -> float:
-        if self._phase is _SENT or self._phase is _REFUSED:
-            return inf
-        limits = self._limits
-        seconds = (
-            limits.head_seconds
-            if self._phase is _HEAD
-            else limits.body_seconds
-            if self._phase is _BODY
-            else limits.idle_seconds
-        )
-        return self.loop.time() + seconds
+        return self.loop.time() + self._limits.seconds(self._phase)
 
     # Parser callbacks
 
     def on_message_begin(self) -> None:
-        self._phase = _HEAD
+        self._phase = HEAD
         self._url, self._headers, self._awaits_continue = b"", [], False
 
     def on_url(self, url: bytes) -> None:
         self._url += url
         if len(self._url) > self._limits.url_bytes:
-            raise Refusal(414, "url_too_long", f"the URL is longer than {self._limits.url_bytes} bytes")
+            raise refusal.url_too_long(self._limits)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -335,19 +297,15 @@ class LimitedProtocol(asyncio.Protocol):
             self._awaits_continue = True
         self._headers.append((name, value))
         if len(self._headers) > self._limits.head_fields:
-            raise Refusal(431, "head_too_large", f"the head has more than {self._limits.head_fields} fields")
+            raise refusal.too_many_fields(self._limits)
 
     def on_headers_complete(self) -> None:
         if self._overhead > self._limits.head_bytes and self._head_bytes() > self._limits.head_bytes:
-            raise self._head_too_large()
+            raise refusal.head_too_large(self._limits)
         if len(self._pipeline) >= MAX_PIPELINED:
-            raise Refusal(
-                429,
-                "pipelined",
-                f"more than {MAX_PIPELINED} requests wait on this connection; wait for answers",
-            )
+            raise refusal.pipelined(MAX_PIPELINED)
         self._overhead = 0
-        self._phase = _BODY
+        self._phase = BODY
         exchange = self._read = self._exchange()
         running = self._running
         if running is None or running.response_complete:
@@ -393,9 +351,6 @@ class LimitedProtocol(asyncio.Protocol):
     def _head_bytes(self) -> int:
         return len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
 
-    def _head_too_large(self) -> Refusal:
-        return Refusal(431, "head_too_large", f"the head is longer than {self._limits.head_bytes} bytes")
-
     def on_body(self, body: bytes) -> None:
         self._overhead = 0
         exchange = self._read
@@ -410,7 +365,7 @@ class LimitedProtocol(asyncio.Protocol):
         if self._upgrading:
             return
         self._overhead = 0
-        self._phase = _SENT
+        self._phase = SENT
         exchange = self._read
         if exchange is None:
             return
@@ -431,16 +386,16 @@ class LimitedProtocol(asyncio.Protocol):
     def on_response_complete(self) -> None:
         """End the exchange as uvicorn does, without its timer: this protocol has deadlines instead."""
         self._server_state.total_requests += 1
-        if self._phase is _BODY and self._running is self._read:
-            self._phase, self._due = _REFUSED, inf  # drop the rest of the body: the connection is closing
+        if self._phase is BODY and self._running is self._read:
+            self._phase, self._due = REFUSED, inf  # drop the rest of the body: the connection is closing
             self._unparsed.clear()
         if self.transport.is_closing():
             return
         self._flow.resume_reading()
         if self._pipeline:
             self._start(self._pipeline.pop())
-        elif self._phase is _SENT:
-            self._phase = _IDLE
+        elif self._phase is SENT:
+            self._phase = IDLE
             self._due = self._deadline()
 
     def pause_writing(self) -> None:
@@ -457,7 +412,7 @@ class LimitedProtocol(asyncio.Protocol):
 
     def enforce(self, now: float) -> None:
         """Cut the connection if a deadline has passed. Free the parser of one whose answer takes long."""
-        if self._phase is _SENT and self._keep_alive:
+        if self._phase is SENT and self._keep_alive:
             # it is between two requests, where a new one begins; after the last request it ignores the rest
             self._parser = None
         if self._write_due <= now:
@@ -466,14 +421,10 @@ class LimitedProtocol(asyncio.Protocol):
             self._wire.abort()
         elif self._due <= now:
             self._due = inf
-            if self._phase is _BODY:
-                self._refuse(
-                    Refusal(408, "slow_body", f"the body was not here after {self._limits.body_seconds:g} s")
-                )
-            elif self._phase is _HEAD and not self._silent:
-                self._refuse(
-                    Refusal(408, "slow_head", f"the head was not here after {self._limits.head_seconds:g} s")
-                )
+            if self._phase is BODY:
+                self._refuse(refusal.slow_body(self._limits))
+            elif self._phase is HEAD and not self._silent:
+                self._refuse(refusal.slow_head(self._limits))
             else:
                 self.transport.close()
 
@@ -481,8 +432,8 @@ class LimitedProtocol(asyncio.Protocol):
         """Send the error and close. An answer that is being sent is finished first, and replaces the
         error."""
         self._count(refused.cause)
-        own_body = self._phase is _BODY
-        self._phase, self._due = _REFUSED, inf
+        own_body = self._phase is BODY
+        self._phase, self._due = REFUSED, inf
         self._unparsed.clear()
         running = self._running
         if running is not None and not running.response_complete:

@@ -5,9 +5,27 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+from math import inf
 
 Count = Callable[[str], None]
 """Callback that counts a cut connection by its cause."""
+
+
+class Phase(Enum):
+    """Phase of an exchange, as seen from the client."""
+
+    HEAD = "head"
+    BODY = "body"
+    SENT = "sent"
+    """the request is complete; its answer is not"""
+    IDLE = "idle"
+    REFUSED = "refused"
+    """input is no longer read"""
+
+
+HEAD, BODY, SENT, IDLE, REFUSED = Phase
+"""Plain names: look-ups of members are slow, and these are compared for every request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +48,14 @@ class HttpLimits:
     """between two requests of one connection"""
     write_seconds: float = 60.0
     """time an answer may wait for a client that does not read"""
+
+    def seconds(self, phase: Phase) -> float:
+        """Return the time that a client has for a phase."""
+        if phase is HEAD:
+            return self.head_seconds
+        if phase is BODY:
+            return self.body_seconds
+        return self.idle_seconds if phase is IDLE else inf
 
 
 LIMITS = HttpLimits()
