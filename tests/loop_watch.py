@@ -58,7 +58,7 @@ KNOWN = {
     "router.openai_api.request_schema.RequestDecoder.text": "a body of megabytes is decoded on the loop",
     "router.wait_queue.WaitQueue._serve": "places are given 16 at once: some five milliseconds of deciding",
     "router.upstream.http_client.request_bytes": "a body of megabytes is joined to its head",
-    "router.upstream.http_client.Connection.send": (
+    "router.upstream.server_connection.Connection.send": (
         "a body of megabytes is copied into the kernel and the transport's buffer at once: 11 ms for 8 MB"
     ),
     "router.sync.fleet_subscriber.FleetSubscriber._price": (

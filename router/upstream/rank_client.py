@@ -15,14 +15,8 @@ from fleet.completions.token_frames import HEADER, TokenPiece
 from router.config import RouterConfig
 from router.health.attempt_failures import AttemptFailure
 from router.http.asgi_response import not_ready
-from router.upstream.http_client import (
-    ChunkRelay,
-    Connection,
-    ConnectionLost,
-    HttpClient,
-    Origin,
-    request_bytes,
-)
+from router.upstream.http_client import HttpClient, Origin, request_bytes
+from router.upstream.server_connection import ChunkRelay, Connection, ConnectionLost
 from router.upstream.token_frames import PieceRelay, RankFrames
 
 _ERROR_BYTES = 64 * 1024

@@ -10,7 +10,8 @@ from math import inf
 from typing import Protocol
 
 from fleet.completions.token_frames import HEADER, PATH, FrameReader, TokenPiece, decode
-from router.upstream.http_client import Connection, ConnectionLost, Heard, HttpClient, request_bytes
+from router.upstream.http_client import HttpClient, request_bytes
+from router.upstream.server_connection import Connection, ConnectionLost, Heard
 
 _CHUNK_SIZE = 10
 """Longest line of a chunk's size."""

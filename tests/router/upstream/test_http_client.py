@@ -13,16 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.passthrough.event_relay import EventRelay
-from router.upstream.http_client import (
-    BUFFERED_BYTES,
-    MAX_HEAD_BYTES,
-    Connection,
-    ConnectionLost,
-    HttpClient,
-    Origin,
-    request_bytes,
-)
+from router.upstream.http_client import HttpClient, Origin, request_bytes
 from router.upstream.outbox import Outbox
+from router.upstream.server_connection import BUFFERED_BYTES, MAX_HEAD_BYTES, Connection, ConnectionLost
 from tests.router.router_fixture import until
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
