@@ -278,7 +278,7 @@ class LimitedProtocol(asyncio.Protocol):
         self._parse(repeated_head(exchange.scope["headers"]) + rest)
 
     def _deadline(self) -> float:
-        return self.loop.time() + self._limits.seconds(self._phase)
+        return inf if self._phase is SENT else self.loop.time() + self._limits.seconds(self._phase)
 
     # Parser callbacks
 

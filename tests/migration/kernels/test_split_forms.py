@@ -57,11 +57,9 @@ def test_copies_without_slots_or_with_too_few_flows_are_refused() -> None:
     library = kernels.compiled()
     assert library is not None, kernels.missing
     one, number, no, none = np.zeros(1, np.intp), np.ones(1), np.zeros(2, bool), np.zeros(0, np.int16)
-    numbers = number.copy(), np.ones(2)  # those that would change
+    free = one - 1, one.copy(), one - 1, number.copy(), np.ones(2)  # a column for the copy, and loads
     with pytest.raises(ValueError, match="differ in length"):
-        library.overflow_admit(
-            one, one, no, none, number, one + 1, one.copy(), one.copy(), one.copy(), *numbers
-        )
+        library.overflow_admit(one, one, no, none, number, one + 1, *free)
     table, rows = np.zeros(1, np.int16), (one, one)
     arrays = (number, table, table, *rows, *rows, no[:1], None, None, number, no, number.copy(), number)
     library.overflow_promises(one, one, number, number, *arrays)
