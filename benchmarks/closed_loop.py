@@ -57,6 +57,7 @@ from benchmarks.rig.live.run import (
     Live,
     Phase,
     Plenty,
+    Policy,
     hashed,
     live,
     phase,
@@ -122,17 +123,22 @@ def row(name: str, phases: list[Phase]) -> list[str | float | int]:
 
 
 async def policies(
-    fleet: Live, traffic: Texts, much: Plenty, rounds: int, seed: int, plot: Path | None, *, quick: bool
+    fleet: Live,
+    traffic: Texts,
+    much: Plenty,
+    rounds: int,
+    seed: int,
+    plot: Path | None,
+    several: tuple[Policy, ...],
 ) -> dict[str, list[Phase]]:
-    """Run every policy in every round; each round begins with another policy. Adds hash dispatch after EPLB,
-    and heat maps after the loop. quick: only the two compared policies."""
+    """Run every policy in every round; each round begins with another policy. Adds hash dispatch after EPLB
+    where all policies run, and heat maps after the loop."""
     found: dict[str, list[Phase]] = {}
-    several = COMPARED if quick else POLICIES
     for number in range(rounds):
         for policy in several[number % len(several) :] + several[: number % len(several)]:
             one = await phase(fleet, policy, traffic, much, seed + number)
             found.setdefault(one.policy, []).append(one)
-            if policy is EPLB and not quick:
+            if policy is EPLB and several is POLICIES:
                 some = Plenty(much.warm / 10, much.count // 2, much.concurrency, much.prompt, much.output)
                 other = await hashed(fleet, traffic, some, seed + number)
                 found.setdefault(other.policy, []).append(other)
@@ -164,13 +170,14 @@ def judge(report: LiveReport, found: dict[str, list[Phase]], *, quick: bool) -> 
     report.targets.append(Target("requests lost", lost, 0, at_least=False, unit=""))
     if quick:
         return
-    static = [
-        1 - loop.sent.remote_ranks / other.sent.remote_ranks
-        for loop, other in zip(found[LOOP.name], found[STATIC.name], strict=True)
-    ]
-    report.notes.append(
-        f"full loop against static + KV-only: remote ranks {spread([-100 * one for one in static], '%')}"
-    )
+    if STATIC.name in found:
+        static = [
+            1 - loop.sent.remote_ranks / other.sent.remote_ranks
+            for loop, other in zip(found[LOOP.name], found[STATIC.name], strict=True)
+        ]
+        report.notes.append(
+            f"full loop against static + KV-only: remote ranks {spread([-100 * one for one in static], '%')}"
+        )
     report.targets += [
         Target(
             "full loop: balance of steps below EPLB + KV-only's by",
@@ -271,6 +278,7 @@ async def run(
     link_seconds: float,
     scale: float,
     plot: Path | None,
+    several: tuple[Policy, ...],
     *,
     quick: bool,
 ) -> None:
@@ -283,7 +291,7 @@ async def run(
             report.notes.append(
                 f"{much.warm:g} s of each policy to get going, then {much.count} requests measured"
             )
-            found = await policies(fleet, traffic, much, rounds, seed, plot, quick=quick)
+            found = await policies(fleet, traffic, much, rounds, seed, plot, several)
             judge(report, found, quick=quick)
         for name, part in (("flip", flip), ("homogeneous", homogeneous), ("alternating", alternating)):
             if name in parts:
@@ -346,6 +354,7 @@ def main(
         help="added seconds per layer for a token to another rank and back; 0: the links of this machine",
     ),
     scale: float = typer.Option(None, help="factor for the times of the long parts"),
+    compared: bool = typer.Option(False, "--compared", help="only the two policies that the targets compare"),
     plot: Path = Plot,
 ) -> None:
     """Measure the four policies on one live fleet, and the loop under changing and homogeneous traffic."""
@@ -364,8 +373,9 @@ def main(
         plot.mkdir(parents=True, exist_ok=True)
     report = LiveReport("The closed loop: policies on one live fleet", _COLUMNS)
     rounds, scale = rounds or (1 if quick else 2), scale or (0.1 if quick else 1.0)
+    several, texts_of = COMPARED if quick or compared else POLICIES, texts(traffic, prompt)
     asyncio.run(
-        run(report, parts, texts(traffic, prompt), much, rounds, seed, link_seconds, scale, plot, quick=quick)
+        run(report, parts, texts_of, much, rounds, seed, link_seconds, scale, plot, several, quick=quick)
     )
     if plot is not None:
         from benchmarks.rig.live.plots import draw_all
