@@ -359,7 +359,7 @@ async def test_a_conversation_returns_to_the_server_that_knows_it(
     assert followed == [first] * 4
     assert other in {
         (await house.post(CHAT, chat(f"{number} something else entirely" * 40))).json["id"]
-        for number in range(6)
+        for number in range(30)  # equal servers are drawn by lot
     }
 
 
