@@ -61,39 +61,36 @@ def problem_record(found: PlanningProblem, placement: Placement) -> PlanRecord:
 
 def with_moves(record: PlanRecord, found: PlanningProblem, best: EvaluatedPlan, plan: Plan) -> PlanRecord:
     """Add a plan that moves experts to a record. best: the candidate that it carries out."""
-    paid = best.payback
     return msgspec.structs.replace(
-        record,
-        id=plan.id,
+        _with_plan(record, best, plan),
         after=measures(found, best.after.figures),
         copies=best.copies,
         copied_share=best.copies / max(changeable_slots(found), 1),
-        copied_bytes=paid.bytes,
-        handovers=len(plan.handovers),
-        gain_seconds=best.gain_seconds,
-        gain_per_second=paid.gain_per_second,
-        cost_seconds=paid.cost_seconds,
-        net_seconds=best.net_seconds,
-        payback_seconds=paid.after_seconds,
-        transfer_seconds=paid.transfer_seconds,
-        steps=steps(plan),
+        copied_bytes=best.payback.bytes,
     )
 
 
 def with_turned_layers(record: PlanRecord, turned: TurnedLayers, plan: Plan) -> PlanRecord:
     """Add a plan that changes the form of single layers to a record."""
-    paid = turned.payback
     return msgspec.structs.replace(
-        record,
-        id=plan.id,
+        _with_plan(record, turned, plan),
         copies=plan.transfers,
         copied_share=len(turned.gains) / turned.goal.layers,
         copied_bytes=plan.bytes,
+    )
+
+
+def _with_plan(record: PlanRecord, worth: EvaluatedPlan | TurnedLayers, plan: Plan) -> PlanRecord:
+    """Add what every plan has to a record. worth: what the plan carries out, with its gain and cost."""
+    paid = worth.payback
+    return msgspec.structs.replace(
+        record,
+        id=plan.id,
         handovers=len(plan.handovers),
-        gain_seconds=turned.gain_seconds,
+        gain_seconds=worth.gain_seconds,
         gain_per_second=paid.gain_per_second,
         cost_seconds=paid.cost_seconds,
-        net_seconds=turned.net_seconds,
+        net_seconds=worth.net_seconds,
         payback_seconds=paid.after_seconds,
         transfer_seconds=paid.transfer_seconds,
         steps=steps(plan),

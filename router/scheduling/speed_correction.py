@@ -7,9 +7,10 @@ are noise, and one percent of all steps of a request costs more than the locatio
 observation moves the running mean by its share of the recent evidence, and by at most OUTLIER of its distance
 (Huber's clipped residual), so that a single wild value has little effect. Evidence halves with every
 HALF_LIFE_SECONDS without observations. A mean counts in proportion to its evidence, so a factor returns to 1
-without any. A rank with too little evidence uses that of its engine.
+without any. A rank with too little evidence, or none, uses that of its engine.
 """
 
+from collections.abc import Iterable
 from math import log
 
 import numpy as np
@@ -117,6 +118,18 @@ class SpeedCorrection:
             self._reserve(int(rows.max()) + 1)
             return self._factors.take(rows, axis=1)
 
+    def know(self, ranks: Iterable[tuple[RankKey, int]]) -> None:
+        """Let ranks, with their rows, have their engine's factors, if anything of the engine was observed. A
+        rank that was never observed would otherwise seem faster than its engine, or slower.
+        """
+        new = [
+            (key, row) for key, row in ranks if key[0] in self._engine_at and self._row_of.get(key) != row
+        ]
+        for key, row in new:
+            self._add_rank(key, row)
+        if new:
+            self._compute()
+
     def of(self, row: int) -> tuple[float, float]:
         """Return the same for one rank."""
         return (
@@ -148,6 +161,9 @@ class SpeedCorrection:
             self._ranks.age(left)
             self._engines.age(left)
         self._refreshed_at = now
+        self._compute()
+
+    def _compute(self) -> None:
         trust, own = self._ranks.trusted()
         _, pooled = self._engines.trusted()
         logs = own + (1.0 - trust) * pooled.take(np.array(self._engine_of, np.intp), axis=1)

@@ -98,7 +98,11 @@ class TargetSpeeds:
         self._known.clear()
 
     def _find(self, target_table: TargetTable) -> KnownSpeeds:
-        factors = self._stated.factors(target_table.rows) if self._stated.measured else None
+        factors = None
+        if self._stated.measured:
+            keys = (target.key for target in target_table.targets)
+            self._stated.know(zip(keys, target_table.rows.tolist(), strict=True))
+            factors = self._stated.factors(target_table.rows)
         measured: NDArray[np.bool_] | None = None
         unstated = (~target_table.stated).nonzero()[0].tolist()
         if unstated:

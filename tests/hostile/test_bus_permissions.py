@@ -153,7 +153,8 @@ async def test_a_subscriber_hears_and_replays_what_is_said_openly(furnished: Ser
         for subject in SUBJECTS.published:
             assert await reader.may_listen(subject), subject
         subscription = await reader.client.subscribe(SUBJECTS.heartbeats("a"))
-        await reader.client.flush()
+        for _ in range(2):  # the first ping may overtake it
+            await reader.client.flush()
         await engine.publisher(SUBJECTS.heartbeats("a")).publish(
             EngineHeartbeat(engine="a", worker_id=1, epoch=0)
         )

@@ -23,7 +23,7 @@ from router.prefix_index.prompt import TokenPrompt
 from router.scheduling.cost import TERMS
 from router.scheduling.decision import Decision
 from router.scheduling.routing_request import FIRST_TRY, Attempt, RoutingRequest
-from router.scheduling.speed_correction import HALF_LIFE_SECONDS
+from router.scheduling.speed_correction import DECODE_SPEED, HALF_LIFE_SECONDS
 from router.service import RouterService
 from router.telemetry.metrics import LAPS
 from router.telemetry.request_log import RequestLog
@@ -199,6 +199,21 @@ async def test_steps_of_a_load_that_is_over_say_nothing(network: RouterNetwork) 
         )
     await asyncio.sleep(2 * TICK_SECONDS)
     assert series(service, "speed_factor", of="decode") == pytest.approx(1.0)
+
+
+@pytest.mark.looptime
+async def test_a_rank_that_has_served_nothing_seems_no_faster_than_its_slow_engine(
+    network: RouterNetwork,
+) -> None:
+    joined = await network.engine("e", ranks=2, speed=SPEED, capabilities=PLAIN)
+    service = await network.ready_router()
+    voice = network.bus.publisher(network.subjects.kv_metrics)
+    slow = 2.0 * (SPEED.step + SPEED.decode_sequence)
+    for _ in range(40):
+        await voice.publish(KvMetrics(worker_id=joined.worker_id, dp_rank=1, running=1, step_seconds=slow))
+    await asyncio.sleep(2 * TICK_SECONDS)
+    table, speeds = service.view.target_table("demo"), service.scheduler.speeds
+    assert [speeds.of(table, rank)[DECODE_SPEED] for rank in (0, 1)] == pytest.approx([2.0, 2.0], rel=0.1)
 
 
 @pytest.mark.looptime

@@ -127,6 +127,18 @@ def test_a_rank_without_evidence_of_its_own_has_its_engines() -> None:
     assert prefill[2] == 1.0
 
 
+def test_a_rank_that_was_never_observed_has_its_engines_factors_from_the_start() -> None:
+    speeds = SpeedCorrection(4.0)
+    feed(speeds, 2.0, 60)
+    factors(speeds, ROW)
+    speeds.know([(KEY, ROW), ((7, 1), 4), ((8, 0), 5)])
+    found = speeds.factors(np.array([ROW, 4, 5]))
+    assert found[:, 1].tolist() == pytest.approx(found[:, 0].tolist(), rel=0.05)
+    assert found[:, 2].tolist() == [1.0, 1.0], "nothing of its engine was observed"
+    feed(speeds, 0.5, 60, key=(7, 1), row=4)
+    assert factors(speeds, ROW, 4)[PREFILL_SPEED] == pytest.approx([2.0, 0.5], rel=0.1)
+
+
 def test_a_rank_with_evidence_of_its_own_differs_from_its_engine() -> None:
     speeds = SpeedCorrection(4.0)
     for rank in range(4):
