@@ -34,16 +34,20 @@ from tests.router.router_fixture import (
 
 CHAT = "/v1/chat/completions"
 FAULTS = ("server_error", "hang_up", "break_early", "garbage", "break_late", "no_finish", "end_early")
+MOST_FAULTS = 3
+"""of one request: it finds a rank that answers, since there are four"""
 TOKENS = 24
 
 
 class FaultyRank(MockRank):
     """One in a fixed number of forwards fails, over all ranks that share `turns`, each time in another
-    way."""
+    way. No request fails more than `MOST_FAULTS` times over all ranks that share `faults`."""
 
-    def __init__(self, packed: bytes, turns: Iterator[int], every: int) -> None:
+    def __init__(self, packed: bytes, turns: Iterator[int], faults: Counter[str], every: int) -> None:
         super().__init__(packed)
         self.turns = turns
+        self.faults = faults
+        """of each request, by its id"""
         self.every = every
         self.asked_at_once: Counter[str] = Counter()
         """open forwards of one request, by its id"""
@@ -54,14 +58,15 @@ class FaultyRank(MockRank):
         self.asked_at_once[request_id] += 1
         assert self.asked_at_once[request_id] == 1, "the same request is here twice at once"
         try:
-            return await self._answered(http)
+            return await self._answered(http, request_id)
         finally:
             self.asked_at_once[request_id] -= 1
 
-    async def _answered(self, http: web.Request) -> web.StreamResponse:
+    async def _answered(self, http: web.Request, request_id: str) -> web.StreamResponse:
         turn = next(self.turns)
-        if turn % self.every:
+        if turn % self.every or self.faults[request_id] == MOST_FAULTS:
             return await super().completions(http)
+        self.faults[request_id] += 1
         fault = FAULTS[turn // self.every % len(FAULTS)]
         self.failed[fault] += 1
         if fault == "server_error":
@@ -89,9 +94,9 @@ class FaultyRank(MockRank):
 async def faulty_engines(
     house: House, serve_rank: Serve, packed: bytes, every: int, ranks: tuple[int, ...] = (2, 2)
 ) -> list[FaultyRank]:
-    turns, found = itertools.count(1), []
+    turns, faults, found = itertools.count(1), Counter[str](), []
     for number, count in enumerate(ranks, start=1):
-        mocks = [FaultyRank(packed, turns, every) for _ in range(count)]
+        mocks = [FaultyRank(packed, turns, faults, every) for _ in range(count)]
         for mock in mocks:
             await serve_rank(mock)
         await house.join(f"e{number}", [mock.url for mock in mocks], packed, worker_id=number)
