@@ -438,6 +438,12 @@ class WaitQueue(BookingObserver):
                     "every rank that serves this model is saturated, and requests more urgent than"
                     f" {waiting.request_log.priority!r} filled the queue"
                 )
+            case QueueRefusal.QUEUE_TIMEOUT if waiting.attempt.failures:
+                return (
+                    "every rank that serves this model failed this request, the last with"
+                    f" {waiting.attempt.failures[-1][1].value}, and no other had room within"
+                    f" {now - waiting.came:.1f} s; try again later"
+                )
             case QueueRefusal.QUEUE_TIMEOUT:
                 return (
                     f"no rank that serves this model had room within {now - waiting.came:.1f} s; try again"

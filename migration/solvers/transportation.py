@@ -17,6 +17,8 @@ from migration import kernels
 _TURNS = 40
 """Most turns, per row and column. Some one or two are usual; beyond that, the ring's loads are too small to
 tell them from rounding, and what was reached is used."""
+_ROUNDING = 1e-12
+"""Missing room, relative to the supplies, that counts as the rounding of sums."""
 _STILL = 1e-13
 """Gain below which no cell enters, relative to the largest value."""
 
@@ -26,17 +28,19 @@ def transported(value: NDArray[Any], supply: FloatArray, room: FloatArray) -> Fl
     greatest.
 
     Rows carry their whole supply [rows]; columns take at most their room [columns]. Where several solutions
-    are best, one of them. ValueError if there is more supply than room, or a value is not finite.
+    are best, one of them. ValueError if there is more supply than room, beyond rounding, or a value is not
+    finite.
     """
     if not np.isfinite(value).all():
         raise ValueError("transportation: a value is not finite")
-    spare = float(room.sum()) - float(supply.sum())
-    if spare < 0:
+    needed = float(supply.sum())
+    spare = float(room.sum()) - needed
+    if spare < -_ROUNDING * needed:
         raise ValueError(f"transportation: room for {room.sum():.6f}, and supplies of {supply.sum():.6f}")
     # A last row of no value fills the room that is left, so that all columns are full.
     cost = np.zeros((len(supply) + 1, len(room)))
     np.negative(value, out=cost[:-1])
-    supplies = np.append(np.asarray(supply, np.float64), spare)
+    supplies = np.append(np.asarray(supply, np.float64), max(spare, 0.0))
     order = np.argsort(cost, axis=None, kind="stable")
     turns, still = _TURNS * (len(supply) + 1 + len(room)), _STILL * float(np.abs(cost).max(initial=0.0))
     carried = np.zeros(cost.shape)

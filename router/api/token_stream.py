@@ -159,7 +159,7 @@ class TokenStream:
             self._service,
             self._request_log,
             need,
-            Attempt(attempt, replaces, tuple(state.failures)),
+            Attempt(attempt, replaces, tuple(state.failures), waits=True),
             partial(self._attempt, state, prompt),
             suffix=f"-c{state.index}" if state.index else "",
             begun=bool(state.emitted or self._reply.status),

@@ -28,6 +28,11 @@ class AttemptFailure(StrEnum):
     BROKEN = "broken"
     """the stream ended or became invalid before the answer was complete"""
 
+    @property
+    def lost_connection(self) -> bool:
+        """True when the engine may have died."""
+        return self in (AttemptFailure.CONNECT, AttemptFailure.DISCONNECTED, AttemptFailure.BROKEN)
+
 
 class BegunAnswer(NamedTuple):
     """Weights with which an answer was begun (`EngineJoined.weights_digest`). Other weights would change the

@@ -61,7 +61,8 @@ def no_candidate(
             "every rank that serves this model failed this request, the last with"
             f" {attempt.failures[-1][1].value}"
         )
-        return ApiError(503, message, code="upstream_failed", retry_after=2.0)
+        kind = Saturated if attempt.awaits_engine else ApiError
+        return kind(503, message, code="upstream_failed", retry_after=2.0)
     if len(exclusions.hard) == len(target_table.targets):
         message = (
             f"every rank that serves the model {model!r} is draining; undo it with: roost drain ENGINE --undo"

@@ -52,6 +52,15 @@ class Attempt(msgspec.Struct, frozen=True):
     number: int = 1
     replaces: str | None = None
     failures: tuple[tuple[RankKey, AttemptFailure], ...] = ()
+    waits: bool = False
+    """True if it may wait for the engine that replaces one which died"""
+
+    @property
+    def awaits_engine(self) -> bool:
+        """True when ranks that failed may have died. Their connections break a moment before the engine is
+        known to be gone, and it returns as a new one.
+        """
+        return self.waits and any(how.lost_connection for _, how in self.failures)
 
 
 FIRST_TRY = Attempt()

@@ -57,6 +57,11 @@ def test_the_forms_agree_at_full_size() -> None:
         assert np.array_equal(transported(value, supply, room), found)
 
 
+def test_room_that_is_short_by_the_rounding_of_sums_is_enough() -> None:
+    value, supply, room = np.eye(2), np.array([0.7, 0.3]), np.array([0.7, np.nextafter(0.3, 0.0)])
+    assert transported(value, supply, room) == pytest.approx(np.diag(supply))
+
+
 def test_supplies_without_room_and_values_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"room for 0.5.* supplies of 1.0"):
         transported(np.ones((2, 2)), np.full(2, 0.5), np.full(2, 0.25))

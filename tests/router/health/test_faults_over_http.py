@@ -226,6 +226,39 @@ async def test_attempts_and_retries_are_bounded_when_everything_fails(
     assert f"roost_router_retries_refused_total {float(len(refused))}" in metrics
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_whose_engine_dies_waits_for_the_next_one(
+    house: House, serve_rank: Serve, byte_archive: bytes, *, stream: bool, tokens: int
+) -> None:
+    ranks = [await serve_rank(MockRank(byte_archive)) for _ in range(2)]
+    ranks[0].die_after = tokens
+    ranks[1].answer_status = 503  # it lost the other rank
+    await house.join("e1", [rank.url for rank in ranks], byte_archive, worker_id=1)
+    asked = asyncio.ensure_future(house.post(CHAT, chat(stream=stream, max_tokens=TOKENS)))
+    await until(lambda: len(house.service.wait_queue) == 1)
+    ranks[0].die_after, ranks[1].answer_status = None, 200
+    await house.join("e1", [rank.url for rank in ranks], byte_archive, worker_id=2)
+    prompt = ranks[0].tokenizer.encode_rendered(rendered("hello there"))
+    assert text_of(await asked) == ranks[0].text(prompt, 5, TOKENS)
+    await until(lambda: idle(house.service))
+
+
+async def test_a_request_whose_engine_failed_and_does_not_return_is_refused_in_words(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
+    house = await open_house(queue_wait_seconds=0.3)
+    rank = await serve_rank(MockRank(byte_archive))
+    rank.die_after = 0
+    await house.join("alone", [rank.url], byte_archive)
+    answer = await house.post(CHAT, chat())
+    assert (answer.status, answer.json["error"]["code"]) == (503, "queue_timeout")
+    assert (
+        "every rank that serves this model failed this request, the last with broken, and no other had room"
+        in answer.json["error"]["message"]
+    )
+
+
 async def test_a_breaker_opens_is_reported_and_closes_again(
     open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
 ) -> None:
