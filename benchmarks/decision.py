@@ -198,7 +198,7 @@ class Measured:
 
     def __init__(self, quick: bool) -> None:
         chance = np.random.default_rng(0)
-        self.rounds = 4 if quick else 16
+        self.rounds = 4 if quick else 64
         self.turns = 400 if quick else 4000
         self.seconds = 0.5 if quick else 3.0
         counts = {1024: 64, 4096: 64, 16_384: 32}
