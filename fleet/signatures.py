@@ -154,12 +154,18 @@ class ClusterModel:
             raise ValueError(
                 f"cluster model: {len(record.profiles)} bytes do not make profiles of shape {shape}"
             )
-        shares = np.frombuffer(record.shares, "<f4").astype(np.float64)
-        profiles = np.frombuffer(record.profiles, "<f2").astype(np.float32).reshape(shape)
-        sums = profiles.sum(axis=2, keepdims=True)
-        if not (np.isfinite(sums).all() and (profiles >= 0).all() and (sums > 0).all()):
+        # Before any arithmetic, which warns of signalling NaNs.
+        halves, singles = np.frombuffer(record.profiles, "<f2"), np.frombuffer(record.shares, "<f4")
+        if not np.isfinite(halves).all():
             raise ValueError("cluster model: profiles must be probabilities")
-        if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.sum() > 0):
+        if not np.isfinite(singles).all():
+            raise ValueError("cluster model: shares must be probabilities")
+        profiles = halves.astype(np.float32).reshape(shape)
+        sums = profiles.sum(axis=2, keepdims=True)
+        if not ((profiles >= 0).all() and (sums > 0).all()):
+            raise ValueError("cluster model: profiles must be probabilities")
+        shares = singles.astype(np.float64)
+        if not ((shares >= 0).all() and shares.sum() > 0):
             raise ValueError("cluster model: shares must be probabilities")
         if not 0 < record.sharpness < float("inf"):
             raise ValueError(f"cluster model: sharpness must be finite and above 0, not {record.sharpness}")

@@ -177,6 +177,21 @@ def test_shares_too_large_for_their_sum_in_single_precision_are_read() -> None:
     assert found.shares == pytest.approx(np.full(3, 1 / 3))
 
 
+@pytest.mark.parametrize("numbers", ["nan", "signalling", "inf"])
+@pytest.mark.parametrize("field", ["shares", "profiles"])
+def test_values_that_are_no_numbers_are_refused(field: str, numbers: str) -> None:
+    record = model().record()
+    kind, bits = (np.uint32, "<f4") if field == "shares" else (np.uint16, "<f2")
+    patterns = {
+        "shares": {"nan": 0x7FC00000, "signalling": 0x7F800001, "inf": 0x7F800000},
+        "profiles": {"nan": 0x7E00, "signalling": 0x7C01, "inf": 0x7C00},
+    }
+    values = np.frombuffer(getattr(record, field), bits).copy()
+    values.view(kind)[0] = patterns[field][numbers]
+    with pytest.raises(ValueError, match=f"{field} must be probabilities"):
+        ClusterModel.from_record(msgspec.structs.replace(record, **{field: values.tobytes()}))
+
+
 @settings(max_examples=200)
 @given(
     st.integers(-1, 3),
