@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: browser up kernels docs manifests plugin test test-slow test-long test-vllm test-vllm-slow record-vllm test-dynamo record-dynamo soak lint bench evidence venv clean
+.PHONY: browser up kernels docs manifests plugin test test-slow test-random test-long test-vllm test-vllm-slow record-vllm test-dynamo record-dynamo soak lint bench evidence venv clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -56,6 +56,9 @@ FLEETS := tests/system tests/faults
 test-slow: venv kernels $(BIN)/helm ## soaks and long fault loops
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not long" --timeout 900 $(addprefix --ignore=,$(FLEETS)) $(ARGS)
 	@$(BIN)/python -m pytest -m "slow and not long" --timeout 900 $(FLEETS) $(ARGS)
+
+test-random: venv kernels $(BIN)/helm ## the fast tests, whose property tests draw new cases; by hand, it may find old defects
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile=random $(ARGS)
 
 test-long: venv ## more rounds of slow tests than CI has time for; by hand
 	@$(BIN)/python -m pytest -m long --timeout 900 $(ARGS)
