@@ -408,6 +408,8 @@ class WaitQueue(BookingObserver):
         """Return the refusal of a request that may not even wait. full: why there is no capacity; None:
         others are ahead of it.
         """
+        if full is not None and full.code not in set(QueueRefusal):
+            return full  # its ranks failed, and none is saturated
         dead = full is not None and full.code == QueueRefusal.NO_ENGINE
         return self._refusal(waiting, QueueRefusal.NO_ENGINE if dead else QueueRefusal.SATURATED, full)
 
@@ -440,8 +442,8 @@ class WaitQueue(BookingObserver):
                 )
             case QueueRefusal.QUEUE_TIMEOUT if waiting.attempt.failures:
                 return (
-                    "every rank that serves this model failed this request, the last with"
-                    f" {waiting.attempt.failures[-1][1].value}, and no other had room within"
+                    f"{len(waiting.attempt.failures)} attempts of this request failed, the last with"
+                    f" {waiting.attempt.failures[-1][1].value}, and no other rank had room within"
                     f" {now - waiting.came:.1f} s; try again later"
                 )
             case QueueRefusal.QUEUE_TIMEOUT:

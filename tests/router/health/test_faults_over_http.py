@@ -253,10 +253,19 @@ async def test_a_request_whose_engine_failed_and_does_not_return_is_refused_in_w
     await house.join("alone", [rank.url], byte_archive)
     answer = await house.post(CHAT, chat())
     assert (answer.status, answer.json["error"]["code"]) == (503, "queue_timeout")
-    assert (
-        "every rank that serves this model failed this request, the last with broken, and no other had room"
-        in answer.json["error"]["message"]
-    )
+    message = answer.json["error"]["message"]
+    assert "1 attempts of this request failed, the last with broken, and no other rank had room" in message
+
+
+async def test_a_request_whose_engine_failed_is_refused_at_once_where_none_may_wait(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes
+) -> None:
+    house = await open_house(queue_requests=0)
+    rank = await serve_rank(MockRank(byte_archive))
+    rank.die_after = 0
+    await house.join("alone", [rank.url], byte_archive)
+    answer = await house.post(CHAT, chat())
+    assert (answer.status, answer.json["error"]["code"]) == (503, "upstream_failed")
 
 
 async def test_a_breaker_opens_is_reported_and_closes_again(
