@@ -18,6 +18,7 @@ from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed, gathered_bytes
+from router import kernels
 from router.fleet_state.cluster_homes import ClusterHomes, EngineHomes
 from router.fleet_state.dispatch_cost import DispatchCost, DispatchPrices, DispatchRules
 from router.fleet_state.target_table import (
@@ -217,10 +218,9 @@ class PriceList:
         self.clusters = clusters
         self.priced = np.zeros(targets, np.bool_)
         self._engine = target_table.engine
-        self.flat = np.zeros((3 * targets + len(target_table.first), clusters), np.float32)
-        """[3 * targets + engines, K]: the rows of the next four, concatenated; half the bytes of float64
-        halve the time of the product
-        """
+        self._by_cluster = np.zeros((clusters, 3 * targets + len(target_table.first)), np.float32)
+        self.flat = self._by_cluster.T
+        """[3 * targets + engines, K]: the rows of the next four, concatenated"""
         self.remote, self.nodes, self.local = self.flat[: 3 * targets].reshape(3, targets, clusters)
         """[targets, K]: distinct remote ranks and nodes, and local share, as in
         `dispatch_cost.DispatchPrices`
@@ -236,13 +236,18 @@ class PriceList:
         """Return remote ranks, remote nodes, local share and added experts for a request's weights [K],
         float64 [targets] each.
         """
-        found, targets = (self.flat @ weights).astype(np.float64), len(self.priced)
-        return (
-            found[:targets],
-            found[targets : 2 * targets],
-            found[2 * targets : 3 * targets],
-            found[3 * targets :].take(self._engine),
-        )
+        rows, targets = len(self.flat), len(self.priced)
+        mixed = np.empty((4, targets))
+        library = kernels.compiled()
+        if library is not None:
+            library.mixed(self.clusters, rows, self._by_cluster, weights, targets, self._engine, mixed)
+        else:
+            found = np.zeros(rows, np.float32)
+            for prices, weight in zip(self._by_cluster, weights, strict=True):
+                found += prices * weight
+            mixed[:3], mixed[3] = found[: 3 * targets].reshape(3, targets), found[3 * targets :][self._engine]
+        remote, nodes, local, added = mixed
+        return remote, nodes, local, added
 
     def home(self, weights: Float32Array) -> FloatArray | None:
         """Return the planned share of each target as a multiple of its even share, for weights [K], float64

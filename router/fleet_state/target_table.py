@@ -2,7 +2,7 @@
 membership or placement change. Pure.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -26,8 +26,19 @@ Its seconds are not real. They are neither shown nor used to refuse requests, an
 MAX_REQUESTS = 2**62
 """Beyond any limit."""
 
-FEW_TARGETS = 16
-"""Up to this number, lists are compared faster than arrays."""
+SPEEDS = (
+    "prefill_token_s",
+    "prefill_pair_s",
+    "step_s",
+    "decode_sequence_s",
+    "decode_block_s",
+    "decode_token_block_s",
+    "dispatch_s",
+    "dispatch_node_s",
+    "expert_read_s",
+    "gather_token_s",
+)
+"""Columns of `TargetTable.speeds`, before the last one, `in_lockstep`."""
 
 RankKey = tuple[int, int]
 """(worker_id, rank): the identity of a target. A worker_id is one incarnation of an engine."""
@@ -159,3 +170,10 @@ class TargetTable:
     """least of `max_requests`"""
     adapter: str = ""
     """LoRA adapter under which the model's KV blocks are hashed; empty: none"""
+    speeds: NDArray[np.float64] = field(init=False)
+    """[SPEEDS, targets]: columns in one matrix, which the compiled form of a price reads at once"""
+
+    def __post_init__(self) -> None:
+        columns = [getattr(self, name) for name in SPEEDS]
+        columns.append(np.zeros(len(self.rows)) if self.in_lockstep is None else self.in_lockstep)
+        object.__setattr__(self, "speeds", np.stack(columns, dtype=np.float64))

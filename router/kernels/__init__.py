@@ -8,7 +8,7 @@ bits. The reasons: docs/decisions/0026-compiled-decisions.md.
 from array import array
 from typing import Any, Protocol, TypeAlias
 
-from fleet.arrays import Float32Array, IntArray, KeyArray
+from fleet.arrays import Float32Array, FloatArray, IndexArray, IntArray, KeyArray
 from fleet.compiled import CompiledForm
 
 Hashes: TypeAlias = "array[int]"
@@ -50,11 +50,23 @@ class DecisionKernels(Protocol):
     """Names of the terms of `price`, in order."""
 
     def price(
-        self, targets: int, engines: int, prompt: float, output: float, gain: float, *arrays: Any
+        self,
+        targets: int,
+        engines: int,
+        prompt: float,
+        output: float,
+        gain: float,
+        pairs: bool,
+        far: bool,
+        reads: bool,
+        gathers: bool,
+        apart: bool,
+        speeds: FloatArray,
+        *arrays: Any,
     ) -> None:
-        """`router.scheduling.cost.score`: load, uncached, first targets of engines, factors, 16 columns (see
-        `read_work` in cost.c), weights, and the result, [TERMS + 2, targets]. ValueError for an array of
-        another type or length.
+        """`router.scheduling.cost.score`: `TargetTable.speeds`, and which of its columns count; load,
+        uncached, first targets of engines, factors, 5 columns (see `read_work` in cost.c), weights, and the
+        result, [TERMS + 2, targets]. ValueError for an array of another type or length.
         """
 
     def pool(
@@ -92,10 +104,40 @@ class DecisionKernels(Protocol):
         gappy: int,
         widest: int,
         slots: int,
-        depths: IntArray,
-    ) -> tuple[bytes, bool]:
-        """`router.prefix_index.block_index.ends_of`: the hashes known afterwards, and True if some rank holds
-        the first block. Writes the leading blocks of each rank that holds any into depths, int64 [slots].
+        targets: int,
+        of: IndexArray,
+        out: IntArray,
+    ) -> tuple[bytes, int]:
+        """`router.prefix_index.block_index.ends_of`: the hashes known afterwards, and the most leading blocks
+        of a target. Writes the leading blocks of each target, whose slots are `of`, into out, int64
+        [targets].
+        """
+
+    def maxima(self, rows: int, targets: int, table: IntArray) -> tuple[int, ...]:
+        """Return the largest number of each row of int64 [rows, targets]. ValueError without targets."""
+
+    def uncached(
+        self, targets: int, prompt: int, overlap: IntArray, block_size: IntArray, out: IntArray
+    ) -> None:
+        """`router.scheduling.cost.uncached_tokens`, int64 [targets]."""
+
+    def cheapest(
+        self, targets: int, score: FloatArray, outstanding: FloatArray, same: float, seed: int
+    ) -> tuple[int, int]:
+        """`router.scheduling.policies._cheapest`: the chosen candidate and the number of tied ones."""
+
+    def mixed(
+        self,
+        clusters: int,
+        rows: int,
+        prices: Float32Array,
+        weights: Float32Array,
+        targets: int,
+        engine: IndexArray,
+        out: FloatArray,
+    ) -> None:
+        """`router.fleet_state.engine_state.PriceList.of`: prices [clusters, rows], weights [clusters], out
+        float64 [4, targets].
         """
 
     def whole_events(self, data: bytes) -> int:

@@ -157,7 +157,6 @@ typedef struct {
     PyObject *gappy;       /* borrowed */
     int64_t *depths;       /* [slots] leading blocks of each rank: what the walk finds, of ranks that hold any */
     Py_ssize_t slots;
-    bool found;            /* some rank holds the first block */
 } Walk;
 
 /* Return those of some ranks (a new reference) that hold a block; NULL with an exception set. */
@@ -183,7 +182,6 @@ static bool end_at(Walk *walk, Py_ssize_t depth, PyObject *ranks) {
         else if (bytes[at / 8] >> at % 8 & 1)
             walk->depths[at] = depth;
     }
-    walk->found = walk->found || depth;
     Py_XDECREF(bits);
     return ok;
 }
@@ -242,24 +240,42 @@ static bool walk_along(Walk *walk, Prompt *prompt, Py_ssize_t widest) {
     return held < 1 ? held == 0 : end_at(walk, prompt->total, walk->held);
 }
 
-/* walk(prompt, size, seed, chained, masks, old, held, gappy, widest, slots, depths): (bytes of the hashes known then,
-   true if some rank holds the first block). */
+/* Copy the depths of the slots of targets, and return the largest of them; -1, with ValueError set, for no such slot. */
+static int64_t spread(const Walk *walk, const int64_t *slots, Py_ssize_t targets, int64_t *out) {
+    int64_t most = 0;
+    for (Py_ssize_t at = 0; at < targets; at++) {
+        if (!expect(slots[at] >= 0 && slots[at] < walk->slots, "no such slot")) return -1;
+        out[at] = walk->depths[slots[at]];
+        if (out[at] > most) most = out[at];
+    }
+    return most;
+}
+
+/* walk(prompt, size, seed, chained, masks, old, held, gappy, widest, slots, targets, of, out): (bytes of the hashes known
+   then, the most leading blocks of a target). */
 PyObject *walk(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     (void)self;
-    if (count != 11) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 11", count);
+    if (count != 13) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 13", count);
     if (!PyDict_Check(given[4]) || !PyDict_Check(given[5]) || !PyLong_Check(given[6]) || !PyLong_Check(given[7]))
         return PyErr_Format(PyExc_TypeError, "masks are dictionaries, ranks are numbers");
     Prompt prompt = {0};
     Py_ssize_t widest = PyLong_AsSsize_t(given[8]), slots = PyLong_AsSsize_t(given[9]);
+    Py_ssize_t targets = PyLong_AsSsize_t(given[10]);
     Walk state = {.masks = given[4], .old = given[5], .held = Py_NewRef(given[6]), .gappy = given[7], .slots = slots};
     Arrays arrays = {.held = 0};
     PyObject *found = NULL;
-    bool ok = !PyErr_Occurred();
-    state.depths = read_array(&arrays, given[10], 'l', slots, true, &ok);
-    if (ok && expect(state.depths, "an array is None") && open_prompt(&prompt, given) &&
-        walk_along(&state, &prompt, widest < 1 ? 1 : widest))
-        found = Py_BuildValue("(Ni)", chain_of(&prompt), state.found);
+    bool ok = !PyErr_Occurred() && expect(slots >= 0 && targets >= 0, "fewer than no targets");
+    const int64_t *of = read_array(&arrays, given[11], 'l', targets, false, &ok);
+    int64_t *out = read_array(&arrays, given[12], 'l', targets, true, &ok);
+    ok = ok && expect(of && out, "an array is None");
+    state.depths = ok ? calloc((size_t)slots + 1, sizeof *state.depths) : NULL;
+    if (ok && !state.depths) PyErr_NoMemory();
+    if (state.depths && open_prompt(&prompt, given) && walk_along(&state, &prompt, widest < 1 ? 1 : widest)) {
+        int64_t most = spread(&state, of, targets, out);
+        if (most >= 0) found = Py_BuildValue("(NL)", chain_of(&prompt), (long long)most);
+    }
     close_prompt(&prompt);
+    free(state.depths);
     release(&arrays);
     Py_XDECREF(state.held);
     return found;

@@ -7,6 +7,9 @@
 enum { PREFILL, DECODE, KINDS };                            /* router.scheduling.speed_correction */
 enum { QUEUED, SEQUENCES, BLOCKS, STEPS_LEFT, AMOUNTS };    /* router.fleet_state.reservations */
 
+enum { ALWAYS = -1, PAIRS, FAR, READS, GATHERS, APART, OPTIONS }; /* options of router.fleet_state.target_table */
+enum { SPEEDS = 11 };                                              /* columns of its `speeds` */
+
 /* router.scheduling.cost.RequestWork, with the columns of the target table that it needs. Arrays are [targets]; those
    that may be missing are NULL. */
 typedef struct {
@@ -162,14 +165,30 @@ static bool in_order(const Work *work) {
     return true;
 }
 
+/* Take the columns of `speeds` [SPEEDS, targets]; some count only if their option says so. */
+static void read_speeds(Work *work, const double *speeds, PyObject *const *options) {
+    const struct {
+        const double **column;
+        int option; /* ALWAYS, or the index of one */
+    } rows[SPEEDS] = {
+        {&work->token_s, ALWAYS},       {&work->pair_s, PAIRS}, {&work->step_s, ALWAYS}, {&work->sequence_s, ALWAYS},
+        {&work->block_s, ALWAYS},       {&work->token_block_s, ALWAYS},                  {&work->dispatch_s, ALWAYS},
+        {&work->node_s, FAR},           {&work->read_s, READS}, {&work->gather_s, GATHERS},
+        {&work->in_lockstep, APART},
+    };
+    for (int row = 0; row < SPEEDS; row++)
+        *rows[row].column =
+            rows[row].option == ALWAYS || PyObject_IsTrue(options[rows[row].option]) == 1 ? speeds + row * work->targets : NULL;
+}
+
 static bool read_work(Work *work, Arrays *arrays, PyObject *const *given) {
     bool ok = true;
     Py_ssize_t each = work->targets;
     const double **columns[] = {
-        &work->token_s,    &work->pair_s, &work->step_s, &work->sequence_s, &work->block_s,     &work->token_block_s,
-        &work->dispatch_s, &work->node_s, &work->read_s, &work->gather_s,   &work->in_lockstep, &work->remote_ranks,
-        &work->remote_nodes, &work->added_experts, &work->switch_delay, &work->transfer,
+        &work->remote_ranks, &work->remote_nodes, &work->added_experts, &work->switch_delay, &work->transfer,
     };
+    const double *speeds = read_array(arrays, given[OPTIONS], 'd', SPEEDS * each, false, &ok);
+    given += OPTIONS + 1;
     work->load[0] = read_array(arrays, given[0], 'l', AMOUNTS * each, false, &ok);
     work->uncached = read_array(arrays, given[1], 'l', each, false, &ok);
     work->first = read_array(arrays, given[2], 'l', work->engines, false, &ok);
@@ -177,18 +196,19 @@ static bool read_work(Work *work, Arrays *arrays, PyObject *const *given) {
     for (size_t at = 0; at < sizeof columns / sizeof *columns; at++)
         *columns[at] = read_array(arrays, given[4 + at], 'd', each, false, &ok);
     if (!ok || !in_order(work)) return false;
-    if (!work->load[0] || !work->uncached || !work->token_s || !work->step_s || !work->sequence_s || !work->block_s ||
-        !work->token_block_s || !work->dispatch_s ||
+    if (!work->load[0] || !work->uncached || !speeds ||
         (work->remote_ranks && (!work->remote_nodes || !work->added_experts)))
         return expect(false, "a column that every price needs is None");
+    read_speeds(work, speeds, given - OPTIONS - 1);
     for (int row = 1; row < AMOUNTS; row++) work->load[row] = work->load[0] + row * each;
     if (work->factors[0]) work->factors[1] = work->factors[0] + each;
     return true;
 }
 
-#define ARGUMENTS 27
+#define ARGUMENTS 22
 
-/* price(targets, engines, prompt, output, gain, load, uncached, first, factors, 16 columns, weights, out) */
+/* price(targets, engines, prompt, output, gain, OPTIONS, speeds, load, uncached, first, factors, 5 columns, weights,
+   out) */
 PyObject *price(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     (void)self;
     if (count != ARGUMENTS) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected %d", count, ARGUMENTS);

@@ -26,6 +26,10 @@ PyObject *walk(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *price(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *pool(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *keyed_row(PyObject *self, PyObject *const *given, Py_ssize_t count);
+PyObject *maxima(PyObject *self, PyObject *const *given, Py_ssize_t count);
+PyObject *uncached(PyObject *self, PyObject *const *given, Py_ssize_t count);
+PyObject *cheapest(PyObject *self, PyObject *const *given, Py_ssize_t count);
+PyObject *mixed(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *whole_events(PyObject *self, PyObject *const *given, Py_ssize_t count);
 
 #endif

@@ -10,6 +10,10 @@ static PyMethodDef methods[] = {
     METHOD(price),
     METHOD(pool),
     METHOD(keyed_row),
+    METHOD(maxima),
+    METHOD(uncached),
+    METHOD(cheapest),
+    METHOD(mixed),
     METHOD(whole_events),
     {NULL, NULL, 0, NULL},
 };

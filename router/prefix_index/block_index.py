@@ -9,7 +9,7 @@ unused slot are harmless, since every lookup masks them out.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,13 @@ class BlockRuns(Protocol):
     def chained(self, block_size: int) -> Reachable: ...
 
 
+class Overlap(NamedTuple):
+    """Leading blocks of a prompt that ranks hold, int64 [ranks], and the largest of them."""
+
+    blocks: NDArray[np.int64]
+    longest: int
+
+
 class _Slot:
     """A rank's place in the masks. `entries`: blocks that carry its bit."""
 
@@ -78,7 +85,7 @@ class BlockIndex:
         self._slots: dict[RankKey, _Slot] = {}
         self._live = 0
         """bits of all slots that belong to a rank"""
-        self._numbers = NO_RANK + 1
+        self.slot_count = NO_RANK + 1
         """slots ever created"""
         self._free: list[int] = []
         self._stale: list[int] = []
@@ -221,29 +228,23 @@ class BlockIndex:
         """Return the ranks that hold or held something since they were cleared."""
         return list(self._slots)
 
-    def overlap(self, table: TargetTable, prompt: BlockRuns) -> NDArray[np.int64]:
-        """Return the number of leading prompt blocks held by each target of a model, in its own block size,
-        int64 [targets].
-        """
-        overlap: NDArray[np.int64] | None = None
+    def overlap(self, table: TargetTable, prompt: BlockRuns) -> Overlap:
+        """Return the leading prompt blocks held by each target of a model, in its own block size."""
+        of = self._of(table)
+        if len(table.block_sizes) == 1:
+            return self._leading(prompt.chained(table.block_sizes[0]), of)
+        blocks = np.zeros(len(of), np.int64)
         for size in table.block_sizes:
-            found = self.leading(prompt.chained(size))
-            if found is None:
-                continue
-            depths = found.take(self._of(table))
-            if len(table.block_sizes) > 1:
-                depths = np.where(table.block_size == size, depths, 0 if overlap is None else overlap)
-            overlap = depths
-        return np.zeros(len(table.targets), np.int64) if overlap is None else overlap
+            blocks = np.where(
+                table.block_size == size, self._leading(prompt.chained(size), of).blocks, blocks
+            )
+        return Overlap(blocks, int(blocks.max(initial=0)))
 
     def overlaps(self, prompt: Reachable) -> dict[RankKey, int]:
         """Return the leading blocks of a prompt by rank, for readers. Ranks without any are left out."""
-        found = self.leading(prompt)
-        return (
-            {}
-            if found is None
-            else {rank: int(found[slot.number]) for rank, slot in self._slots.items() if found[slot.number]}
-        )
+        slots = np.fromiter((slot.number for slot in self._slots.values()), np.intp, len(self._slots))
+        found = self._leading(prompt, slots).blocks.tolist()
+        return {rank: blocks for rank, blocks in zip(self._slots, found, strict=True) if blocks}
 
     def _of(self, table: TargetTable) -> NDArray[np.intp]:
         """Return the slot of each target, intp [targets]; the unused slot for targets that hold nothing."""
@@ -260,9 +261,8 @@ class BlockIndex:
             self._slot_tables[table.model] = known
         return known[2]
 
-    def leading(self, prompt: Reachable) -> NDArray[np.int64] | None:
-        """Return the leading prompt blocks without a gap held by the rank of each slot, int64 [slots]; None
-        if no rank holds the first one.
+    def _leading(self, prompt: Reachable, slots: NDArray[np.intp]) -> Overlap:
+        """Return the leading prompt blocks without a gap held by the rank of each of some slots.
 
         Reads only a few blocks more of the prompt than some rank holds. A rank that holds the last block of a
         stretch holds all of it, unless it may have gaps.
@@ -270,9 +270,10 @@ class BlockIndex:
         library = kernels.compiled()
         if library is None or not isinstance(prompt, BlockHashChain):
             look_up = self._look_up if self._old else self._masks.get
-            return self._spread(ends_of(prompt, look_up, self._live, self._gappy))
-        depths = np.zeros(self._numbers, np.int64)
-        hashes, found = library.walk(
+            depths = self._spread(ends_of(prompt, look_up, self._live, self._gappy)).take(slots)
+            return Overlap(depths, int(depths.max(initial=0)))
+        depths = np.empty(len(slots), np.int64)
+        hashes, longest = library.walk(
             prompt.prompt,
             prompt.size,
             prompt.seed,
@@ -282,20 +283,22 @@ class BlockIndex:
             self._live,
             self._gappy,
             _WIDEST_STEP,
-            self._numbers,
+            self.slot_count,
+            len(slots),
+            slots,
             depths,
         )
         prompt.know(hashes)
-        return depths if found else None
+        return Overlap(depths, longest)
 
     def _look_up(self, block: int) -> int | None:
         return self._masks.get(block) or self._old.get(block)
 
-    def _spread(self, ends: list[tuple[int, int]]) -> NDArray[np.int64] | None:
-        """Convert pairs of (depth, mask of the ranks whose blocks end there) to the result of `leading`."""
-        if not ends or not ends[-1][0]:
-            return None
-        depths = np.zeros(self._numbers, np.int64)
+    def _spread(self, ends: list[tuple[int, int]]) -> NDArray[np.int64]:
+        """Convert pairs of (depth, mask of the ranks whose blocks end there) to the depth of each slot, int64
+        [slots].
+        """
+        depths = np.zeros(self.slot_count, np.int64)
         for depth, mask in ends:
             # numpy's overhead pays from a few bits on; most prompts end at one or two ranks.
             if depth and mask.bit_count() > _FEW_BITS:
@@ -311,7 +314,7 @@ class BlockIndex:
         """Return the slots of a mask, ascending. Cached, since many prompts begin alike."""
         found = self._unpacked.get(mask)
         if found is None:
-            raw = np.frombuffer(mask.to_bytes(self._numbers + 7 >> 3, "little"), np.uint8)
+            raw = np.frombuffer(mask.to_bytes(self.slot_count + 7 >> 3, "little"), np.uint8)
             found = np.flatnonzero(np.unpackbits(raw, bitorder="little"))
             if len(self._unpacked) >= _MAX_UNPACKED:
                 self._unpacked.clear()
@@ -350,8 +353,8 @@ class BlockIndex:
 
     def _assign_slot(self, rank: RankKey) -> _Slot:
         if not self._free:
-            self._free.append(self._numbers)
-            self._numbers += 1
+            self._free.append(self.slot_count)
+            self.slot_count += 1
         slot = self._slots[rank] = _Slot(self._free.pop())
         self._live |= slot.bit
         self.version += 1

@@ -30,8 +30,6 @@ from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS
 from router.fleet_state.target_table import TargetTable, columns
 from router.scheduling.speed_correction import DECODE_SPEED, PREFILL_SPEED
 
-_ONE = np.ones((), np.int64)
-"""An array, since numpy takes longer to convert a number than to compute with it."""
 _NO_TOKENS = np.zeros(())
 
 
@@ -213,7 +211,11 @@ def uncached_tokens(
     """Return the prompt tokens a rank must compute, int64 [targets]. At least 1: the last token's logits are
     always computed.
     """
-    computed: NDArray[np.int64] = np.maximum(prompt_tokens - overlap_blocks * block_size, _ONE)
+    library = kernels.compiled()
+    if library is None:
+        return np.asarray(np.maximum(prompt_tokens - overlap_blocks * block_size, 1), np.int64)
+    computed = np.empty(len(overlap_blocks), np.int64)
+    library.uncached(len(computed), prompt_tokens, overlap_blocks, block_size, computed)
     return computed
 
 
@@ -362,32 +364,22 @@ def _compiled_score(
         prompt_tokens,
         output_tokens,
         0.0 if expected is None else expected.gain,
-        np.ascontiguousarray(load),
-        np.ascontiguousarray(uncached),
+        target_table.pairs,
+        target_table.far,
+        target_table.reads,
+        target_table.gathers,
+        target_table.apart,
+        target_table.speeds,
+        load,
+        uncached,
         first if target_table.in_lockstep is not None else None,
-        _plain(factors),
-        target_table.prefill_token_s,
-        target_table.prefill_pair_s if target_table.pairs else None,
-        target_table.step_s,
-        target_table.decode_sequence_s,
-        target_table.decode_block_s,
-        target_table.decode_token_block_s,
-        target_table.dispatch_s,
-        target_table.dispatch_node_s if target_table.far else None,
-        target_table.expert_read_s if target_table.reads else None,
-        target_table.gather_token_s if target_table.gathers else None,
-        target_table.in_lockstep if target_table.apart else None,
-        None if expected is None else _plain(expected.remote_ranks),
-        None if expected is None else _plain(expected.remote_nodes),
-        None if expected is None else _plain(expected.added_experts),
-        _plain(switch_delay),
-        _plain(transfer),
+        factors,
+        None if expected is None else expected.remote_ranks,
+        None if expected is None else expected.remote_nodes,
+        None if expected is None else expected.added_experts,
+        switch_delay,
+        transfer,
         weights.factors,
         priced,
     )
     return Scores(priced[:-2], priced[-2], priced[-1])
-
-
-def _plain(values: FloatArray | None) -> FloatArray | None:
-    """Return the array, contiguous."""
-    return None if values is None else np.ascontiguousarray(values)

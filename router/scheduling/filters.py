@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from fleet.arrays import IntArray
 from fleet.timing import queue_seconds
+from router import kernels
 from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES
-from router.fleet_state.target_table import FEW_TARGETS, Excluded, RankKey, TargetTable
+from router.fleet_state.target_table import Excluded, RankKey, TargetTable
 
 NONE_EXCLUDED: Mapping[RankKey, str] = MappingProxyType({})
 FAILED = "this request failed there before"
@@ -177,8 +178,12 @@ def _none_saturated(
     saturated."""
     if not len(target_table.targets):
         return True
-    few = load.shape[1] <= FEW_TARGETS
-    most: list[int] = [max(row) for row in load.tolist()] if few else np.maximum.reduce(load, axis=1).tolist()
+    library = kernels.compiled()
+    most: Sequence[int] = (
+        [max(row) for row in load.tolist()]
+        if library is None
+        else library.maxima(len(load), load.shape[1], load)
+    )
     return (
         most[SEQUENCES] < limits.requests
         and most[SEQUENCES] < target_table.min_requests

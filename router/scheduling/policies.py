@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import FloatArray
+from router import kernels
 from router.config import Policy, RouterConfig
-from router.fleet_state.target_table import FEW_TARGETS
 from router.scheduling.cost import TERMS, Scores, Weights
 
 Unit = Literal["ms", "1"]
@@ -169,13 +169,9 @@ def choose(
     (policies in ms only) a rank whose score is higher by d is drawn with exp(-d / temperature_ms) times the
     probability of the lowest.
     """
-    if (
-        held is None
-        and home is None
-        and len(score) <= FEW_TARGETS
-        and not (rules.temperature_ms and unit == "ms")
-    ):
-        return _cheapest_of_few(score.tolist(), outstanding.tolist(), seed)
+    if held is None and home is None and not (rules.temperature_ms and unit == "ms"):
+        chosen, tied = _cheapest(score, outstanding, seed)
+        return PolicyChoice(chosen, tied, "only" if len(score) == 1 else "tie" if tied > 1 else "cheapest")
     cheapest = int(score.argmin())
     lowest = float(score[cheapest])
     best = (score <= lowest + _SAME * max(1.0, lowest)).nonzero()[0]
@@ -199,18 +195,20 @@ def choose(
     return PolicyChoice(int(smallest[seed % len(smallest)]), len(best), "tie" if alike else "home")
 
 
-def _cheapest_of_few(score: list[float], outstanding: list[float], seed: int) -> PolicyChoice:
-    """Return the choice of `choose` without homes, sessions and temperature. With few candidates numpy's
-    calls would take most of the time.
+def _cheapest(score: FloatArray, outstanding: FloatArray, seed: int) -> tuple[int, int]:
+    """Return the choice without homes, sessions and temperature: a candidate, and the number of those that
+    share the lowest score.
     """
-    lowest = min(score)
+    library = kernels.compiled()
+    if library is not None:
+        return library.cheapest(len(score), score, outstanding, _SAME, seed)
+    costs, work = score.tolist(), outstanding.tolist()
+    lowest = min(costs)
     limit = lowest + _SAME * max(1.0, lowest)
-    best = [at for at, cost in enumerate(score) if cost <= limit]
-    if len(best) == 1:
-        return PolicyChoice(best[0], 1, "only" if len(score) == 1 else "cheapest")
-    least = min([outstanding[at] for at in best])
-    smallest = [at for at in best if outstanding[at] == least]
-    return PolicyChoice(smallest[seed % len(smallest)], len(best), "tie")
+    best = [at for at, cost in enumerate(costs) if cost <= limit]
+    least = min([work[at] for at in best])
+    smallest = [at for at in best if work[at] == least]
+    return smallest[seed % len(smallest)], len(best)
 
 
 def _classic(rules: PolicyRules, facts: CandidateFacts) -> FloatArray:

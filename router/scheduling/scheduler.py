@@ -172,7 +172,7 @@ class Scheduler(BookingObserver):
         overlap = self.kv.block_index.overlap(target_table, need.prompt)
         if lap is not None:
             lap("overlap")
-        prediction = predicted(self.predictor, self.view, target_table, need, overlap)
+        prediction = predicted(self.predictor, self.view, target_table, need, overlap.longest)
         if lap is not None:
             lap("predict")
         known = self.speeds.known(target_table)
@@ -186,7 +186,9 @@ class Scheduler(BookingObserver):
             known.measured,
         )
         rules = self._rules_without(need.supposed.without) if need.supposed.without else self._rules
-        decision = decide(ask, target_table, found, overlap, conditions, rules, self.view.version, prediction)
+        decision = decide(
+            ask, target_table, found, overlap.blocks, conditions, rules, self.view.version, prediction
+        )
         if lap is not None:
             lap("score")
         return decision

@@ -122,9 +122,7 @@ class SpeedCorrection:
         """Let ranks, with their rows, have their engine's factors, if anything of the engine was observed. A
         rank that was never observed would otherwise seem faster than its engine, or slower.
         """
-        new = [
-            (key, row) for key, row in ranks if key[0] in self._engine_at and self._row_of.get(key) != row
-        ]
+        new = [(key, row) for key, row in ranks if key[0] in self._engine_at and self._row_of.get(key) != row]
         for key, row in new:
             self._add_rank(key, row)
         if new:

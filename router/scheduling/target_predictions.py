@@ -3,7 +3,6 @@
 from weakref import ref
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fleet.prediction import Query
 from fleet.signatures import ClusterModel
@@ -19,19 +18,19 @@ def predicted(
     view: FleetView,
     target_table: TargetTable,
     need: RoutingRequest,
-    overlap: NDArray[np.int64],
+    longest: int,
 ) -> TargetPredictions | None:
     """Predict for all targets. A prompt known only as text is predicted by its sender alone,
     since its hashes are not those of token blocks.
 
-    overlap: int64 [targets]. A cached prefix was computed before, so its signature is probably known up
-    to there.
+    longest: most leading blocks that a target holds. They were computed before, so that their signature is
+    probably known.
     """
     if predictor.replica(need.model) is None:
         return None
     size, prompt = _block_size(target_table), need.prompt
     prefix = prompt.chained(size) if prompt.ids else ()
-    longest, keys = int(overlap[overlap.argmax()]), need.keys
+    keys = need.keys
     request_prediction = predictor.predict(
         need.model, Query(prefix, prompt.ids, size, keys.session, keys.tenant, longest)
     )

@@ -35,7 +35,7 @@ def blocks(
 
 def overlap(fleet: DynamoFleet) -> list[int]:
     table = fleet.service.scheduler.target_table("tiny")
-    return [int(one) for one in fleet.service.scheduler.kv.block_index.overlap(table, TokenPrompt(TOKENS))]
+    return fleet.service.scheduler.kv.block_index.overlap(table, TokenPrompt(TOKENS)).blocks.tolist()
 
 
 async def test_a_recorded_worker_is_followed_with_its_events() -> None:

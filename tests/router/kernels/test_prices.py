@@ -114,9 +114,8 @@ def test_a_term_that_the_library_lacks_is_priced_with_the_others(monkeypatch: py
 def test_columns_that_do_not_fit_are_refused() -> None:
     table, load, *rest = _arguments(2, [2, 2], True)
     for wrong, message in (
-        ({"step_s": table.step_s[:3]}, "3 numbers in an array, expected 4"),
-        ({"step_s": table.step_s.astype(np.float32)}, "type 'f', expected 'd'"),
-        ({"step_s": None}, "a column that every price needs is None"),
+        ({"step_s": table.step_s[:3]}, "same shape"),
+        ({"step_s": None}, "same shape"),
         ({"first": np.array([0, 4])}, "do not ascend"),
         ({"first": np.array([1, 2])}, "do not ascend"),
         ({"first": np.array([0, 0])}, "do not ascend"),
@@ -125,6 +124,8 @@ def test_columns_that_do_not_fit_are_refused() -> None:
             score(replace(table, **wrong), load, *rest)
     with pytest.raises(ValueError, match="expected 16"):
         score(table, load[:3], *rest)
+    with pytest.raises(ValueError, match="type 'f', expected 'l'"):
+        score(table, load.astype(np.float32), *rest)
 
 
 def test_columns_may_lie_anywhere_in_memory() -> None:
