@@ -187,10 +187,9 @@ class _Router:
             evidence,
             reliabilities,
         )
-        remote, nodes, local, added = prices.of(weights)
         prior, home = prices.prior_local(request_prediction.shares), prices.home(weights)
         prediction = TargetPredictions(
-            request_prediction, remote, nodes, local, prior, added, prices.priced, home, prices.versions
+            request_prediction, prices.of(weights), prior, prices.priced, home, prices.versions
         )
         seed = int(self._random.integers(1 << 32))
         ask = Ask(

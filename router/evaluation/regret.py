@@ -68,15 +68,13 @@ def regret_ms(decision: Decision, truth: Truth, prices: PriceList) -> float:
 def _expected(decision: Decision, truth: Truth, prices: PriceList) -> ExpectedLoad | None:
     """Return the request's load on experts at each target, or the believed load if nothing was reported."""
     if truth.weights is not None and len(truth.weights) == prices.clusters:
-        remote, nodes, _, added = prices.of(truth.weights)
-        return ExpectedLoad(remote, nodes, added)
+        return ExpectedLoad(prices.of(truth.weights))
     prediction = decision.prediction
     if prediction is None or prediction.expected is None:
         return None
-    believed = prediction.expected
-    whole = np.zeros((3, len(decision.target_table.targets)))
-    whole[:, decision.at] = believed.remote_ranks, believed.remote_nodes, believed.added_experts
-    return ExpectedLoad(whole[0], whole[1], whole[2], believed.gain)
+    whole = np.zeros((len(prediction.expert_load), len(decision.target_table.targets)))
+    whole[:, decision.at] = prediction.expert_load
+    return ExpectedLoad(whole, prediction.expected.gain)
 
 
 class Probe(NamedTuple):

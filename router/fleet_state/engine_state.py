@@ -232,9 +232,9 @@ class PriceList:
         self.versions = Versions({}, {}, {})
         self._prior: tuple[Float32Array, FloatArray] | None = None
 
-    def of(self, weights: Float32Array) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Return remote ranks, remote nodes, local share and added experts for a request's weights [K],
-        float64 [targets] each.
+    def of(self, weights: Float32Array) -> FloatArray:
+        """Return the expert load of a request with weights [K]: remote ranks, remote nodes, local share and
+        added experts, float64 [4, targets].
         """
         rows, targets = len(self.flat), len(self.priced)
         mixed = np.empty((4, targets))
@@ -246,8 +246,7 @@ class PriceList:
             for prices, weight in zip(self._by_cluster, weights, strict=True):
                 found += prices * weight
             mixed[:3], mixed[3] = found[: 3 * targets].reshape(3, targets), found[3 * targets :][self._engine]
-        remote, nodes, local, added = mixed
-        return remote, nodes, local, added
+        return mixed
 
     def home(self, weights: Float32Array) -> FloatArray | None:
         """Return the planned share of each target as a multiple of its even share, for weights [K], float64

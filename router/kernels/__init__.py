@@ -65,7 +65,7 @@ class DecisionKernels(Protocol):
         *arrays: Any,
     ) -> None:
         """`router.scheduling.cost.score`: `TargetTable.speeds`, and which of its columns count; load,
-        uncached, first targets of engines, factors, 5 columns (see `read_work` in cost.c), weights, and the
+        uncached, first targets of engines, factors, expert load, switch delay, transfer, weights, and the
         result, [TERMS + 2, targets]. ValueError for an array of another type or length.
         """
 

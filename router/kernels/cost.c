@@ -8,6 +8,7 @@ enum { PREFILL, DECODE, KINDS };                            /* router.scheduling
 enum { QUEUED, SEQUENCES, BLOCKS, STEPS_LEFT, AMOUNTS };    /* router.fleet_state.reservations */
 
 enum { ALWAYS = -1, PAIRS, FAR, READS, GATHERS, APART, OPTIONS }; /* options of router.fleet_state.target_table */
+enum { RANKS, NODES, LOCAL, ADDED, EXPERT_LOADS };                 /* router.fleet_state.engine_state.PriceList.of */
 enum { SPEEDS = 11 };                                              /* columns of its `speeds` */
 
 /* router.scheduling.cost.RequestWork, with the columns of the target table that it needs. Arrays are [targets]; those
@@ -184,31 +185,31 @@ static void read_speeds(Work *work, const double *speeds, PyObject *const *optio
 static bool read_work(Work *work, Arrays *arrays, PyObject *const *given) {
     bool ok = true;
     Py_ssize_t each = work->targets;
-    const double **columns[] = {
-        &work->remote_ranks, &work->remote_nodes, &work->added_experts, &work->switch_delay, &work->transfer,
-    };
     const double *speeds = read_array(arrays, given[OPTIONS], 'd', SPEEDS * each, false, &ok);
     given += OPTIONS + 1;
     work->load[0] = read_array(arrays, given[0], 'l', AMOUNTS * each, false, &ok);
     work->uncached = read_array(arrays, given[1], 'l', each, false, &ok);
     work->first = read_array(arrays, given[2], 'l', work->engines, false, &ok);
     work->factors[0] = read_array(arrays, given[3], 'd', KINDS * each, false, &ok);
-    for (size_t at = 0; at < sizeof columns / sizeof *columns; at++)
-        *columns[at] = read_array(arrays, given[4 + at], 'd', each, false, &ok);
+    work->remote_ranks = read_array(arrays, given[4], 'd', EXPERT_LOADS * each, false, &ok);
+    work->switch_delay = read_array(arrays, given[5], 'd', each, false, &ok);
+    work->transfer = read_array(arrays, given[6], 'd', each, false, &ok);
     if (!ok || !in_order(work)) return false;
-    if (!work->load[0] || !work->uncached || !speeds ||
-        (work->remote_ranks && (!work->remote_nodes || !work->added_experts)))
-        return expect(false, "a column that every price needs is None");
+    if (!expect(work->load[0] && work->uncached && speeds, "a column that every price needs is None")) return false;
+    if (work->remote_ranks) {
+        work->remote_nodes = work->remote_ranks + NODES * each;
+        work->added_experts = work->remote_ranks + ADDED * each;
+    }
     read_speeds(work, speeds, given - OPTIONS - 1);
     for (int row = 1; row < AMOUNTS; row++) work->load[row] = work->load[0] + row * each;
     if (work->factors[0]) work->factors[1] = work->factors[0] + each;
     return true;
 }
 
-#define ARGUMENTS 22
+#define ARGUMENTS 20
 
-/* price(targets, engines, prompt, output, gain, OPTIONS, speeds, load, uncached, first, factors, 5 columns, weights,
-   out) */
+/* price(targets, engines, prompt, output, gain, OPTIONS, speeds, load, uncached, first, factors, expert load, switch delay,
+   transfer, weights, out) */
 PyObject *price(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     (void)self;
     if (count != ARGUMENTS) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected %d", count, ARGUMENTS);

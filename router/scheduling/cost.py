@@ -34,15 +34,38 @@ _NO_TOKENS = np.zeros(())
 
 
 class ExpectedLoad(msgspec.Struct, frozen=True, eq=False):
-    """Expected expert load of a request, float64 [targets]: distinct remote ranks and nodes that a token must
-    reach, summed over layers, and the experts that this request alone adds to each step of the engine's
-    batch. gain: calibration in [0, 1] that multiplies both terms.
+    """Expected expert load of a request, as of `PriceList.of`. gain: calibration in [0, 1] that multiplies
+    both terms.
     """
 
-    remote_ranks: NDArray[np.float64]
-    remote_nodes: NDArray[np.float64]
-    added_experts: NDArray[np.float64]
+    expert_load: FloatArray
+    """[4, targets]"""
     gain: float = 1.0
+
+    @classmethod
+    def of(
+        cls, remote_ranks: FloatArray, remote_nodes: FloatArray, added_experts: FloatArray, gain: float = 1.0
+    ) -> "ExpectedLoad":
+        """Build it from its parts, float64 [targets]; no cost depends on the local share."""
+        return cls(np.stack([remote_ranks, remote_nodes, np.zeros_like(remote_ranks), added_experts]), gain)
+
+    @property
+    def remote_ranks(self) -> FloatArray:
+        """Distinct remote ranks that a token must reach, summed over layers, float64 [targets]."""
+        row: FloatArray = self.expert_load[0]
+        return row
+
+    @property
+    def remote_nodes(self) -> FloatArray:
+        """The same of nodes."""
+        row: FloatArray = self.expert_load[1]
+        return row
+
+    @property
+    def added_experts(self) -> FloatArray:
+        """Experts that this request alone adds to each step of the engine's batch, float64 [targets]."""
+        row: FloatArray = self.expert_load[3]
+        return row
 
 
 class RequestWork(msgspec.Struct, frozen=True, gc=False):
@@ -185,16 +208,30 @@ class Weights:
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """terms: float64 [TERMS, targets] in ms, weighted; total: float64 [targets], exactly their sum in the
-    order of TERMS.
+    """Prices of targets, in one matrix: an array of its own for each row would cost more than to price."""
 
-    outstanding: float64 [targets], seconds of outstanding work of each rank: its queue, and the time added by
-    its running sequences.
-    """
+    rows: FloatArray
+    """[TERMS + 2, targets]"""
 
-    terms: NDArray[np.float64]
-    total: NDArray[np.float64]
-    outstanding: NDArray[np.float64]
+    @property
+    def terms(self) -> FloatArray:
+        """Weighted ms, float64 [TERMS, targets]."""
+        rows: FloatArray = self.rows[:-2]
+        return rows
+
+    @property
+    def total(self) -> FloatArray:
+        """Exactly the sum of the terms in the order of TERMS, float64 [targets]."""
+        row: FloatArray = self.rows[-2]
+        return row
+
+    @property
+    def outstanding(self) -> FloatArray:
+        """Seconds of outstanding work of each rank: its queue, and the time added by its running sequences,
+        float64 [targets].
+        """
+        row: FloatArray = self.rows[-1]
+        return row
 
     def ms(self, term: str) -> FloatArray:
         """Return one term, float64 [targets]."""
@@ -202,7 +239,7 @@ class Scores(msgspec.Struct, frozen=True):
 
     def of(self, at: NDArray[np.intp]) -> "Scores":
         """Return the scores of some of the targets."""
-        return Scores(columns(self.terms, at), columns(self.total, at), columns(self.outstanding, at))
+        return Scores(columns(self.rows, at))
 
 
 def uncached_tokens(
@@ -271,13 +308,16 @@ def score(
     work = _work(
         target_table, load, uncached, prompt_tokens, output_tokens, expected, switch_delay, factors, transfer
     )
-    terms = np.zeros((len(COST_TERMS), len(uncached)))
+    scores = Scores(np.zeros((len(COST_TERMS) + 2, len(uncached))))
+    terms = scores.terms
     for row, seconds_of in enumerate(_SECONDS):
         seconds = seconds_of(work)
         if seconds is not None:
             terms[row] = seconds
     terms *= weights.factors[:, None]
-    return Scores(terms, reduce(np.add, terms), work.outstanding[0] + work.outstanding[1])
+    scores.total[:] = reduce(np.add, terms)
+    scores.outstanding[:] = work.outstanding[0] + work.outstanding[1]
+    return scores
 
 
 def _work(
@@ -374,12 +414,10 @@ def _compiled_score(
         uncached,
         first if target_table.in_lockstep is not None else None,
         factors,
-        None if expected is None else expected.remote_ranks,
-        None if expected is None else expected.remote_nodes,
-        None if expected is None else expected.added_experts,
+        None if expected is None else expected.expert_load,
         switch_delay,
         transfer,
         weights.factors,
         priced,
     )
-    return Scores(priced[:-2], priced[-2], priced[-1])
+    return Scores(priced)

@@ -136,19 +136,14 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TargetPredictions(msgspec.Struct, frozen=True, eq=False):
-    """Prediction for a request, and its expected expert traffic at each candidate. remote_ranks, remote_nodes
-    and local, float64 [candidates]: expected distinct remote ranks and nodes of a token, and expected share
-    of pairs that the rank serves itself. prior_local: the same share for the mix of the traffic. All are 0
-    and meaningless where `priced`, bool [candidates], is false. added, float64 [candidates]: experts that
-    each step of the engine would read for this request alone.
+    """Prediction for a request, and its expected expert load at each candidate (`PriceList.of`), float64 [4,
+    candidates]. prior_local: the local share of the mix of the traffic. All but the added experts are 0 and
+    meaningless where `priced`, bool [candidates], is false.
     """
 
     request: RequestPrediction
-    remote_ranks: FloatArray
-    remote_nodes: FloatArray
-    local: FloatArray
+    expert_load: FloatArray
     prior_local: FloatArray
-    added: FloatArray
     priced: NDArray[np.bool_]
     home: FloatArray | None = None
     """float64 [candidates], planned share of the rank as a multiple of its even share of such requests; None:
@@ -165,7 +160,25 @@ class TargetPredictions(msgspec.Struct, frozen=True, eq=False):
     def expected(self) -> ExpectedLoad | None:
         """Load that has a price; None: the prediction has no weight."""
         gain = self.request.gain
-        return ExpectedLoad(self.remote_ranks, self.remote_nodes, self.added, gain) if gain else None
+        return ExpectedLoad(self.expert_load, gain) if gain else None
+
+    @property
+    def remote_ranks(self) -> FloatArray:
+        """Expected distinct remote ranks of a token, float64 [candidates]."""
+        row: FloatArray = self.expert_load[0]
+        return row
+
+    @property
+    def remote_nodes(self) -> FloatArray:
+        """The same of nodes."""
+        row: FloatArray = self.expert_load[1]
+        return row
+
+    @property
+    def local(self) -> FloatArray:
+        """Expected share of pairs that the rank serves itself, float64 [candidates]."""
+        row: FloatArray = self.expert_load[2]
+        return row
 
     @property
     def remote_share(self) -> FloatArray:
@@ -180,18 +193,11 @@ class TargetPredictions(msgspec.Struct, frozen=True, eq=False):
 
     def of(self, at: NDArray[np.intp]) -> "TargetPredictions":
         """Return the predictions for some of the candidates."""
-        remote, nodes, local, prior, added = (
-            columns(column, at)
-            for column in (self.remote_ranks, self.remote_nodes, self.local, self.prior_local, self.added)
-        )
         home = None if self.home is None else columns(self.home, at)
         return TargetPredictions(
             self.request,
-            remote,
-            nodes,
-            local,
-            prior,
-            added,
+            columns(self.expert_load, at),
+            columns(self.prior_local, at),
             columns(self.priced, at),
             home,
             self.versions,
@@ -475,12 +481,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def _candidates(self, at: list[int]) -> list[Candidate]:
         """Return the records of these candidates, in this order."""
         prediction = self.prediction
-        predicted = (
-            None
-            if prediction is None
-            else (prediction.remote_ranks, prediction.remote_nodes, prediction.local, prediction.added)
-        )
-        experts = [(None,) * 4] * len(at) if predicted is None else np.stack(predicted)[:, at].T.tolist()
+        experts = [(None,) * 4] * len(at) if prediction is None else prediction.expert_load[:, at].T.tolist()
         columns = zip(
             at,
             self.score[at].tolist(),

@@ -44,15 +44,13 @@ def predicted(
         if need.prefill is not None:
             request_prediction = _with_prompt(request_prediction, need, need.prefill, clusters)
     if prices.clusters != len(request_prediction.weights):
-        nothing = np.zeros(len(target_table.targets))
+        nothing = np.zeros((4, len(target_table.targets)))
         unpriced = np.zeros(len(target_table.targets), np.bool_)
-        return TargetPredictions(
-            request_prediction, nothing, nothing, nothing, nothing, nothing, unpriced, clusters=used
-        )
-    remote, nodes, local, added = prices.of(request_prediction.weights)
+        return TargetPredictions(request_prediction, nothing, nothing[0], unpriced, clusters=used)
+    expert_load = prices.of(request_prediction.weights)
     prior, home = prices.prior_local(request_prediction.shares), prices.home(request_prediction.weights)
     return TargetPredictions(
-        request_prediction, remote, nodes, local, prior, added, prices.priced, home, prices.versions, used
+        request_prediction, expert_load, prior, prices.priced, home, prices.versions, used
     )
 
 

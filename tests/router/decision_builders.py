@@ -105,4 +105,4 @@ def prediction_of(
         np.zeros(len(remote)) if table is None else np.asarray(table, np.float64) for table in (nodes, added)
     )
     priced = np.ones(len(remote), np.bool_) if priced is None else np.asarray(priced)
-    return TargetPredictions(request_prediction, remote, nodes, local, local, added, priced)
+    return TargetPredictions(request_prediction, np.stack([remote, nodes, local, added]), local, priced)

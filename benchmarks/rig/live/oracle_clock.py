@@ -136,7 +136,10 @@ class Priced:
             known, known, 1.0, 1, 1, 0, 0, slice(0, 0), (0.0, 0.0, 1.0, 0.0), [0.0, 0.0, 1.0, 0.0]
         )
         prediction = TargetPredictions(
-            certain, self._remote[request], nothing, nothing, nothing, nothing, np.ones(ranks, np.bool_)
+            certain,
+            np.stack([self._remote[request], nothing, nothing, nothing]),
+            nothing,
+            np.ones(ranks, np.bool_),
         )
         ask = Ask(
             decision_id="d",

@@ -65,7 +65,7 @@ def _arguments(seed: int, members: list[int], step: bool) -> Arguments:
         prompt,
         int(chance.integers(0, 500)),
         Weights(dict(zip(TERMS, chance.choice([0.0, 0.7, 1.0, 1.3], len(TERMS)).tolist(), strict=True))),
-        maybe(ExpectedLoad(*chance.gamma(1.0, 5.0, (3, targets)), float(chance.random()))),
+        maybe(ExpectedLoad.of(*chance.gamma(1.0, 5.0, (3, targets)), float(chance.random()))),
         maybe(chance.gamma(0.2, 1.0, targets)),
         maybe(chance.uniform(0.5, 2.0, (2, targets))),
         maybe(chance.gamma(0.2, 1.0, targets)),

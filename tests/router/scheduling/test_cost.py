@@ -51,7 +51,7 @@ def load_of(*ranks: tuple[int, int, int, int]) -> NDArray[np.int64]:
 def expected(
     remote: Any = 0.0, nodes: Any = 0.0, added: Any = 0.0, gain: float = 1.0, targets: int = 2
 ) -> ExpectedLoad:
-    return ExpectedLoad(
+    return ExpectedLoad.of(
         *(np.broadcast_to(np.asarray(table, np.float64), targets) for table in (remote, nodes, added)), gain
     )
 
@@ -228,7 +228,7 @@ def test_an_engine_of_one_target_has_neither_expert_nor_lockstep_terms(about: di
     view.set_distinct(1, np.array([4.0, 4.0]))
     remote, nodes, _, added = view.prices("demo").of(np.array([0.5, 0.5], np.float32))
     found = priced(
-        view.target_table("demo"), np.full((AMOUNTS, 1), 9), expected=ExpectedLoad(remote, nodes, added)
+        view.target_table("demo"), np.full((AMOUNTS, 1), 9), expected=ExpectedLoad.of(remote, nodes, added)
     )
     assert len(view.target_table("demo").targets) == 1
     assert found["experts"] == found["lockstep"] == [0.0]
@@ -271,7 +271,7 @@ ALONE = view_of({"ranks": 1, "speed": SPEED})[0].target_table("demo")
 
 
 def scores_of(state: dict[str, Any], weights: Weights = Weights()) -> Scores:  # noqa: B008 immutable
-    foreseen = ExpectedLoad(
+    foreseen = ExpectedLoad.of(
         np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]), 0.7
     )
     factors = np.reshape(state["factors"], (2, 4))
@@ -383,7 +383,7 @@ def test_the_expert_term_does_not_change_with_the_number_of_experts_where_the_ra
     found = view.prices("demo")
     remote, nodes, local, added = found.of(np.array([0.3, 0.7], np.float32))
     assert remote == pytest.approx(np.full(4, 2 * 3 * (1 - 0.75**4)), rel=1e-5)
-    terms = priced(view.target_table("demo"), expected=ExpectedLoad(remote, nodes, added))
+    terms = priced(view.target_table("demo"), expected=ExpectedLoad.of(remote, nodes, added))
     assert terms["experts"] == pytest.approx([120 * 0.01 * 2 * 3 * (1 - 0.75**4)] * 4, rel=1e-5)
     assert local == pytest.approx(np.full(4, 0.25), rel=1e-5)
 
@@ -489,7 +489,7 @@ def test_a_sharded_layer_takes_every_token_to_all_other_ranks_and_back(
 @given(state=states)
 def test_what_has_no_price_is_not_computed_and_would_have_been_nothing(state: dict[str, Any]) -> None:
     load, uncached = np.array(state["load"]).T, np.array(state["uncached"])
-    foreseen = ExpectedLoad(np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]))
+    foreseen = ExpectedLoad.of(np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]))
     assert (PLAIN.pairs, PLAIN.far, PLAIN.reads, PLAIN.gathers, PLAIN.apart) == (False,) * 5
     houses = PLAIN, replace(PLAIN, pairs=True, far=True, reads=True, gathers=True, apart=True)
     short, whole = (
