@@ -16,7 +16,9 @@ requests of a busy router; their bookkeeping takes a fifth of a millisecond.
 
 
 class Bookkeeping:
-    """Queue of such work, carried out in order. Use it on one event loop. State: what waits, and a timer."""
+    """Queue of such work, carried out in order. Use it on one event loop; outside of any, work is carried out
+    at once. State: what waits, and a timer.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
@@ -25,8 +27,14 @@ class Bookkeeping:
     def add(self, work: Callable[..., object], *arguments: Any) -> None:
         """Call `work` with these arguments soon."""
         self._waiting.append((work, arguments))
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(DELAY_SECONDS, self.catch_up)
+        if self._timer is not None:
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.catch_up()
+        else:
+            self._timer = loop.call_later(DELAY_SECONDS, self.catch_up)
 
     def catch_up(self) -> None:
         """Carry out at once what waits."""

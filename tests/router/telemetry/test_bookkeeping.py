@@ -39,3 +39,9 @@ async def test_a_failure_is_logged_and_what_follows_is_done(caplog: pytest.LogCa
     await asyncio.sleep(2 * DELAY_SECONDS)
     assert done == [1]
     assert "ValueError: invalid literal" in caplog.text
+
+
+def test_outside_of_an_event_loop_it_is_done_at_once() -> None:
+    bookkeeping, done = Bookkeeping(), list[int]()
+    bookkeeping.add(done.append, 1)
+    assert done == [1]
