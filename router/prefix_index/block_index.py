@@ -156,8 +156,12 @@ class BlockIndex:
         for block in blocks:
             mask = masks.get(block)
             if mask is None:
+                if not old:
+                    masks[block] = bit
+                    added += 1
+                    continue
                 # Writing a block sweeps it: it moves to the new dictionary without its stale bits.
-                mask = old.pop(block, 0) & self._live if old else 0
+                mask = old.pop(block, 0) & self._live
             elif mask & bit:
                 continue
             added += not mask & bit
@@ -174,23 +178,25 @@ class BlockIndex:
     def discard(self, rank: RankKey, blocks: Iterable[int]) -> int:
         """Remove blocks from a rank. Return how many it did not hold."""
         slot = self._slots.get(rank)
+        if slot is None:
+            return sum(1 for _ in blocks)
         missing, lost = 0, list[int]()
+        old, new, bit = self._old, self._masks, slot.bit
         for block in blocks:
-            masks = self._old if block in self._old else self._masks
+            masks = old if old and block in old else new
             mask = masks.get(block, 0)
-            if slot is None or not mask & slot.bit:
+            if mask == bit:
+                del masks[block]
+            elif mask & bit:
+                masks[block] = self._shared.setdefault(mask ^ bit, mask ^ bit)
+            else:
                 missing += 1
                 continue
             lost.append(block)
-            rest = mask ^ slot.bit
-            if rest:
-                masks[block] = self._shared.setdefault(rest, rest)
-            else:
-                del masks[block]
-        if slot is not None and lost:
-            slot.entries -= len(lost)
-            self.entries -= len(lost)
-            self._check_children(slot.bit, lost)
+        slot.entries -= len(lost)
+        self.entries -= len(lost)
+        if self._children:
+            self._check_children(bit, lost)
         if self._old or self._stale:
             self.sweep(_MIN_SWEPT + _SWEPT_PER_WRITE * len(lost))
         return missing
