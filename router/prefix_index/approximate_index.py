@@ -12,11 +12,14 @@ MAX_BLOCKS = 1 << 21
 """Blocks of all ranks together, about 300 MB. With more ranks than this allows `capacity`, each gets an equal
 share.
 """
+_EVICTED_TOGETHER = 256
+"""Blocks of a rank beyond its capacity before they are evicted: a loop costs less than a few for each prompt.
+"""
 
 
 class ApproximateIndex:
     """State: per rank the sequence hashes of blocks routed to it, least recently used first, at most
-    `capacity` each; `block_index` has the same by block.
+    `capacity` each and a few more; `block_index` has the same by block.
     """
 
     def __init__(self, capacity: int, block_index: BlockIndex) -> None:
@@ -42,7 +45,7 @@ class ApproximateIndex:
                 blocks[block] = None
                 new.append(block)
         self.block_index.add(rank, new)
-        if len(blocks) > limit:
+        if len(blocks) > limit + min(_EVICTED_TOGETHER, limit // 16):
             self.block_index.discard(
                 rank, [blocks.popitem(last=False)[0] for _ in range(len(blocks) - limit)]
             )
