@@ -101,7 +101,7 @@ class Tables:
         """Return the row of a request's tenant, if it has one and that is known."""
         return self.tenants.get(query.tenant) if query.tenant else None
 
-    @property
+    @cached_property
     def patterns(self) -> int:
         """Number of sets of sources that have weights of their own; 1: all have the same."""
         return 1 if self.source_weights.ndim == 1 else len(self.source_weights)

@@ -285,8 +285,9 @@ class Reservations:
         rank.beside.add(booking)
         self._write(rank)
 
-    def _subtract(self, booking: Booking, rank: _Rank, part: tuple[int, ...]) -> None:
-        less = tuple([-amount for amount in part])
+    def _subtract(self, booking: Booking, rank: _Rank, part: Sequence[int]) -> None:
+        prefill, sequences, blocks, steps = part
+        less = -prefill, -sequences, -blocks, -steps
         _add(booking.amounts, less)
         _add(rank.own, less)
         if booking.counted_in is not None:

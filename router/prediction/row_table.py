@@ -7,6 +7,7 @@ a prefix goes before its beginning. A table is sized for about the existing numb
 larger one, until the budget is reached.
 """
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ class RowTable(KeyedTable):
             prefix.prompt,
             prefix.size,
             prefix.seed,
-            prefix.reach(0),
+            prefix.hashes,
             self._keys,
             self._row_bytes,
             WAYS,
@@ -78,7 +79,7 @@ class RowTable(KeyedTable):
             guess,
             STRIDE,
         )
-        prefix.know(hashes)
+        prefix.hashes = array("Q", hashes)
         return blocks, row
 
     def crowded_by(self, more: int) -> bool:

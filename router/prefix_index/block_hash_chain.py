@@ -21,36 +21,28 @@ class BlockHashChain(Sequence[int]):
     local hashes. A slice computes no further than it reads.
     """
 
-    __slots__ = ("_chained", "_length", "prompt", "seed", "size")
+    __slots__ = ("_length", "hashes", "prompt", "seed", "size")
 
     def __init__(self, prompt: list[int] | bytes, size: int, seed: int) -> None:
         self.prompt = prompt
         self.size = size
         self.seed = seed
         self._length = (len(prompt) if isinstance(prompt, list) else len(prompt) // TOKEN_BYTES) // size
-        self._chained: Hashes = array("Q")
-
-    @property
-    def computed(self) -> int:
-        """Number of hashes computed so far."""
-        return len(self._chained)
+        self.hashes: Hashes = array("Q")
+        """those computed so far: here, or by a compiled walk along the prompt"""
 
     def reach(self, depth: int) -> Hashes:
         """Return at least the first `depth` hashes (there are `len(self)`). They belong to the chain and must
         not be changed. OverflowError for an id outside u32.
         """
-        chained = self._chained
-        if len(chained) < depth:
+        known = len(self.hashes)
+        if known < depth:
             library = kernels.compiled()
             if library is not None:
-                return self.know(library.chain(self.prompt, self.size, self.seed, chained, depth))
-            extend(chained, self._raw(len(chained), depth), TOKEN_BYTES * self.size, self.seed)
-        return chained
-
-    def know(self, hashes: bytes) -> Hashes:
-        """Take the first hashes, which were computed elsewhere."""
-        self._chained = array("Q", hashes)
-        return self._chained
+                self.hashes = array("Q", library.chain(self.prompt, self.size, self.seed, self.hashes, depth))
+            else:
+                extend(self.hashes, self._raw(known, depth), TOKEN_BYTES * self.size, self.seed)
+        return self.hashes
 
     def _raw(self, start: int, stop: int) -> bytes:
         """Return the bytes of some blocks."""
@@ -66,12 +58,12 @@ class BlockHashChain(Sequence[int]):
     def __getitem__(self, at: int | slice) -> int | list[int]:
         if isinstance(at, slice):
             positions = range(*at.indices(self._length))
-            reached = self.reach(max(positions[0], positions[-1]) + 1) if positions else self._chained
+            reached = self.reach(max(positions[0], positions[-1]) + 1) if positions else self.hashes
             if positions.step == 1:
                 return reached[positions.start : positions.stop].tolist()
             return [reached[one] for one in positions]
-        if 0 <= at < len(self._chained):
-            return self._chained[at]
+        if 0 <= at < len(self.hashes):
+            return self.hashes[at]
         if not 0 <= at < self._length:
             raise IndexError(f"block {at} of a prompt of {self._length}")
         return self.reach(at + 1)[at]

@@ -8,6 +8,7 @@ entries move to a new dictionary, which also releases the memory of removed bloc
 unused slot are harmless, since every lookup masks them out.
 """
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -283,7 +284,7 @@ class BlockIndex:
             prompt.prompt,
             prompt.size,
             prompt.seed,
-            prompt.reach(0),
+            prompt.hashes,
             self._masks,
             self._old,
             self._live,
@@ -294,7 +295,7 @@ class BlockIndex:
             slots,
             depths,
         )
-        prompt.know(hashes)
+        prompt.hashes = array("Q", hashes)
         return Overlap(depths, longest)
 
     def _look_up(self, block: int) -> int | None:

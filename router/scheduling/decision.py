@@ -599,8 +599,8 @@ def decide(
     held = None if conditions.held is None else _place(conditions.held, target_table, at)
     home = (
         None
-        if prediction is None
-        else _home(prediction, rules, scores, target_table, at, uncached, ask.output_tokens)
+        if prediction is None or prediction.home is None
+        else _home(prediction, prediction.home, rules, scores, target_table, at, uncached, ask.output_tokens)
     )
     choice = choose(rules, by, unit, scores.total, scores.outstanding, ask.seed, held, home)
     return Decision(
@@ -628,6 +628,7 @@ def decide(
 
 def _home(
     prediction: TargetPredictions,
+    lift: FloatArray,
     rules: PolicyRules,
     scores: Scores,
     target_table: TargetTable,
@@ -643,16 +644,16 @@ def _home(
     Columns are those of the candidates `at`. Once prediction has earned a gain, the expert term gives the
     cost of sending the tokens.
     """
-    if prediction.home is None or not rules.depends_on_experts:
+    if not rules.depends_on_experts:
         return None
     gain = prediction.request.gain
     if prediction.request.confidence < rules.home_confidence:
         return None
     worth = max(HOME_WORTH - gain, 0.0)
     if rules.policy != "cost" or not np.logical_and.reduce(prediction.priced):
-        return HomeRanks(is_home(prediction.home), None)
+        return HomeRanks(is_home(lift), None)
     if gain > _MIN_GAIN:
-        return HomeRanks(is_home(prediction.home), scores.ms("experts") * (-worth / gain))
+        return HomeRanks(is_home(lift), scores.ms("experts") * (-worth / gain))
     node_s = target_table.dispatch_node_s[at] if target_table.far else None
     costs = dispatch_seconds(
         target_table.dispatch_s[at],
@@ -661,7 +662,7 @@ def _home(
         prediction.remote_ranks,
         prediction.remote_nodes,
     )
-    return HomeRanks(is_home(prediction.home), costs * (-1000.0 * worth * rules.weights.by_term["experts"]))
+    return HomeRanks(is_home(lift), costs * (-1000.0 * worth * rules.weights.by_term["experts"]))
 
 
 def _place(key: RankKey, target_table: TargetTable, at: NDArray[np.intp]) -> int | None:

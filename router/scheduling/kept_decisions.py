@@ -9,10 +9,11 @@ from router.scheduling.decision import Decision
 
 
 class BookedDecision(msgspec.Struct, frozen=True):
-    """A decision that was booked. booked_at: seconds on the router's clock."""
+    """A decision that was booked. booked_at: seconds on the router's clock. nbytes: its memory."""
 
     decision: Decision
     booked_at: float
+    nbytes: int
 
 
 class KeptDecisions:
@@ -29,10 +30,10 @@ class KeptDecisions:
 
     def add(self, booked: BookedDecision) -> None:
         self._kept[booked.decision.id] = booked
-        self._bytes += booked.decision.nbytes
+        self._bytes += booked.nbytes
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
             _, oldest = self._kept.popitem(last=False)
-            self._bytes -= oldest.decision.nbytes
+            self._bytes -= oldest.nbytes
 
     def get(self, decision_id: str) -> Decision | None:
         """Return a decision if it is among the recent ones."""

@@ -251,7 +251,7 @@ class Scheduler(BookingObserver):
         size = target.engine.block_size
         blocks = -(-(ask.prompt_tokens + ask.output_tokens) // size)
         self.routed(decision, prompt)
-        self.kept.add(BookedDecision(decision, now))
+        self.kept.add(BookedDecision(decision, now, decision.nbytes))
         self._turns[ask.model] = self._turns.get(ask.model, 0) + 1
         self._affinity.record_route(ask.keys.session, target.key, now)
         amounts = int(decision.uncached[decision.choice.chosen]), 1, blocks, ask.output_tokens

@@ -26,9 +26,8 @@ def predicted(
     longest: most leading blocks that a target holds. They were computed before, so that their signature is
     probably known.
     """
-    if predictor.replica(need.model) is None:
-        return None
-    size, prompt = _block_size(target_table), need.prompt
+    # stored signatures are of the smallest blocks where engines differ
+    size, prompt = target_table.block_sizes[0], need.prompt
     prefix = prompt.chained(size) if prompt.ids else ()
     keys = need.keys
     request_prediction = predictor.predict(
@@ -64,8 +63,3 @@ def _with_prompt(
         return predicted
     share = min(1.0, prefill.tokens / need.prompt.tokens)
     return predicted.with_prompt(clusters.signature(prefill.experts), share, prefill.tokens)
-
-
-def _block_size(target_table: TargetTable) -> int:
-    """Return the tokens per block of stored signatures: the smallest block size where engines differ."""
-    return target_table.block_sizes[0]

@@ -50,7 +50,7 @@ def test_both_forms_find_the_same_known_prefix(
     asked.reach(min(computed, len(asked)))
     oracle.reach(min(computed, len(oracle)))
     assert table.longest_known(asked, guess) == longest_known(table, oracle, guess)
-    assert asked.computed == oracle.computed, "no more is hashed than the search reads"
+    assert len(asked.hashes) == len(oracle.hashes), "no more is hashed than the search reads"
     assert list(asked) == list(prefix)
 
 

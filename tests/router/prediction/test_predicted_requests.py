@@ -522,13 +522,13 @@ def test_a_chain_is_the_list_of_sequence_hashes_computed_as_far_as_requested() -
     chain = BlockHashChain(ids, 16, SEED)
     assert len(chain) == 50
     assert chain[3] == whole[3]
-    assert chain.computed == 4
+    assert len(chain.hashes) == 4
     assert chain[10:20] == whole[10:20]
     assert chain[20:10:-3] == whole[20:10:-3]
     assert chain[20:10] == chain[60:] == []
-    assert chain.computed == 21
+    assert len(chain.hashes) == 21
     assert list(chain) == whole
     assert chain[:] == whole
-    assert chain.computed == 50
+    assert len(chain.hashes) == 50
     with pytest.raises(IndexError):
         chain[50]
