@@ -83,7 +83,8 @@ async def test_ranks_of_the_fleet_are_priced_with_their_experts(
     await ask(door, 0, {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"})
 
     async def traced() -> bool:
-        return bool(spans_of(spans, TRACE, "roost.decide")) and bool(spans_of(worker_spans, TRACE, ""))
+        ended = [spans_of(spans, TRACE, name) for name in ("roost.decide", "roost.forward")]
+        return all([*ended, spans_of(worker_spans, TRACE, "")])
 
     await until(traced, "router and worker have recorded the trace")
     (decision,) = spans_of(spans, TRACE, "roost.decide")
