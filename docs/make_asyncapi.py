@@ -46,6 +46,10 @@ PUBLISHED: dict[str, tuple[tuple[type, ...], str]] = {
         "every rank that can measure it, once a second while it computes",
     ),
     "requests_profiled": ((messages.RequestsProfiled,), "every rank, about requests that ended there"),
+    "tokens_sampled": (
+        (messages.TokensSampled,),
+        "every rank, about some of the requests that ended there",
+    ),
     "requests_read": ((messages.RequestsProfiled,), "routers"),
     "requests_finished": ((messages.RequestsFinished,), "routers"),
     "imports": ((messages.CountsImported,), "`roost popularity --learn`"),

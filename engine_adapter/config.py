@@ -154,8 +154,9 @@ class AgentConfig:
     farewell_seconds: Positive = 2.0
     """Time limit for leaving."""
     samples_per_second: Positive = 2.0
-    """Rate of finished requests that a rank reports with their complete counts. The tracker learns clusters
-    from them."""
+    """Rate of finished requests that a rank reports with their complete counts, from which the tracker learns
+    clusters, and with the experts of some of their tokens, from which the planner learns which experts one
+    token needs together."""
     samples_burst: Annotated[float, Meta(ge=1, le=4096)] = 32.0
     """Burst limit of these samples after a quiet period."""
     profile_queue_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 36)] = 64 * 1024 * 1024

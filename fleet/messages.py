@@ -6,6 +6,7 @@ from fleet.facts.activity import (
     ExpertsActivated,
     RequestsFinished,
     RequestsProfiled,
+    TokensSampled,
 )
 from fleet.facts.bookings import ReservationsChanged
 from fleet.facts.demand import (
@@ -81,6 +82,7 @@ AnyEvent = (
     | DispatchMeasured
     | CountsImported
     | RequestsProfiled
+    | TokensSampled
     | RequestsFinished
     | ClustersPublished
     | TablesPublished

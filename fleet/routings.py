@@ -14,6 +14,20 @@ from numpy.typing import NDArray
 UNKNOWN = -1
 """Expert of a position that was not computed but reused from the prefix cache, which activates nothing."""
 MAX_EXPERTS = 1 << 15
+SAMPLED_TOKENS = 16
+"""Tokens of a request that `sampled_tokens` takes."""
+
+
+def sampled_tokens(chosen: NDArray[Any]) -> NDArray[np.uint16] | None:
+    """Return computed tokens at even distances: uint16 [SAMPLED_TOKENS, layers, k]. None: there are fewer.
+
+    chosen: int [tokens, layers, k], UNKNOWN for tokens that were not computed.
+    """
+    known = np.flatnonzero(chosen[:, 0, 0] != UNKNOWN)
+    if len(known) < SAMPLED_TOKENS:
+        return None
+    at = np.linspace(0, len(known) - 1, SAMPLED_TOKENS).round().astype(np.intp)
+    return chosen[known[at]].astype(np.uint16)
 
 
 def count_pairs(chosen: NDArray[Any], experts: int) -> NDArray[np.int64]:

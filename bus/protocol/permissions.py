@@ -62,6 +62,7 @@ def _engine(subjects: Subjects, names: StoreNames, engine: str) -> Rights:
         subjects.experts(engine),
         subjects.dispatched(engine),
         subjects.requests_profiled(engine),
+        subjects.tokens_sampled(engine),
         subjects.handovers(engine),
     )
     asks = (subjects.describe_profile, subjects.leases(engine, "*", "*"))
@@ -152,6 +153,7 @@ def _planner(subjects: Subjects, names: StoreNames, _: str) -> Rights:
         subjects.demand,
         subjects.kv_metrics,
         subjects.dispatched(),
+        subjects.tokens_sampled(),
         subjects.experts(),
         subjects.shifts,
         subjects.clusters,

@@ -100,6 +100,10 @@ class Subjects:
         """Activations of requests, reported by the ranks that served them."""
         return self._of(engine, "requests")
 
+    def tokens_sampled(self, engine: str = "*") -> str:
+        """Experts of sampled tokens of finished requests."""
+        return self._of(engine, "tokens")
+
     @property
     def requests_read(self) -> str:
         """Activations of requests on servers that do not report them here, published by the router that read
@@ -254,6 +258,7 @@ class Subjects:
             self.experts(),
             self.dispatched(),
             self.requests_profiled(),
+            self.tokens_sampled(),
             self.requests_read,
             self.requests_finished,
             self.handovers(),

@@ -1,5 +1,5 @@
 """Publish the experts that each finished request activated, as signatures over the tracker's clusters
-(`fleet.facts.activity.RequestsProfiled`).
+(`fleet.facts.activity.RequestsProfiled`), and the experts of some of their tokens (`TokensSampled`).
 
 Every rank does this for its own requests, from all clients. Traces wait in a queue bounded in bytes. One
 thread reads them off the event loop, and profiles are published in batches. Without a cluster model, and so
@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -24,8 +24,9 @@ from engine_adapter.reporting.cluster_subscriber import ClusterSubscriber
 from engine_adapter.reporting.rank_context import RankContext
 from fleet.dispatch import numbered
 from fleet.experts import ModelShape
-from fleet.facts.activity import RequestProfile, RequestsProfiled
+from fleet.facts.activity import RequestProfile, RequestsProfiled, TokensSampled
 from fleet.placement import Placement
+from fleet.routings import sampled_tokens
 from fleet.signatures import ClusterModel
 
 MESSAGE_BYTES = 400_000
@@ -37,6 +38,8 @@ PROFILE_BLOCKS = 1024
 """KV blocks of a request whose signatures are reported, counted from the end of the reused prefix."""
 _PROFILE_BYTES = 160
 """Size of a profile without its tables."""
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +84,7 @@ class RequestProfiler:
             context.bus, context.subjects, context.about.model, shape, config.heartbeat_seconds
         )
         self._publisher = context.bus.publisher(context.subjects.requests_profiled(context.engine))
+        self._tokens_publisher = context.bus.publisher(context.subjects.tokens_sampled(context.engine))
         self._waiting: deque[_Waiting] = deque()
         self.waiting_bytes = 0
         """Memory of the traces that wait to be profiled."""
@@ -89,6 +93,8 @@ class RequestProfiler:
         self._batch: dict[tuple[int, int], list[RequestProfile]] = {}
         """Profiles by (placement epoch, version of the clusters)."""
         self._batch_bytes = 0
+        self._tokens: list[bytes] = []
+        """Sampled tokens of requests in `_batch`."""
         self._published_at = float("-inf")
         self._logged_lost = 0
 
@@ -152,6 +158,10 @@ class RequestProfiler:
         profiles = await asyncio.to_thread(self._read, turn, sampled, model)
         self._batch.setdefault((turn[0].placement.epoch, model.version), []).extend(profiles)
         self._batch_bytes += sum(map(_size, profiles))
+        chosen = (sampled_tokens(one.ended.routed) for one, kept in zip(turn, sampled, strict=True) if kept)
+        tokens = [one.astype("<u2").tobytes() for one in chosen if one is not None]
+        self._tokens += tokens
+        self._batch_bytes += sum(map(len, tokens))
 
     def _turn(self, max_requests: int) -> list[_Waiting]:
         """Take the next requests to profile together: all of one placement, and few enough that a turn is
@@ -195,26 +205,29 @@ class RequestProfiler:
 
     async def _publish(self) -> None:
         batch, self._batch, self._batch_bytes = self._batch, {}, 0
+        tokens, self._tokens = self._tokens, []
         for (epoch, clusters), profiles in batch.items():
-            for part in _messages(profiles):
+            for part in _parts(profiles, _size):
                 await self._publisher.publish(
                     RequestsProfiled(
                         **self._context.sender, epoch=epoch, clusters=clusters, requests=tuple(part)
                     )
                 )
+        for some in _parts(tokens, len):
+            await self._tokens_publisher.publish(TokensSampled(**self._context.sender, requests=tuple(some)))
 
 
-def _messages(profiles: Sequence[RequestProfile]) -> Iterator[list[RequestProfile]]:
-    """Split the profiles, in order, into parts of about MESSAGE_BYTES. A larger profile forms a part
+def _parts(several: Sequence[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Split profiles or tokens, in order, into parts of about MESSAGE_BYTES. A larger one forms a part
     alone."""
-    part: list[RequestProfile] = []
+    part: list[T] = []
     size = 0
-    for profile in profiles:
-        if part and size + _size(profile) > MESSAGE_BYTES:
+    for one in several:
+        if part and size + size_of(one) > MESSAGE_BYTES:
             yield part
             part, size = [], 0
-        part.append(profile)
-        size += _size(profile)
+        part.append(one)
+        size += size_of(one)
     if part:
         yield part
 

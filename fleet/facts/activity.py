@@ -144,6 +144,18 @@ class RequestsProfiled(Event, frozen=True, kw_only=True):
     requests: tuple[RequestProfile, ...]
 
 
+class TokensSampled(Event, frozen=True, kw_only=True):
+    """Experts of some tokens of finished requests, as they were chosen together. Not stored."""
+
+    engine: str
+    worker_id: int
+    rank: int
+    model: str
+    requests: tuple[bytes, ...]
+    """of each request u16 little endian [`fleet.routings.SAMPLED_TOKENS`, layers, k]: experts of computed
+    tokens, evenly spaced over prompt and completion"""
+
+
 class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Features and predictions that a router had when it chose a rank. Keys are hashes: no names are sent."""
 

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from fleet.routings import MAX_EXPERTS, UNKNOWN, count_pairs, from_sglang, from_vllm, read_npy
+from fleet.routings import (
+    MAX_EXPERTS,
+    SAMPLED_TOKENS,
+    UNKNOWN,
+    count_pairs,
+    from_sglang,
+    from_vllm,
+    read_npy,
+    sampled_tokens,
+)
 
 SHAPES = npst.array_shapes(min_dims=3, max_dims=3, max_side=6)
 IDS = npst.arrays(
@@ -170,3 +179,17 @@ def test_no_tokens_are_no_counts() -> None:
     assert from_vllm(npy(np.zeros((0, 3, 2), np.uint8))).shape == (0, 3, 2)
     assert from_sglang("", 3, 2).shape == (0, 3, 2)
     assert not count_pairs(np.zeros((0, 3, 2), np.int32), 8).any()
+
+
+def test_sampled_tokens_are_computed_ones_from_the_first_to_the_last() -> None:
+    chosen = np.arange(100).repeat(6).reshape(100, 3, 2).astype(np.int16)
+    chosen[:20] = chosen[50:60] = UNKNOWN
+    found = sampled_tokens(chosen)
+    assert found is not None
+    assert found.shape == (SAMPLED_TOKENS, 3, 2)
+    at = found[:, 0, 0].astype(int)
+    assert (at[0], at[-1]) == (20, 99)
+    assert (found == at[:, None, None]).all()
+    assert not ((at >= 50) & (at < 60)).any()
+    assert np.diff(at).max() <= 16
+    assert sampled_tokens(chosen[: 20 + SAMPLED_TOKENS - 1]) is None

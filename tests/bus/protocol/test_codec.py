@@ -42,6 +42,7 @@ from fleet.facts.activity import (
     RequestsFinished,
     RequestsProfiled,
     SampledProfile,
+    TokensSampled,
 )
 from fleet.facts.demand import DemandPublished, KeyedRows, TablesPublished, TrackerHeartbeat
 from fleet.facts.dynamo_kv import KvBlock, KvChange, KvEvent, KvMetrics, KvRemoved, KvStored, RoutedKvEvent
@@ -168,6 +169,14 @@ EVENTS: st.SearchStrategy[Message] = st.one_of(
         epoch=U64,
         clusters=U64,
         requests=st.lists(PROFILES, max_size=3).map(tuple),
+    ),
+    st.builds(
+        TokensSampled,
+        engine=NAMES,
+        worker_id=U64,
+        rank=st.integers(0, 9),
+        model=NAMES,
+        requests=st.lists(st.binary(max_size=9), max_size=3).map(tuple),
     ),
     st.builds(
         RequestsFinished,

@@ -25,11 +25,12 @@ from engine_adapter.reporting.cluster_subscriber import ClusterSubscriber
 from engine_adapter.reporting.rank_context import RankContext
 from engine_adapter.reporting.request_profiles import PROFILE_BLOCKS, Allowance, RequestProfiler
 from fleet.experts import ModelShape
-from fleet.facts.activity import RequestProfile, RequestsProfiled
+from fleet.facts.activity import RequestProfile, RequestsProfiled, TokensSampled
 from fleet.facts.demand import ClustersPublished
 from fleet.facts.engines import Capabilities
 from fleet.placement import Placement, linear
 from fleet.requests.demand import DescribeClusters
+from fleet.routings import SAMPLED_TOKENS, sampled_tokens
 from fleet.signatures import ClusterModel
 
 SUBJECTS = Subjects()
@@ -323,6 +324,33 @@ async def test_only_some_requests_carry_their_counts(broker: MemoryBroker) -> No
     sampled = [one.sample is not None for one in message.requests]
     assert sampled == sorted(sampled, reverse=True)
     assert sum(sampled) <= 2
+
+
+async def test_the_experts_of_sampled_tokens_are_said_of_the_requests_that_carry_their_counts(
+    broker: MemoryBroker,
+) -> None:
+    config = replace(CONFIG, samples_per_second=1e-9, samples_burst=3.0)
+    bus = MemoryBus(broker)
+    async with (
+        tracking(broker, clusters()),
+        bus.subscribe(SUBJECTS.tokens_sampled()) as tokens,
+        bus.subscribe(SUBJECTS.requests_profiled()) as subscription,
+        running(broker, config) as profiles,
+    ):
+        await known(profiles, subscription)
+        many, short = ended("many", 60), ended("short", SAMPLED_TOKENS - 1)
+        profiles.take([short, many, ended("unsampled", 50)], 0, HERE)
+        await profiles_until(subscription, "unsampled")
+        found: list[bytes] = []
+        async with asyncio.timeout(5):
+            async for received in tokens:
+                assert isinstance(received.message, TokensSampled)
+                assert (received.message.engine, received.message.rank) == ("a", 1)
+                found += received.message.requests
+                if len(found) == 2:
+                    break
+    expected_tokens = [sampled_tokens(one.routed) for one in (ended("first"), many)]
+    assert found == [one.astype("<u2").tobytes() for one in expected_tokens if one is not None]
 
 
 async def test_large_batches_are_several_messages_in_order(
