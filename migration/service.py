@@ -19,7 +19,7 @@ from bus.claims import LeaseTaken
 from bus.joins import holds_its_name, refusal_of, verified_members
 from bus.protocol.sequence import MessageOrder, Sequences
 from bus.protocol.subjects import Subjects
-from fleet.facts.activity import DispatchMeasured, ExpertsActivated
+from fleet.facts.activity import DispatchMeasured, ExpertsActivated, TokensSampled
 from fleet.facts.demand import ClustersPublished, DemandPublished, PopularityShifted, TablesPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import ConfigChanged, EngineHeartbeat, EngineJoined, EngineLeft
@@ -148,7 +148,9 @@ class MigrationService:
         controller = self.controller = self._make_controller(executor, requests, switches)
         async with (
             self._bus.subscribe(subjects.demand, subjects.kv_metrics) as reports,
-            self._bus.subscribe(subjects.dispatched(), subjects.experts(), subjects.shifts) as measurements,
+            self._bus.subscribe(
+                subjects.dispatched(), subjects.experts(), subjects.tokens_sampled(), subjects.shifts
+            ) as measurements,
             self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING) as tables,
             self._bus.subscribe(subjects.heartbeats(), limit=_HEARTBEATS_WAITING) as heartbeats,
             asyncio.TaskGroup() as tasks,
@@ -518,9 +520,9 @@ class MigrationService:
 
     async def _apply(self, received: Received) -> None:
         """Apply one report. Raises InvalidPlacementEvent if it cannot be used."""
-        if isinstance(sent := received.message, DispatchMeasured) and self.placements.engine_of(
-            sent.worker_id
-        ) not in (None, sent.engine):
+        if isinstance(
+            sent := received.message, DispatchMeasured | TokensSampled
+        ) and self.placements.engine_of(sent.worker_id) not in (None, sent.engine):
             raise InvalidPlacementEvent(
                 PlacementFault.CONTRADICTION,
                 f"engine {sent.engine!r} reported the measurements of another engine",
@@ -539,6 +541,8 @@ class MigrationService:
                     self.controller.dispatched(sent)
             case ExpertsActivated() as activated:
                 self.demand.activated(activated, self._clock())
+            case TokensSampled() as tokens:
+                self.demand.sampled(tokens, self._clock())
             case PopularityShifted() as shift if self.controller is not None:
                 self.controller.shifted(shift)
             case TablesPublished() as tables if tables.model in self.demand.models:

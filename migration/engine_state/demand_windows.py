@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.experts import ModelShape
-from fleet.facts.activity import DispatchMeasured, ExpertsActivated
+from fleet.facts.activity import DispatchMeasured, ExpertsActivated, TokensSampled
 from fleet.facts.demand import DemandPublished
 from fleet.facts.dynamo_kv import KvMetrics
 from fleet.facts.engines import EngineJoined
@@ -30,6 +30,7 @@ from migration.engine_state.demand_counts import DemandByRank
 from migration.engine_state.demand_samples import DemandSamples
 from migration.engine_state.measured_rearrangements import MeasuredRearrangements
 from migration.engine_state.placement_registry import EngineEntry, InvalidPlacementEvent, PlacementFault
+from migration.engine_state.token_samples import TokenSamples
 from migration.model.engine_view import CacheUse, Demand, EngineView, PlannedHomes
 from migration.model.move_history import MoveHistory
 
@@ -73,9 +74,13 @@ class _Engine:
     """remaining shortened windows, after a demand shift"""
     rearrangements: MeasuredRearrangements = field(default_factory=MeasuredRearrangements)
     samples: DemandSamples = field(init=False)
+    tokens: TokenSamples | None = field(init=False)
+    """None: the engine does not describe its model, or moves its experts itself"""
 
     def __post_init__(self) -> None:
         self.samples = DemandSamples(self.shape[0])
+        model = None if self.joined.rearranges else self.joined.shape
+        self.tokens = None if model is None else TokenSamples(model)
 
     @property
     def windows(self) -> list[Demand]:
@@ -334,6 +339,17 @@ class DemandWindows:
             )
         engine.samples.add(report.rank, counts.astype(np.float32), now)
 
+    def sampled(self, report: TokensSampled, now: float) -> None:
+        """Keep the experts of sampled tokens, for about two windows. Raises InvalidPlacementEvent if they do
+        not fit the model, and keeps none then."""
+        engine = self._engines.get(report.worker_id)
+        if engine is None or engine.tokens is None:
+            return
+        try:
+            engine.tokens.add(report.requests, now, 2 * self._config.window_seconds)
+        except ValueError as error:
+            raise InvalidPlacementEvent(PlacementFault.SHAPE, f"engine {report.engine!r}: {error}") from error
+
     def rearranged(self, report: DispatchMeasured) -> None:
         """Apply the measured map changes of an engine that moves its experts itself. Raises
         InvalidPlacementEvent for impossible ones."""
@@ -375,6 +391,8 @@ class DemandWindows:
             if engine.joined.model == model and not engine.short_windows:
                 self._count_all(engine, now)
                 engine.closed, engine.short_windows = [], SHORT_WINDOWS
+                if engine.tokens is not None:
+                    engine.tokens.clear()
                 self._begin(engine, now)
 
     def turn(self, now: float) -> None:
@@ -451,6 +469,7 @@ class DemandWindows:
             step_seconds=_longest_step(engine),
             samples=engine.samples.between(fit.began, now if later is None else later.began),
             later_samples=None if later is None else engine.samples.between(later.began, now),
+            tokens=None if engine.tokens is None else engine.tokens.recent(),
             targets=len(joined.urls),
             dispatch=joined.dispatch,
             rearranges=joined.rearranges,

@@ -175,6 +175,24 @@ def priced_by_samples(
     )
 
 
+def priced_by_tokens(found: PricedPlacement, together: FloatArray) -> PricedPlacement:
+    """Correct the price of sending for experts that tokens need together.
+
+    together: [layers], the distinct ranks that a token reaches, in parts of what independent experts would
+    reach.
+    """
+    sent, spent = (found.seconds - found.experts) * together, found.figures.seconds
+    return PricedPlacement(
+        msgspec.structs.replace(
+            found.figures,
+            seconds=msgspec.structs.replace(spent, dispatch=float(sent.sum())),
+            remote_ranks=found.figures.remote_ranks * float(together.mean()),
+        ),
+        found.experts + sent,
+        found.experts,
+    )
+
+
 def figures(
     placement: Placement, demand: NDArray[Any], terms: CostTerms, memory_seconds: float = 0.0
 ) -> Figures:

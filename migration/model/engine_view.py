@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from fleet.dispatch import SPLIT
 from fleet.experts import ModelShape
 from fleet.placement import Placement
+from fleet.routings import count_pairs
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed, RearrangeSpeed
 from migration.model.move_history import MoveHistory
@@ -224,6 +225,8 @@ class EngineView:
     """float32 [n, layers, experts]: pairs of short intervals of the window `demand`; None: not reported"""
     later_samples: NDArray[np.float32] | None = None
     """the same of the window `later`"""
+    tokens: NDArray[np.uint16] | None = None
+    """[requests, tokens, layers, k]: experts of some tokens of recent requests; None: not reported"""
     targets: int = 0
     """targets of requests; 0: every rank is one"""
     dispatch: str = SPLIT
@@ -234,6 +237,14 @@ class EngineView:
     """every rank receives every token, wherever its experts are"""
     rearrange_speed: RearrangeSpeed = field(default_factory=RearrangeSpeed)
     """time that such a handover takes"""
+
+    @cached_property
+    def token_weights(self) -> NDArray[np.float64] | None:
+        """float64 [requests, K]: clusters of the requests of `tokens`; None: one of both is unknown."""
+        if self.tokens is None or self.clusters is None:
+            return None
+        counts = [count_pairs(request, self.shape.experts) for request in self.tokens]
+        return np.asarray(self.clusters.signature(np.array(counts)), np.float64)
 
     @cached_property
     def past(self) -> MoveHistory | None:

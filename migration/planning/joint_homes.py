@@ -35,6 +35,7 @@ from migration.planning.strategies import (
 from migration.solvers.locality_placement import locality_table
 from migration.solvers.ordered_diff import ordered_diff
 from migration.solvers.split_weights import SLACK
+from migration.solvers.token_swaps import exchanged
 
 MATERIAL = 0.05
 """Part of the cost of sending tokens that homes must save beyond the placement alone, if every request
@@ -109,6 +110,8 @@ def joint(found: PlanningProblem) -> PlanCandidate:
     whole = keep_groups(found.view.shape, found.terms.speed, end.fit, room)
     if whole.home is not None:
         goal = locality_table(end.fit, replace(room, home=whole.home), present=found.table)
+    else:
+        goal = _for_tokens(found, end, goal)
     changes = without_reversals(found, ordered_diff(found.table, goal, end.fit, room, found.limits))
     base = _before(found, known, stay)
     ways = [_candidate(found, changes, base, one, of) for one, of in _choices(found, known, share, stay, end)]
@@ -203,7 +206,19 @@ def _expected(found: PlanningProblem, known: RoutingForecast, share: FloatArray)
         spread(window, traffic, _within_capacity(share, traffic))
         for window, traffic in ((found.fit, known.fit), (found.evaluation, known.later))
     )
-    return replace(found, fit=fit, evaluation=evaluation)
+    return replace(
+        found,
+        fit=fit,
+        evaluation=evaluation,
+        sending=(_within_capacity(share, known.later), known.later.leak),
+    )
+
+
+def _for_tokens(found: PlanningProblem, end: PlanningProblem, goal: SlotTable) -> SlotTable:
+    """Exchange experts so that sampled tokens are sent to fewer ranks."""
+    if end.tokens is None:
+        return goal
+    return exchanged(goal, end.tokens.fit, end.tokens.evaluation, end.load, locality_problem(found))
 
 
 def _within_capacity(share: FloatArray, traffic: ClusterTraffic) -> FloatArray:

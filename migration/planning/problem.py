@@ -22,9 +22,11 @@ from migration.model.cost_model import (
     balance,
     priced,
     priced_by_samples,
+    priced_by_tokens,
 )
 from migration.model.engine_view import EngineView
 from migration.model.placement_changes import PlacementChanges
+from migration.model.sampled_traffic import SampledTraffic, sampled_traffic
 from migration.model.sampling_noise import LoadNoise, deviation, scatter
 from migration.planning.demand_forecast import DESIGN_EFFECT, RoutingForecast, routing_forecast
 from migration.planning.findings import Finding
@@ -33,6 +35,7 @@ from migration.planning.slots_vs_kv_cache import KvCacheModel, memory_seconds
 from migration.planning.staging_capacity import StagingRoom
 from migration.solvers.full_placement import full_placement
 from migration.solvers.full_tables import completed
+from migration.solvers.load_cap import held_of
 from migration.solvers.rank_relabelling import relabelled
 from migration.solvers.specialisation_test import SpecialisationTest, gate
 from migration.solvers.split_copies import copies_for
@@ -107,6 +110,9 @@ class PlanningProblem:
     """Demand that plans are evaluated on."""
     terms: CostTerms
     limits: Constraints
+    sending: tuple[FloatArray, float] | None = None
+    """Homes [K, ranks] behind the demand, and the part of requests that goes anywhere; None: those that
+    hold."""
 
     @property
     def ranks(self) -> int:
@@ -271,6 +277,23 @@ class PlanningProblem:
         """Forecast for requests sent to their homes, or the reason why there is none."""
         return routing_forecast(self.view, self.fit, self.evaluation)
 
+    @cached_property
+    def together(self) -> dict[bytes, FloatArray]:
+        """Corrections by sampled tokens that were found for tables: several splits share one."""
+        return {}
+
+    @cached_property
+    def tokens(self) -> SampledTraffic | None:
+        """Sampled tokens where homes send their requests; None: too few, or homes cannot be planned."""
+        if self.view.tokens is None:
+            return None
+        if self.sending is not None:
+            return sampled_traffic(self.view, self.layers, *self.sending)
+        known = self.routing
+        if isinstance(known, Finding):
+            return None
+        return sampled_traffic(self.view, self.layers, known.known, known.later.leak)
+
     @property
     def several_nodes(self) -> NDArray[np.intp] | None:
         return self.node if int(self.node.max()) else None
@@ -314,6 +337,12 @@ class PlanningProblem:
         rows = self.terms.step_tokens / (1 if view.gathers_all else max(view.targets, 1))
         served = as_dispatched(placement, view.dispatch, max(1, round(rows)))
         found = priced(served, demand, self.terms, self._memory)
+        if self.tokens is not None:
+            table = served.expert_of_slot.tobytes()
+            if table not in self.together:
+                held = held_of(served.expert_of_slot, self.ranks, served.experts)
+                self.together[table] = self.tokens.together(held)
+            found = priced_by_tokens(found, self.together[table])
         return found if samples is None else priced_by_samples(found, served, samples, self.terms)
 
     @cached_property

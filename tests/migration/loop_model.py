@@ -16,6 +16,7 @@ from benchmarks.demo_model import routings_path
 from fleet.dispatch import Chooser, reached
 from fleet.experts import ModelShape
 from fleet.placement import Placement, linear
+from fleet.routings import sampled_tokens
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
@@ -102,6 +103,8 @@ class Loop:
         default_factory=lambda: linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=SLOTS)
     )
     now: float = 0.0
+    sampled: bool = False
+    """sampled tokens of the requests are known to the planner"""
 
     def __post_init__(self) -> None:
         self._dice = np.random.default_rng(self.seed)
@@ -113,6 +116,7 @@ class Loop:
         self.last: PlannerDecision | None = None
         self.reached: list[Reached] = []
         self._shares = self.mix.copy()
+        self._tokens: list[NDArray[np.uint16]] = []
 
     def cycle(self) -> PlannerDecision | None:
         """Run half a window of traffic, plan, and serve the plan at once."""
@@ -122,6 +126,8 @@ class Loop:
         self.reached.append(measured(self.placement, rows, rank))
         counts = np.stack([counted(rows[rank == at]) for at in range(RANKS)])
         self.halves = [*self.halves, (began, counts)][-4:]
+        tokens = [sampled_tokens(row) for row in rows]
+        self._tokens = [*self._tokens, *(one for one in tokens if one is not None)][-256:]
         self._shares += 0.4 * (self.mix - self._shares)
         if len(self.halves) < 4:
             return None
@@ -185,6 +191,7 @@ class Loop:
             homes=self.homes,
             history=self.history,
             now=self.now,
+            tokens=np.stack(self._tokens) if self.sampled else None,
         )
 
     def _window(self, *halves: tuple[float, NDArray[np.float64]]) -> Demand:

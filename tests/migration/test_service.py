@@ -16,15 +16,19 @@ from bus.config import BusConfig
 from bus.memory import MemoryBroker, MemoryBus
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
+from fleet.facts.activity import TokensSampled
 from fleet.facts.engines import EngineHeartbeat, EngineJoined, EngineLeft
 from fleet.facts.placements import PlacementCommitted
 from fleet.layout import DP_ATTENTION, EP
 from fleet.placement import Placement
 from fleet.requests.engines import DescribeEngine
+from fleet.routings import SAMPLED_TOKENS
 from migration.config import MigrationConfig
+from migration.engine_state.placement_registry import EngineEntry
 from migration.engine_state.unknown_engines import UnknownEngines
 from migration.service import MigrationService
-from tests.migration.builders import FIRST, joined
+from tests.migration.builders import FIRST, SHAPE, joined
+from tests.migration.engine_state.test_demand_windows import wanted
 from tests.name_claims import claim_name
 
 SUBJECTS = Subjects()
@@ -385,3 +389,28 @@ async def test_over_nats_every_incarnation_is_recorded_once_though_the_server_is
             assert sorted(await recorded(bus)) == [("a", 1, 0), ("b", 2, 0)]
     finally:
         await bus.close()
+
+
+@pytest.mark.looptime
+async def test_sampled_tokens_reach_the_planner_from_the_engine_that_they_name_and_else_are_refused() -> None:
+    bus = MemoryBus()
+    tokens = np.ones((SAMPLED_TOKENS, SHAPE.layers, SHAPE.top_k), "<u2").tobytes()
+    async with serving(bus) as service:
+        await join(bus)
+        await asyncio.sleep(0.1)
+        for rank in (0, 1):
+            await bus.publisher(SUBJECTS.demand).publish(wanted(rank, 1.0, 1))
+        publisher = bus.publisher(SUBJECTS.tokens_sampled("a"))
+        said = {"worker_id": 1, "rank": 0, "model": "m"}
+        await publisher.publish(TokensSampled(engine="a", requests=(tokens, tokens), **said))
+        await publisher.publish(TokensSampled(engine="a", requests=(tokens[:-1],), **said))
+        await bus.publisher(SUBJECTS.tokens_sampled("b")).publish(
+            TokensSampled(engine="b", requests=(tokens,), **said)
+        )
+        await asyncio.sleep(0.1)
+        found = service.demand.view(EngineEntry("a", 1, FIRST), asyncio.get_running_loop().time()).tokens
+        exposed = service.metrics.exposition()
+    assert found is not None
+    assert found.shape == (2, SAMPLED_TOKENS, SHAPE.layers, SHAPE.top_k)
+    assert b'rejected_total{reason="shape"} 1.0' in exposed
+    assert b'rejected_total{reason="contradiction"} 1.0' in exposed

@@ -57,6 +57,18 @@ def test_from_a_linear_placement_without_any_gain_the_loop_closes() -> None:
     assert loop.bytes <= RANKS * SLOTS * LAYERS * SHAPE.expert_bytes, "no more than every slot once"
 
 
+def test_with_sampled_tokens_the_same_traffic_is_sent_to_fewer_ranks_at_the_same_balance() -> None:
+    for seed in (0, 1):
+        plain, together = (
+            Loop(mixed(*range(DOMAINS)), seed=seed, sampled=sampled) for sampled in (False, True)
+        )
+        for loop in (plain, together):
+            loop.run(12)
+        assert together.mean(4).remote_ranks < 0.985 * plain.mean(4).remote_ranks
+        assert together.mean(4).balance > plain.mean(4).balance - 0.03
+        assert together.bytes <= 1.1 * plain.bytes
+
+
 def test_traffic_whose_kinds_are_alike_or_one_moves_nothing_and_has_no_homes() -> None:
     loop = balanced(1)
     alike = np.broadcast_to(profiles()[1], (4, LAYERS, EXPERTS)).copy()

@@ -1,0 +1,154 @@
+"""Exchange experts between ranks so that sampled tokens are sent to fewer of them. Pure.
+
+A token is sent once to every other rank that serves any of its k experts. So a placement must suit not only
+which experts a rank's requests need, but which of them one token needs together, and local pairs do not show
+that. Here sampled tokens are counted as they are (`migration.model.sampled_traffic`).
+
+Local search in one layer at a time. An expert's price on a rank is the number of tokens that would be sent
+there for it alone, given where their other experts are. The exchange with the largest difference of prices is
+tried first and is kept if all tokens together confirm it.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.arrays import BoolArray, FloatArray, IntArray, SlotTable
+from migration.model.sampled_traffic import (
+    SampledTokens,
+    destinations,
+    mean_sent,
+    pairs_served,
+    serving_ranks,
+)
+from migration.solvers.load_cap import held_of
+from migration.solvers.locality_placement import LocalityProblem
+
+LEAST = 1e-3
+"""Destinations per token of a layer that an exchange must save: it copies two experts."""
+_ROUNDS = 16
+"""Rounds of a layer. They bound the time of a plan; the next one continues from its placement."""
+_TOGETHER = 32
+"""Experts of a layer for one exchange of a round: experts that are exchanged in the same round are mostly not
+needed by the same tokens."""
+_TRIED, _BEST = 8, 64
+"""Exchanges that are tried in a round one by one, and those from which several at once are chosen."""
+_CELLS = 1 << 18
+"""tokens x k x ranks that are examined at once, but at least _FEW tokens. Where there are more, a part of the
+tokens is taken."""
+_FEW = 1024
+
+
+def exchanged(
+    table: SlotTable,
+    tokens: SampledTokens,
+    judged: SampledTokens,
+    load: FloatArray,
+    room: LocalityProblem,
+) -> SlotTable:
+    """Return the table after exchanges that send the tokens to fewer ranks.
+
+    Only experts without replicas are exchanged, and only between ranks of one node. judged: other tokens; a
+    layer stays as it is unless they are sent to fewer ranks as well. load: [layers, experts] pairs. No
+    exchange makes the fullest rank of a layer fuller than `room.balance` allows.
+    """
+    experts = load.shape[1]
+    most = max(_FEW, _CELLS // (tokens.experts.shape[2] * room.ranks))
+    fitted, found = tokens.part(slice(None, None, -(-len(tokens.homes) // most) or 1)), table.copy()
+    held = held_of(table, room.ranks, experts)
+    for layer in range(len(table)):
+        owner = _searched(held[layer], fitted.experts[:, layer], fitted.homes, load[layer], room)
+        slot_rank = np.arange(table.shape[1]) * room.ranks // table.shape[1]
+        found[layer] = _with_owners(table[layer], slot_rank, owner)
+    before, after = (destinations(held_of(one, room.ranks, experts), judged)[0] for one in (table, found))
+    better = after < before
+    return np.where(better[:, None], found, table)
+
+
+def _prices(
+    experts: NDArray[np.integer], served: IntArray, homes: IntArray, shape: tuple[int, int]
+) -> IntArray:
+    """int64 [experts, ranks]: tokens that are sent to a rank for this expert alone, if it is there."""
+    width, ranks = shape
+    counts = pairs_served(served, ranks)
+    others = counts[:, None, :] - (served[:, :, None] == np.arange(ranks))
+    alone = others == 0
+    alone[np.arange(len(homes)), :, homes] = False
+    places = experts[:, :, None].astype(np.int64) * ranks + np.arange(ranks)
+    return np.bincount(places[alone], minlength=width * ranks).reshape(width, ranks)
+
+
+def _searched(
+    held: BoolArray,
+    experts: NDArray[np.integer],
+    homes: IntArray,
+    load: FloatArray,
+    room: LocalityProblem,
+) -> IntArray:
+    """int64 [experts]: the rank that holds each expert after the search; -1: an expert with replicas."""
+    single = held.sum(axis=0) == 1
+    owner = np.where(single, held.argmax(axis=0), -1)
+    held, shape = held.copy(), (held.shape[1], held.shape[0])
+    served = serving_ranks(held, experts, homes)
+    sent = mean_sent(pairs_served(served, room.ranks), homes)
+    for _ in range(_ROUNDS):
+        pairs = _best_pairs(_prices(experts, served, homes, shape), owner, held, load, room, len(homes))
+        # Several at once where experts are many; if they do not help together, one alone.
+        several = _apart(pairs, owner, shape[0] // _TOGETHER)
+        for some in ([several] if len(several) > 1 else []) + [[pair] for pair in pairs[:_TRIED]]:
+            tried, moved = held.copy(), owner.copy()
+            for one, other in some:
+                tried[[owner[one], owner[other]], [one, other]] = False
+                tried[[owner[one], owner[other]], [other, one]] = True
+                moved[one], moved[other] = owner[other], owner[one]
+            now = serving_ranks(tried, experts, homes)
+            after = mean_sent(pairs_served(now, room.ranks), homes)
+            if after <= sent - LEAST:
+                held, owner, served, sent = tried, moved, now, after
+                break
+        else:
+            break
+    return owner
+
+
+def _apart(pairs: list[tuple[int, int]], owner: IntArray, most: int) -> list[tuple[int, int]]:
+    """Return the best exchanges between different ranks, so that they keep to the load together."""
+    found: list[tuple[int, int]] = []
+    used: set[int] = set()
+    for one, other in pairs:
+        ranks = {int(owner[one]), int(owner[other])}
+        if len(found) < most and not ranks & used:
+            used |= ranks
+            found.append((one, other))
+    return found
+
+
+def _best_pairs(
+    prices: IntArray, owner: IntArray, held: BoolArray, load: FloatArray, room: LocalityProblem, tokens: int
+) -> list[tuple[int, int]]:
+    """Return the exchanges that save most by their prices, best first."""
+    single = np.flatnonzero(owner >= 0)
+    at = owner[single]
+    here, there = prices[single, at], prices[single][:, at]
+    saved = here[:, None] + here - there - there.T
+    part = load / np.maximum(held.sum(axis=0), 1)
+    loads = held @ part
+    grown = part[single] - part[single][:, None]  # of the first expert's rank
+    full = np.maximum(loads.mean() / room.balance, np.maximum(loads[at][:, None], loads[at]))
+    allowed = (loads[at][:, None] + grown <= full) & (loads[at] - grown <= full)
+    allowed &= (at[:, None] != at) & (room.node[at][:, None] == room.node[at])
+    gain = np.where(np.triu(allowed, 1), saved, 0)
+    first, second = np.nonzero(gain > LEAST * tokens)
+    order = np.argsort(-gain[first, second], kind="stable")[:_BEST]
+    return list(zip(single[first[order]].tolist(), single[second[order]].tolist(), strict=True))
+
+
+def _with_owners(row: NDArray[np.int16], rank: IntArray, owner: IntArray) -> NDArray[np.int16]:
+    """Return the slots of a layer with experts on their new ranks. A slot whose expert stays is unchanged."""
+    new, filled = row.copy(), row >= 0
+    single = filled & (owner[row] >= 0)
+    leaving = np.flatnonzero(single & (owner[row] != rank))
+    for slot in leaving.tolist():
+        # Exchanges keep the number of experts of a rank: what leaves makes room for what comes.
+        coming = [other for other in leaving.tolist() if owner[row[other]] == rank[slot]]
+        new[slot] = row[coming[int((leaving[rank[leaving] == rank[slot]] < slot).sum())]]
+    return new
