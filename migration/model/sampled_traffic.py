@@ -61,7 +61,7 @@ def sampled_traffic(
     known = share.sum(axis=1, keepdims=True) > 0
     where = (1.0 - leak) * weights @ np.where(known, share, even) + leak * even
     requests, each = view.tokens.shape[:2]
-    at = _drawn(where, each)
+    at = drawn_homes(where, each)
     parts = [
         SampledTokens(
             view.tokens[part][:, :, layers].reshape(-1, len(layers), view.tokens.shape[3]),
@@ -72,8 +72,8 @@ def sampled_traffic(
     return SampledTraffic(*parts)
 
 
-def _drawn(where: FloatArray, each: int) -> IntArray:
-    """int64 [n, each]: ranks in proportion to where [n, ranks], rows sum to 1."""
+def drawn_homes(where: FloatArray, each: int) -> IntArray:
+    """Return ranks in proportion to where [n, ranks], rows sum to 1: int64 [n, each]. Not random."""
     point = np.modf(np.arange(len(where) * each) * _GOLDEN)[0].reshape(len(where), each)
     ends = np.cumsum(where, axis=1)[:, None, :-1]
     return np.asarray((point[:, :, None] > ends).sum(axis=2), np.int64)

@@ -37,6 +37,26 @@ def test_the_alternation_finds_what_trying_everything_finds(seed: int) -> None:
     assert best.remote_ranks == pytest.approx(least_remote(requests.experts), abs=1e-4)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_experts_that_tokens_need_together_are_placed_nearly_as_trying_everything_places_them(
+    seed: int,
+) -> None:
+    random = np.random.default_rng(seed)
+    first = random.integers(0, 4, (8, 40))
+    # Each expert below 4 has a companion that comes along nine times in ten.
+    second = np.where(random.random(first.shape) < 0.9, first + 4, random.integers(4, 8, first.shape))
+    experts = np.stack([first, second], axis=2)[:, :, None].astype(np.uint8)
+    requests = Recorded(experts, np.ones(first.shape, np.bool_), 8)
+    even = [one for one in product(range(RANKS), repeat=8) if sum(one) == 4]
+    least = 2.0
+    for held in combinations(range(8), 4):
+        served = np.isin(np.arange(8), held).astype(int)[experts[:, :, 0]]
+        away = np.stack([(served != home).any(axis=2).mean(axis=1) for home in range(RANKS)])
+        least = min(least, min(float(away[list(homes), range(8)].mean()) for homes in even))
+    best = best_alternation(requests, ranks=RANKS, slots=4, balance=0.01).remote_ranks
+    assert least - 1e-6 <= best < least + 0.02
+
+
 def test_a_balanced_placement_reaches_no_fewer_ranks_than_one_that_need_not_be() -> None:
     requests = some_requests(0)
     free = best_alternation(requests, ranks=RANKS, slots=SLOTS, balance=0.01)

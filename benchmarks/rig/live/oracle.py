@@ -2,9 +2,9 @@
 and placement that is found on their own recorded routings.
 
 Every request has a home of its own, and the tokens of all homes are equally many. The placement is what the
-planner's solver finds for exactly the demand that these homes make. The rule that chooses replicas is the
-engine's (`fleet.dispatch`). A better assignment may exist: the alternation finds local optima from several
-starts.
+planner's solvers find for exactly the demand that these homes make, and for the experts that these tokens
+need together. The rule that chooses replicas is the engine's (`fleet.dispatch`). A better assignment may
+exist: the alternation finds local optima from several starts.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,16 +19,20 @@ from benchmarks.demo_model.architecture import load_model, router_outputs
 from benchmarks.rig.live.client import Lengths
 from benchmarks.rig.live.document_traffic import Request
 from deploy.demo_model import checkpoint_path
-from fleet.arrays import FloatArray, IntArray
+from fleet.arrays import FloatArray, IntArray, SlotTable
 from fleet.dispatch import Chooser, reached
 from fleet.placement import Placement
 from fleet.routings import count_pairs
+from migration.model.sampled_traffic import SampledTokens, drawn_homes
 from migration.planning.cluster_homes import ClusterTraffic, homes, laid_along, routed
-from migration.solvers.locality_placement import BALANCE, LocalityProblem, locality_placement
+from migration.solvers.locality_placement import BALANCE, LocalityProblem, locality_table, measured
+from migration.solvers.token_swaps import exchanged
 
 ROUNDS, STARTS = 6, 4
 """alternations from a start, and random starts beside that of the planner's own search"""
 BATCH = 24
+TOKENS = 32
+"""of a request, at even distances, for which experts are exchanged"""
 STILL = 1e-4
 """distinct remote ranks by which a further round must be better"""
 
@@ -157,7 +161,9 @@ def _alternated(
 ) -> Hindsight:
     best, share = None, start
     for _ in range(ROUNDS):
-        placed = locality_placement(traffic.demand(share), room)
+        demand = traffic.demand(share)
+        table = _for_tokens(found, share, locality_table(demand, room), demand, room)
+        placed = measured(table, None, demand, room)
         placement = Placement(
             placed.table, experts=found.width, ranks=room.ranks, epoch=1, split=placed.split
         )
@@ -167,3 +173,14 @@ def _alternated(
         best, share = reached_now, reached_now.share
     assert best is not None
     return best
+
+
+def _for_tokens(
+    found: Recorded, share: FloatArray, table: SlotTable, demand: FloatArray, room: LocalityProblem
+) -> SlotTable:
+    """Exchange experts so that tokens of the requests, at these homes, reach fewer ranks."""
+    kept = [np.flatnonzero(one) for one in found.computed]
+    at = np.stack([one[np.linspace(0, len(one) - 1, TOKENS).round().astype(np.intp)] for one in kept])
+    experts = found.experts[np.arange(len(at))[:, None], at]
+    tokens = SampledTokens(experts.reshape(-1, *experts.shape[2:]), drawn_homes(share, TOKENS).ravel())
+    return exchanged(table, tokens, tokens, demand.sum(axis=0), room)
