@@ -93,5 +93,8 @@ KERNEL(priced_traffic);
 KERNEL(transported);
 KERNEL(spread_sets);
 KERNEL(placement_traded);
+KERNEL(tokens_sent);
+KERNEL(tokens_priced);
+KERNEL(tokens_pairs);
 
 #endif

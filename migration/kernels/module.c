@@ -105,6 +105,9 @@ static PyMethodDef methods[] = {
     METHOD(transported),
     METHOD(spread_sets),
     METHOD(placement_traded),
+    METHOD(tokens_sent),
+    METHOD(tokens_priced),
+    METHOD(tokens_pairs),
     {NULL, NULL, 0, NULL},
 };
 

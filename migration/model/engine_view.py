@@ -247,6 +247,17 @@ class EngineView:
         return np.asarray(self.clusters.signature(np.array(counts)), np.float64)
 
     @cached_property
+    def token_halves(self) -> tuple[NDArray[np.int64], ...]:
+        """int64 [layers, S, k], twice: `tokens` of every other request, and of the others."""
+        if self.tokens is None:
+            return ()
+        layers, k = self.tokens.shape[2:]
+        return tuple(
+            np.ascontiguousarray(half.reshape(-1, layers, k).swapaxes(0, 1), np.int64)
+            for half in (self.tokens[::2], self.tokens[1::2])
+        )
+
+    @cached_property
     def past(self) -> MoveHistory | None:
         """Return the move history, completed with the demand seen since the last plan."""
         return (

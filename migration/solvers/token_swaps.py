@@ -13,20 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.arrays import BoolArray, FloatArray, IntArray, SlotTable
-from migration.model.sampled_traffic import (
-    SampledTokens,
-    destinations,
-    mean_sent,
-    pairs_served,
-    serving_ranks,
-)
+from migration import kernels
+from migration.model.sampled_traffic import SampledTokens, pairs_served, sent
 from migration.solvers.load_cap import held_of
 from migration.solvers.locality_placement import LocalityProblem
 
 LEAST = 1e-3
 """Destinations per token of a layer that an exchange must save: it copies two experts."""
 _ROUNDS = 16
-"""Rounds of a layer. They bound the time of a plan; the next one continues from its placement."""
+"""Rounds of a layer at most: they bound the time of a plan, and the next one continues from its placement."""
 _TOGETHER = 32
 """Experts of a layer for one exchange of a round: experts that are exchanged in the same round are mostly not
 needed by the same tokens."""
@@ -36,6 +31,9 @@ _CELLS = 1 << 18
 """tokens x k x ranks that are examined at once, but at least _FEW tokens. Where there are more, a part of the
 tokens is taken."""
 _FEW = 1024
+_PLAN_CELLS = 100_000_000
+"""tokens x k x ranks that the rounds of all layers may examine. Large fleets have fewer rounds: few experts a
+rank leave little to bring together."""
 
 
 def exchanged(
@@ -51,46 +49,52 @@ def exchanged(
     layer stays as it is unless they are sent to fewer ranks as well. load: [layers, experts] pairs. No
     exchange makes the fullest rank of a layer fuller than `room.balance` allows.
     """
-    experts = load.shape[1]
-    most = max(_FEW, _CELLS // (tokens.experts.shape[2] * room.ranks))
-    fitted, found = tokens.part(slice(None, None, -(-len(tokens.homes) // most) or 1)), table.copy()
-    held = held_of(table, room.ranks, experts)
-    for layer in range(len(table)):
-        owner = _searched(held[layer], fitted.experts[:, layer], fitted.homes, load[layer], room)
-        slot_rank = np.arange(table.shape[1]) * room.ranks // table.shape[1]
-        found[layer] = _with_owners(table[layer], slot_rank, owner)
-    before, after = (destinations(held_of(one, room.ranks, experts), judged)[0] for one in (table, found))
-    better = after < before
-    return np.where(better[:, None], found, table)
+    cells = tokens.experts.shape[2] * room.ranks
+    fitted = tokens.part(slice(None, None, -(-len(tokens.homes) // max(_FEW, _CELLS // cells)) or 1))
+    homes, judging = (np.ascontiguousarray(one.homes) for one in (fitted, judged))
+    rounds = max(1, min(_ROUNDS, _PLAN_CELLS // max(len(table) * len(homes) * cells, 1)))
+    slot_rank = np.arange(table.shape[1]) * room.ranks // table.shape[1]
+    found = table.copy()
+    for layer, held in enumerate(held_of(table, room.ranks, load.shape[1])):
+        owner, after = _searched(held, fitted.of(layer), homes, load[layer], room, rounds)
+        confirming = judged.of(layer)
+        if sent(after, confirming, judging)[1] < sent(held, confirming, judging)[1]:
+            found[layer] = _with_owners(table[layer], slot_rank, owner)
+    return found
 
 
-def _prices(
-    experts: NDArray[np.integer], served: IntArray, homes: IntArray, shape: tuple[int, int]
-) -> IntArray:
+def _prices(experts: IntArray, served: IntArray, homes: IntArray, shape: tuple[int, int]) -> IntArray:
     """int64 [experts, ranks]: tokens that are sent to a rank for this expert alone, if it is there."""
     width, ranks = shape
+    library = kernels.compiled()
+    if library is not None:
+        prices = np.empty(shape, np.int64)
+        library.tokens_priced(experts, served, homes, ranks, prices)
+        return prices
     counts = pairs_served(served, ranks)
     others = counts[:, None, :] - (served[:, :, None] == np.arange(ranks))
     alone = others == 0
     alone[np.arange(len(homes)), :, homes] = False
-    places = experts[:, :, None].astype(np.int64) * ranks + np.arange(ranks)
+    places = experts[:, :, None] * ranks + np.arange(ranks)
     return np.bincount(places[alone], minlength=width * ranks).reshape(width, ranks)
 
 
 def _searched(
     held: BoolArray,
-    experts: NDArray[np.integer],
+    experts: IntArray,
     homes: IntArray,
     load: FloatArray,
     room: LocalityProblem,
-) -> IntArray:
-    """int64 [experts]: the rank that holds each expert after the search; -1: an expert with replicas."""
+    rounds: int,
+) -> tuple[IntArray, BoolArray]:
+    """Return the rank that holds each expert after the search, int64 [experts], -1 for an expert with
+    replicas; and the ranks that hold each, bool [ranks, experts].
+    """
     single = held.sum(axis=0) == 1
     owner = np.where(single, held.argmax(axis=0), -1)
     held, shape = held.copy(), (held.shape[1], held.shape[0])
-    served = serving_ranks(held, experts, homes)
-    sent = mean_sent(pairs_served(served, room.ranks), homes)
-    for _ in range(_ROUNDS):
+    served, reached = sent(held, experts, homes)
+    for _ in range(rounds):
         pairs = _best_pairs(_prices(experts, served, homes, shape), owner, held, load, room, len(homes))
         # Several at once where experts are many; if they do not help together, one alone.
         several = _apart(pairs, owner, shape[0] // _TOGETHER)
@@ -100,14 +104,13 @@ def _searched(
                 tried[[owner[one], owner[other]], [one, other]] = False
                 tried[[owner[one], owner[other]], [other, one]] = True
                 moved[one], moved[other] = owner[other], owner[one]
-            now = serving_ranks(tried, experts, homes)
-            after = mean_sent(pairs_served(now, room.ranks), homes)
-            if after <= sent - LEAST:
-                held, owner, served, sent = tried, moved, now, after
+            now, after = sent(tried, experts, homes)
+            if after <= reached - LEAST:
+                held, owner, served, reached = tried, moved, now, after
                 break
         else:
             break
-    return owner
+    return owner, held
 
 
 def _apart(pairs: list[tuple[int, int]], owner: IntArray, most: int) -> list[tuple[int, int]]:
@@ -127,28 +130,34 @@ def _best_pairs(
 ) -> list[tuple[int, int]]:
     """Return the exchanges that save most by their prices, best first."""
     single = np.flatnonzero(owner >= 0)
+    part = load / np.maximum(held.sum(axis=0), 1)
+    loads = held @ part
+    most, least = float(loads.mean()) / room.balance, LEAST * tokens
+    library = kernels.compiled()
+    if library is not None:
+        best, found = np.empty((_BEST, 2), np.int64), np.zeros(1, np.int64)
+        library.tokens_pairs(
+            single, owner, prices, part, loads, kernels.plain(room.node), most, least, best, found
+        )
+        return [(one, other) for one, other in best[: found[0]].tolist()]
     at = owner[single]
     here, there = prices[single, at], prices[single][:, at]
     saved = here[:, None] + here - there - there.T
-    part = load / np.maximum(held.sum(axis=0), 1)
-    loads = held @ part
     grown = part[single] - part[single][:, None]  # of the first expert's rank
-    full = np.maximum(loads.mean() / room.balance, np.maximum(loads[at][:, None], loads[at]))
+    full = np.maximum(most, np.maximum(loads[at][:, None], loads[at]))
     allowed = (loads[at][:, None] + grown <= full) & (loads[at] - grown <= full)
     allowed &= (at[:, None] != at) & (room.node[at][:, None] == room.node[at])
     gain = np.where(np.triu(allowed, 1), saved, 0)
-    first, second = np.nonzero(gain > LEAST * tokens)
+    first, second = np.nonzero(gain > least)
     order = np.argsort(-gain[first, second], kind="stable")[:_BEST]
     return list(zip(single[first[order]].tolist(), single[second[order]].tolist(), strict=True))
 
 
 def _with_owners(row: NDArray[np.int16], rank: IntArray, owner: IntArray) -> NDArray[np.int16]:
     """Return the slots of a layer with experts on their new ranks. A slot whose expert stays is unchanged."""
-    new, filled = row.copy(), row >= 0
-    single = filled & (owner[row] >= 0)
-    leaving = np.flatnonzero(single & (owner[row] != rank))
-    for slot in leaving.tolist():
-        # Exchanges keep the number of experts of a rank: what leaves makes room for what comes.
-        coming = [other for other in leaving.tolist() if owner[row[other]] == rank[slot]]
-        new[slot] = row[coming[int((leaving[rank[leaving] == rank[slot]] < slot).sum())]]
+    new = row.copy()
+    leaving = np.flatnonzero((row >= 0) & (owner[row] >= 0) & (owner[row] != rank))
+    # Exchanges keep the number of experts of a rank: what leaves makes room for what comes.
+    coming = leaving[np.argsort(owner[row[leaving]], kind="stable")]
+    new[leaving[np.argsort(rank[leaving], kind="stable")]] = row[coming]
     return new

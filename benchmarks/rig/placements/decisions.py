@@ -1,6 +1,7 @@
 """Rows of the placement benchmark: whole decisions of the planner, of full size, and their time.
 
-Requests fall into clusters of different experts. There are no homes yet: every rank serves all of them alike.
+Requests fall into clusters of different experts, and the engine reports the experts of some of their tokens.
+There are no homes yet: every rank serves all of them alike.
 """
 
 from dataclasses import replace
@@ -13,9 +14,11 @@ from benchmarks.rig.placements.popularity import domains, load, sampled
 from benchmarks.rig.report import Target
 from fleet.experts import ModelShape
 from fleet.placement import Placement
+from fleet.routings import SAMPLED_TOKENS
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
+from migration.engine_state.token_samples import MAX_REQUESTS
 from migration.model.engine_view import CacheUse, Demand, EngineView
 from migration.planning.planner import decide
 from migration.planning.problem import PlanningQuestion
@@ -96,7 +99,23 @@ def engine(ranks: int, slots: int, homes: bool) -> EngineView:
         cache=CacheUse(10_000, np.full(ranks, 4_000.0), 16, 65_536),
         clusters=model,
         predictability=0.9 if homes else 0.0,
+        tokens=_tokens(profiles, shares, dice) if homes else None,
     )
+
+
+def _tokens(
+    profiles: NDArray[np.float64], shares: NDArray[np.float64], dice: np.random.Generator
+) -> NDArray[np.uint16]:
+    """Return sampled tokens of as many requests as the planner keeps, [requests, SAMPLED_TOKENS, LAYERS,
+    TOP_K]: different experts of each layer, drawn by the profile of the request's cluster.
+    """
+    cluster = dice.choice(len(shares), MAX_REQUESTS, p=shares)
+    likely = np.log(profiles / profiles.sum(axis=2, keepdims=True) + 1e-12)
+    tokens = np.empty((MAX_REQUESTS, SAMPLED_TOKENS, LAYERS, TOP_K), np.uint16)
+    for layer in range(LAYERS):
+        drawn = likely[cluster, None, layer] + dice.gumbel(size=(MAX_REQUESTS, SAMPLED_TOKENS, EXPERTS))
+        tokens[:, :, layer] = np.argpartition(-drawn, TOP_K, axis=2)[:, :, :TOP_K]
+    return tokens
 
 
 def _unread(seen: EngineView) -> EngineView:
