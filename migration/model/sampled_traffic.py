@@ -16,6 +16,8 @@ from migration.model.engine_view import EngineView
 
 MIN_REQUESTS = 64
 """Requests with sampled tokens below which the tokens do not represent the traffic."""
+_CELLS = 1 << 24
+"""tokens x layers x k x ranks that a price counts: of more tokens a part."""
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are even over any run of tokens."""
 
@@ -30,7 +32,7 @@ class SampledTokens(NamedTuple):
 
     def part(self, kept: slice | BoolArray) -> "SampledTokens":
         """Return some of the tokens."""
-        return SampledTokens(self.experts[kept], self.homes[kept])
+        return SampledTokens(self.experts[kept], np.ascontiguousarray(self.homes[kept]))
 
     def of(self, layer: int) -> IntArray:
         """Return the experts in one layer, int64 [S, k], contiguous."""
@@ -48,7 +50,8 @@ class SampledTraffic(NamedTuple):
     def together(self, held: BoolArray) -> FloatArray:
         """Return the distinct other ranks that a token reaches, in parts of what they would be if its experts
         were independent of each other: float64 [layers]. held: [layers, ranks, experts]."""
-        sent, alone = destinations(held, self.evaluation)
+        cells = self.evaluation.experts.size * held.shape[1]
+        sent, alone = destinations(held, self.evaluation.part(slice(None, None, -(-cells // _CELLS) or 1)))
         return np.where(alone > 0, sent / np.where(alone > 0, alone, 1.0), 1.0)
 
 
@@ -68,7 +71,7 @@ def sampled_traffic(
     at, every = drawn_homes(where, view.tokens.shape[1]), len(layers) == view.tokens.shape[2]
     halves = [half if every else half[layers] for half in view.token_halves]
     return SampledTraffic(
-        *(SampledTokens(half.swapaxes(0, 1), at[first::2].reshape(-1)) for first, half in enumerate(halves))
+        *(SampledTokens(half.swapaxes(0, 1), at[first::2].ravel()) for first, half in enumerate(halves))
     )
 
 

@@ -30,10 +30,10 @@ _TRIED, _BEST = 8, 64
 _CELLS = 1 << 18
 """tokens x k x ranks that are examined at once, but at least _FEW tokens. Where there are more, a part of the
 tokens is taken."""
-_FEW = 1024
-_PLAN_CELLS = 100_000_000
-"""tokens x k x ranks that the rounds of all layers may examine. Large fleets have fewer rounds: few experts a
-rank leave little to bring together."""
+_FEW = 512
+_PLAN_ROUNDS = 7500
+"""Rounds of a plan, times its layers and ranks. Large fleets have fewer: few experts a rank leave little to
+bring together."""
 
 
 def exchanged(
@@ -51,14 +51,13 @@ def exchanged(
     """
     cells = tokens.experts.shape[2] * room.ranks
     fitted = tokens.part(slice(None, None, -(-len(tokens.homes) // max(_FEW, _CELLS // cells)) or 1))
-    homes, judging = (np.ascontiguousarray(one.homes) for one in (fitted, judged))
-    rounds = max(1, min(_ROUNDS, _PLAN_CELLS // max(len(table) * len(homes) * cells, 1)))
+    rounds = max(1, min(_ROUNDS, _PLAN_ROUNDS // (len(table) * room.ranks)))
     slot_rank = np.arange(table.shape[1]) * room.ranks // table.shape[1]
     found = table.copy()
     for layer, held in enumerate(held_of(table, room.ranks, load.shape[1])):
-        owner, after = _searched(held, fitted.of(layer), homes, load[layer], room, rounds)
-        confirming = judged.of(layer)
-        if sent(after, confirming, judging)[1] < sent(held, confirming, judging)[1]:
+        owner, after = _searched(held, fitted.of(layer), fitted.homes, load[layer], room, rounds)
+        other = judged.of(layer)
+        if sent(after, other, judged.homes)[1] < sent(held, other, judged.homes)[1]:
             found[layer] = _with_owners(table[layer], slot_rank, owner)
     return found
 

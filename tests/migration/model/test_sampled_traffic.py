@@ -10,9 +10,11 @@ from fleet.dispatch import COVER
 from fleet.placement import linear
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
+from migration.model import sampled_traffic as module
 from migration.model.engine_view import EngineView
 from migration.model.sampled_traffic import MIN_REQUESTS, sampled_traffic
 from migration.planning.problem import PlanningQuestion, prepare
+from migration.solvers.load_cap import held_of
 from tests.migration.loop_model import EXPERTS, LAYERS, RANKS, Loop
 
 DOMAINS = 9
@@ -100,3 +102,13 @@ def test_sending_is_dearer_or_cheaper_by_what_tokens_need_together_and_the_rest_
     for one in (together, scattered):
         assert one[1] / plain[1] == pytest.approx(one[0] / plain[0], rel=0.05)
         assert one[2] == plain[2]
+
+
+def test_of_many_tokens_a_part_tells_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = sampled_traffic(view(), EVERY, None, 0.0)
+    assert traffic is not None
+    held = held_of(linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS).expert_of_slot, RANKS, EXPERTS)
+    every = traffic.together(held)
+    monkeypatch.setattr(module, "_CELLS", traffic.evaluation.experts.size * RANKS // 3)
+    assert traffic.together(held) == pytest.approx(every, abs=0.1)
+    assert traffic.together(held).tolist() != every.tolist()
