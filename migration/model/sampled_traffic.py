@@ -17,7 +17,7 @@ from migration.model.engine_view import EngineView
 MIN_REQUESTS = 64
 """Requests with sampled tokens below which the tokens do not represent the traffic."""
 _CELLS = 1 << 24
-"""tokens x layers x k x ranks that a price counts: of more tokens a part."""
+"""tokens x layers x k x ranks that a price counts; of more tokens it takes a part."""
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are even over any run of tokens."""
 
@@ -30,9 +30,18 @@ class SampledTokens(NamedTuple):
     homes: IntArray
     """[S]: rank of each token's request."""
 
+    @property
+    def top_k(self) -> int:
+        return int(self.experts.shape[2])
+
     def part(self, kept: slice | BoolArray) -> "SampledTokens":
         """Return some of the tokens."""
         return SampledTokens(self.experts[kept], np.ascontiguousarray(self.homes[kept]))
+
+    def thinned(self, most: int) -> "SampledTokens":
+        """Return about `most` of the tokens, from all requests and from everywhere in them."""
+        # An odd step takes other places of each request than of the one before.
+        return self.part(slice(None, None, -(-len(self.homes) // max(most, 1)) | 1))
 
     def of(self, layer: int) -> IntArray:
         """Return the experts in one layer, int64 [S, k], contiguous."""
@@ -50,8 +59,8 @@ class SampledTraffic(NamedTuple):
     def together(self, held: BoolArray) -> FloatArray:
         """Return the distinct other ranks that a token reaches, in parts of what they would be if its experts
         were independent of each other: float64 [layers]. held: [layers, ranks, experts]."""
-        cells = self.evaluation.experts.size * held.shape[1]
-        sent, alone = destinations(held, self.evaluation.part(slice(None, None, -(-cells // _CELLS) or 1)))
+        tokens = self.evaluation.thinned(_CELLS // (held.shape[0] * held.shape[1] * self.evaluation.top_k))
+        sent, alone = destinations(held, tokens)
         return np.where(alone > 0, sent / np.where(alone > 0, alone, 1.0), 1.0)
 
 

@@ -49,8 +49,7 @@ def exchanged(
     layer stays as it is unless they are sent to fewer ranks as well. load: [layers, experts] pairs. No
     exchange makes the fullest rank of a layer fuller than `room.balance` allows.
     """
-    cells = tokens.experts.shape[2] * room.ranks
-    fitted = tokens.part(slice(None, None, -(-len(tokens.homes) // max(_FEW, _CELLS // cells)) or 1))
+    fitted = tokens.thinned(max(_FEW, _CELLS // (tokens.top_k * room.ranks)))
     rounds = max(1, min(_ROUNDS, _PLAN_ROUNDS // (len(table) * room.ranks)))
     slot_rank = np.arange(table.shape[1]) * room.ranks // table.shape[1]
     found = table.copy()

@@ -12,7 +12,7 @@ from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
 from migration.model import sampled_traffic as module
 from migration.model.engine_view import EngineView
-from migration.model.sampled_traffic import MIN_REQUESTS, sampled_traffic
+from migration.model.sampled_traffic import MIN_REQUESTS, SampledTokens, sampled_traffic
 from migration.planning.problem import PlanningQuestion, prepare
 from migration.solvers.load_cap import held_of
 from tests.migration.loop_model import EXPERTS, LAYERS, RANKS, Loop
@@ -112,3 +112,15 @@ def test_of_many_tokens_a_part_tells_the_same(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "_CELLS", traffic.evaluation.experts.size * RANKS // 3)
     assert traffic.together(held) == pytest.approx(every, abs=0.1)
     assert traffic.together(held).tolist() != every.tolist()
+
+
+def test_a_part_of_the_tokens_is_from_all_requests_and_from_everywhere_in_them() -> None:
+    requests, each = 60, 16
+    places = np.arange(requests * each).reshape(-1, 1, 1)
+    for most in (60, 120, 240, 500):
+        found = SampledTokens(places, np.zeros(requests * each, np.int64)).thinned(most)
+        request, place = np.divmod(found.experts.ravel(), each)
+        assert len(found.homes) <= most
+        assert len(set(place.tolist())) == each
+        assert np.diff(request).max() <= 2
+    assert len(SampledTokens(places, np.zeros(requests * each, np.int64)).thinned(960).homes) == 960
