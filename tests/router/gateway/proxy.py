@@ -2,6 +2,7 @@
 it to the endpoint that it is told, and reports the answer.
 """
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -79,14 +80,20 @@ class Exchange:
         self._call = call
         self._mode, self._answer_mode = mode, answer_mode
         self.picked = Picked()
+        self._next: asyncio.Task[Any] | None = None
+        """the next answer, listened for while this side still speaks"""
 
     async def say(self, message: Any) -> None:
         await self._call.write(message.SerializeToString())
 
     async def hear(self) -> Any:
         """The next answer; None at the end of the stream."""
-        data = await self._call.read()
+        waited, self._next = self._next or self._listen(), None
+        data = await waited
         return None if data is grpc.aio.EOF else ProcessingResponse.FromString(data)
+
+    def _listen(self) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(self._call.read())
 
     async def ask(
         self,
@@ -103,13 +110,20 @@ class Exchange:
         await self.say(head(path, headers or {}, self._mode, self._answer_mode, subset, config=config))
         if self._mode is BodyMode.BUFFERED:
             assert self.picked.take(await self.hear()) == "request_headers"
+        self._next = self._listen()
         size = -(-len(body) // pieces)
         cut = [body[at * size : (at + 1) * size] for at in range(pieces)]
         for number, piece in enumerate(cut, 1):
             message = ProcessingRequest()
             message.request_body.body = piece
             message.request_body.end_of_stream = number == pieces and not trailers
-            await self.say(message)
+            try:
+                await self.say(message)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                # A refusal of the head ends the exchange, perhaps before the body is sent.
+                assert self.picked.take(await self.hear())
+                assert self.picked.refused
+                return self.picked
         if trailers:
             message = ProcessingRequest()
             message.request_trailers.SetInParent()
