@@ -39,7 +39,7 @@ PROFILE_BLOCKS = 1024
 _PROFILE_BYTES = 160
 """Size of a profile without its tables."""
 
-T = TypeVar("T")
+_Part = TypeVar("_Part")
 
 log = logging.getLogger(__name__)
 
@@ -155,13 +155,10 @@ class RequestProfiler:
         if model is None or not turn:
             return
         sampled = [self._samples.take(now) for _ in turn]
-        profiles = await asyncio.to_thread(self._read, turn, sampled, model)
+        profiles, tokens = await asyncio.to_thread(self._read, turn, sampled, model)
         self._batch.setdefault((turn[0].placement.epoch, model.version), []).extend(profiles)
-        self._batch_bytes += sum(map(_size, profiles))
-        chosen = (sampled_tokens(one.ended.routed) for one, kept in zip(turn, sampled, strict=True) if kept)
-        tokens = [one.astype("<u2").tobytes() for one in chosen if one is not None]
         self._tokens += tokens
-        self._batch_bytes += sum(map(len, tokens))
+        self._batch_bytes += sum(map(_size, profiles)) + sum(map(len, tokens))
 
     def _turn(self, max_requests: int) -> list[_Waiting]:
         """Take the next requests to profile together: all of one placement, and few enough that a turn is
@@ -186,8 +183,8 @@ class RequestProfiler:
 
     def _read(
         self, turn: Sequence[_Waiting], sampled: Sequence[bool], model: ClusterModel
-    ) -> list[RequestProfile]:
-        """Profile one turn. Runs in a thread, one turn at a time."""
+    ) -> tuple[list[RequestProfile], list[bytes]]:
+        """Profile one turn, and sample tokens of some requests. Runs in a thread, one turn at a time."""
         profiles = request_profiles(
             [one.ended for one in turn],
             model,
@@ -198,10 +195,11 @@ class RequestProfiler:
             max_blocks=PROFILE_BLOCKS,
             sampled=sampled,
         )
-        if not self._context.about.rearranges:
-            return profiles
-        # its replicas share by the rows of a step: where a request's tokens went is not told by its experts
-        return [replace(one, local=None) for one in profiles]
+        if self._context.about.rearranges:
+            # Its replicas share by the rows of a step: experts do not tell where a request's tokens went.
+            return [replace(one, local=None) for one in profiles], []
+        chosen = (sampled_tokens(one.ended.routed) for one, kept in zip(turn, sampled, strict=True) if kept)
+        return profiles, [one.astype("<u2").tobytes() for one in chosen if one is not None]
 
     async def _publish(self) -> None:
         batch, self._batch, self._batch_bytes = self._batch, {}, 0
@@ -217,10 +215,10 @@ class RequestProfiler:
             await self._tokens_publisher.publish(TokensSampled(**self._context.sender, requests=tuple(some)))
 
 
-def _parts(several: Sequence[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+def _parts(several: Sequence[_Part], size_of: Callable[[_Part], int]) -> Iterator[list[_Part]]:
     """Split profiles or tokens, in order, into parts of about MESSAGE_BYTES. A larger one forms a part
     alone."""
-    part: list[T] = []
+    part: list[_Part] = []
     size = 0
     for one in several:
         if part and size + size_of(one) > MESSAGE_BYTES:

@@ -34,14 +34,11 @@ class SampledTokens(NamedTuple):
     def top_k(self) -> int:
         return int(self.experts.shape[2])
 
-    def part(self, kept: slice | BoolArray) -> "SampledTokens":
-        """Return some of the tokens."""
-        return SampledTokens(self.experts[kept], np.ascontiguousarray(self.homes[kept]))
-
     def thinned(self, most: int) -> "SampledTokens":
         """Return about `most` of the tokens, from all requests and from everywhere in them."""
         # An odd step takes other places of each request than of the one before.
-        return self.part(slice(None, None, -(-len(self.homes) // max(most, 1)) | 1))
+        step = -(-len(self.homes) // max(most, 1)) | 1
+        return SampledTokens(self.experts[::step], np.ascontiguousarray(self.homes[::step]))
 
     def of(self, layer: int) -> IntArray:
         """Return the experts in one layer, int64 [S, k], contiguous."""

@@ -13,13 +13,14 @@ MAX_BLOCKS = 1 << 21
 share.
 """
 _EVICTED_TOGETHER = 256
-"""Blocks of a rank beyond its capacity before they are evicted: a loop costs less than a few for each prompt.
+"""Most blocks evicted beyond those that must be, so that the next prompts evict none: one loop costs less
+than a few blocks for each prompt.
 """
 
 
 class ApproximateIndex:
     """State: per rank the sequence hashes of blocks routed to it, least recently used first, at most
-    `capacity` each and a few more; `block_index` has the same by block.
+    `capacity` each; `block_index` has the same by block.
     """
 
     def __init__(self, capacity: int, block_index: BlockIndex) -> None:
@@ -45,10 +46,9 @@ class ApproximateIndex:
                 blocks[block] = None
                 new.append(block)
         self.block_index.add(rank, new)
-        if len(blocks) > limit + min(_EVICTED_TOGETHER, limit // 16):
-            self.block_index.discard(
-                rank, [blocks.popitem(last=False)[0] for _ in range(len(blocks) - limit)]
-            )
+        if len(blocks) > limit:
+            more = len(blocks) - limit + min(_EVICTED_TOGETHER, limit // 16)
+            self.block_index.discard(rank, [blocks.popitem(last=False)[0] for _ in range(more)])
 
     def forget_worker(self, worker_id: int) -> None:
         for rank in [rank for rank in self._blocks if rank[0] == worker_id]:

@@ -163,18 +163,6 @@ class TargetPredictions(msgspec.Struct, frozen=True, eq=False):
         return ExpectedLoad(self.expert_load, gain) if gain else None
 
     @property
-    def remote_ranks(self) -> FloatArray:
-        """Expected distinct remote ranks of a token, float64 [candidates]."""
-        row: FloatArray = self.expert_load[0]
-        return row
-
-    @property
-    def remote_nodes(self) -> FloatArray:
-        """The same of nodes."""
-        row: FloatArray = self.expert_load[1]
-        return row
-
-    @property
     def local(self) -> FloatArray:
         """Expected share of pairs that the rank serves itself, float64 [candidates]."""
         row: FloatArray = self.expert_load[2]
@@ -659,8 +647,7 @@ def _home(
         target_table.dispatch_s[at],
         node_s,
         uncached + np.float64(output_tokens),
-        prediction.remote_ranks,
-        prediction.remote_nodes,
+        *prediction.expert_load[:2],
     )
     return HomeRanks(is_home(lift), costs * (-1000.0 * worth * rules.weights.by_term["experts"]))
 

@@ -411,10 +411,14 @@ async def test_an_engine_that_moves_its_experts_itself_tells_no_local_share(brok
         running(broker, about=about) as profiles,
         tracking(broker, clusters()),
         MemoryBus(broker).subscribe(SUBJECTS.requests_profiled("a")) as subscription,
+        MemoryBus(broker).subscribe(SUBJECTS.tokens_sampled()) as tokens,
     ):
         await known(profiles, subscription)
         profiles.take([EndedRequest("d", 30, trace, ())], 0, HERE)
         messages = await profiles_until(subscription, "d")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await anext(aiter(tokens))
     (one,) = [one for message in messages for one in message.requests if one.decision == "d"]
     assert (one.local, one.blocks, one.block_signatures) == (None, b"", b"")
     assert (one.tokens, one.cached_tokens) == (40, 16)

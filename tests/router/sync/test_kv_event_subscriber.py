@@ -376,6 +376,17 @@ def test_prefixes_remember_what_was_routed_where() -> None:
     assert overlap(block_index, CHAINED) == {(2, 0): 2}
 
 
+def test_a_prefix_memory_never_exceeds_its_capacity_and_keeps_nearly_as_much() -> None:
+    capacity, each = 1000, 9
+    prefixes, block_index = guesses(capacity)
+    prompts = [list(range(1 + each * at, 1 + each * (at + 1))) for at in range(400)]
+    for number, blocks in enumerate(prompts, 1):
+        prefixes.routed((1, 0), blocks)
+        assert len(prefixes) == block_index.held((1, 0))
+        assert min(each * number, 15 * capacity // 16) <= len(prefixes) <= capacity
+        assert all(block_index.holds((1, 0), prompt[-1]) for prompt in prompts[max(number - 100, 0) : number])
+
+
 def test_a_full_prefix_memory_forgets_the_oldest_prompt_from_its_end() -> None:
     prefixes, block_index = guesses(6)
     other = sequence_hashes(local_hashes(list(range(16)), 4))
