@@ -72,11 +72,8 @@ class Kernels(Protocol):
     def locality_one_each(self, own: FloatArray, *arguments: Any) -> None:
         """`migration.solvers.holder_value._one_each`; the last array is False if the experts do not fit."""
 
-    def locality_swapped(self, own: FloatingArray, *arguments: Any) -> None:
-        """`migration.solvers.pairwise_exchange._swapped`, in single precision."""
-
-    def locality_handed_over(self, own: FloatingArray, *arguments: Any) -> None:
-        """`migration.solvers.pairwise_exchange._handed_over`, in single precision."""
+    def locality_exchanged(self, own: FloatingArray, *arguments: Any) -> None:
+        """`migration.solvers.pairwise_exchange.exchange_experts`, in single precision; `held` changes."""
 
     def cap_levelled(self, rank: IndexArray, *arguments: Any) -> None:
         """The rounds of `migration.solvers.load_cap.level`; near and far change."""

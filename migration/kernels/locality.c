@@ -1,6 +1,6 @@
-/* Placement by the origin of demand (holder_value.py, pairwise_exchange.py, load_cap.py). Arrays of a layer are
+/* Placement by the origin of demand (holder_value.py, load_cap.py). Arrays of a layer are
    [ranks, experts] or [nodes, experts]; node: of each rank. `home`, where given: ranks that must hold the expert. */
-#include "kernels.h"
+#include "locality.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -10,13 +10,7 @@
 
 static double most(double one, double other) { return one > other ? one : other; }
 
-typedef struct {
-    int64_t layers, ranks, experts, nodes;
-    const int64_t *node;
-} Shape;
-
-/* Read a shape from arrays of [layers, ranks, experts], [layers, nodes, experts] and [ranks]. */
-static bool shape_of(Shape *into, const Argument *own, const Argument *shared, const Argument *node, int64_t layers) {
+bool shape_of(Shape *into, const Argument *own, const Argument *shared, const Argument *node, int64_t layers) {
     int64_t ranks = node->count, experts = layers > 0 && ranks > 0 ? own->count / (layers * ranks) : 0;
     int64_t nodes = experts > 0 ? shared->count / (layers * experts) : 0;
     *into = (Shape){layers, ranks, experts, nodes, node->data};
@@ -24,8 +18,6 @@ static bool shape_of(Shape *into, const Argument *own, const Argument *shared, c
                   "locality: arrays differ in length") &&
            (nodes == 1 || all_below(node->data, ranks, nodes, "locality: no such node"));
 }
-
-static int64_t node_of(const Shape *it, int64_t rank) { return it->nodes == 1 ? 0 : it->node[rank]; }
 
 /* Count the holders of each expert: in all, on each node, and those where it must be held. */
 static void count_holders(const Shape *it, const uint8_t *held, const uint8_t *home, int32_t *count, int32_t *near,
@@ -152,7 +144,7 @@ static bool fill(const Argument *arguments, const Shape *it) {
     return true;
 }
 
-static bool held_fits(const Argument *arguments, Shape *it) {
+bool held_fits(const Argument *arguments, const Shape *it) {
     int64_t all = it->layers * it->ranks * it->experts;
     return expect(COUNT(3) == all && (!AS_B(4) || COUNT(4) == all), "locality: arrays differ in length");
 }
@@ -255,273 +247,6 @@ KERNEL(locality_one_each) {
         shape_of(&shape, &arguments[0], &arguments[1], &arguments[2], COUNT(5)) && held_fits(arguments, &shape) &&
             expect(COUNT(7) == 1, "locality_one_each: arrays differ in length"),
         ok = place_each(arguments, &shape), true);
-}
-
-/* The experts of a layer that have one replica only, and what each gains at any rank. */
-typedef struct {
-    int64_t number;
-    int32_t *expert, *where; /* [number] */
-    float *at_rank;          /* [ranks, number] */
-    float *of_sole;          /* [number, ranks]: the same */
-    float *top;              /* [number]: gain of the best exchange */
-    int32_t *best;           /* [number]: its partner */
-    int32_t *count, *place;  /* [experts]: replicas; the first rank that holds it */
-} Soles;
-
-static void find_soles(const Shape *it, Soles *in, const uint8_t *held) {
-    int64_t experts = it->experts;
-    memset(in->count, 0, (size_t)experts * sizeof *in->count);
-    for (int64_t rank = it->ranks; rank-- > 0;)
-        for (int64_t at = 0; at < experts; at++)
-            if (held[rank * experts + at]) in->count[at]++, in->place[at] = (int32_t)rank;
-    in->number = 0;
-    for (int64_t at = 0; at < experts; at++) {
-        if (in->count[at] != 1) continue;
-        in->expert[in->number] = (int32_t)at;
-        in->where[in->number++] = in->place[at];
-    }
-}
-
-static void value_soles(const Shape *it, const Soles *in, const float *own, const float *shared,
-                        const uint8_t *home) {
-    int64_t experts = it->experts;
-    for (int64_t rank = 0; rank < it->ranks; rank++) {
-        const float *extra = shared + node_of(it, rank) * experts;
-        for (int64_t nth = 0; nth < in->number; nth++) {
-            int64_t at = in->expert[nth], from = in->where[nth];
-            float here = own[rank * experts + at], there = own[from * experts + at];
-            if (it->nodes > 1) here += extra[at], there += shared[node_of(it, from) * experts + at];
-            float gain = home && !home[rank * experts + at] ? -INFINITY : here - there;
-            in->at_rank[rank * in->number + nth] = gain;
-            in->of_sole[nth * it->ranks + rank] = gain;
-        }
-    }
-}
-
-/* Let all experts consider an exchange with one, `other`: mine: their gains at its rank; its: its gains at ranks. */
-WIDE static void consider_other(int64_t number, const int32_t *restrict where, const float *restrict mine,
-                                const float *restrict its, int32_t other, float *restrict top,
-                                int32_t *restrict best) {
-    for (int64_t at = 0; at < number; at++) {
-        float gain = mine[at] + its[where[at]];
-        bool better = gain > top[at];
-        top[at] = better ? gain : top[at];
-        best[at] = better ? other : best[at];
-    }
-}
-
-/* swapped(own, shared (float32), node, changed: held, home or None, layers; out: changed [layers]) */
-static bool swap(const Argument *arguments, const Shape *it) {
-    size_t experts = (size_t)it->experts, cells = (size_t)it->ranks * experts;
-    float *memory = malloc((2 * cells + experts) * sizeof(float) + 5 * experts * sizeof(int32_t));
-    if (!memory) return false;
-    Soles in = {.at_rank = memory, .of_sole = memory + cells, .top = memory + 2 * cells};
-    in.expert = (int32_t *)(in.top + experts);
-    in.where = in.expert + experts, in.best = in.where + experts, in.count = in.best + experts;
-    in.place = in.count + experts;
-    for (int64_t layer = 0; layer < it->layers; layer++) {
-        uint8_t *held = AS_B(3) + layer * (int64_t)cells;
-        find_soles(it, &in, held);
-        value_soles(it, &in, AS_F(0) + layer * (int64_t)cells, AS_F(1) + layer * it->nodes * it->experts,
-                    AS_B(4) ? AS_B(4) + layer * (int64_t)cells : NULL);
-        for (int64_t at = 0; at < in.number; at++) in.top[at] = -INFINITY, in.best[at] = 0;
-        for (int64_t other = 0; other < in.number; other++)
-            consider_other(in.number, in.where, in.at_rank + in.where[other] * in.number,
-                           in.of_sole + other * it->ranks, (int32_t)other, in.top, in.best);
-        bool changed = false;
-        for (int64_t at = 0; at < in.number; at++) {
-            int32_t other = in.best[at];
-            if (in.best[other] != at || !(in.top[at] > 1e-7f)) continue;
-            changed = true;
-            held[in.where[at] * it->experts + in.expert[at]] = 0;
-            held[in.where[other] * it->experts + in.expert[at]] = 1;
-        }
-        AS_B(6)[layer] = changed;
-    }
-    free(memory);
-    return true;
-}
-
-KERNEL(locality_swapped) {
-    Shape shape;
-    RUN("fflBbnB",
-        shape_of(&shape, &arguments[0], &arguments[1], &arguments[2], COUNT(5)) && held_fits(arguments, &shape) &&
-            expect(COUNT(6) == COUNT(5), "locality_swapped: arrays differ in length"),
-        ok = swap(arguments, &shape), true);
-}
-
-/* Possible hand-overs of a layer: a rank takes up an expert, and hands its replica of another to a taker. */
-typedef struct {
-    float *gain;                       /* [ranks] of each rank's best hand-over */
-    int32_t *handed, *taken_up, *spare; /* [ranks] */
-    int32_t *taker;                    /* [experts] */
-    uint8_t *room;                     /* [ranks] the rank gives up nothing */
-    float *offered, *row, *barred;     /* [experts] */
-    int32_t *count, *based, *near;     /* [experts], [experts], [nodes, experts] */
-    uint8_t *tied;                     /* [experts] its last replica is where one must be */
-    int32_t *first, *list;             /* [ranks + 1], [cells]: experts of each rank in order */
-} HandOvers;
-
-/* Read a layer: what each rank holds, and the holders of each expert. */
-static void read_holders(const Shape *it, const HandOvers *in, const uint8_t *held, const uint8_t *home) {
-    int64_t experts = it->experts;
-    int32_t length = 0;
-    memset(in->count, 0, (size_t)experts * sizeof *in->count);
-    memset(in->based, 0, (size_t)experts * sizeof *in->based);
-    memset(in->near, 0, (size_t)(it->nodes * experts) * sizeof *in->near);
-    memset(in->tied, 0, (size_t)experts);
-    for (int64_t rank = 0; rank < it->ranks; rank++) {
-        const uint8_t *mine = held + rank * experts;
-        in->first[rank] = length;
-        for (int64_t at = 0; at < experts; at++) {
-            if (!mine[at]) continue;
-            in->list[length++] = (int32_t)at;
-            in->count[at]++;
-            in->near[node_of(it, rank) * experts + at]++;
-            in->based[at] += home ? home[rank * experts + at] : 1;
-        }
-    }
-    in->first[it->ranks] = length;
-    for (int64_t rank = 0; home && rank < it->ranks; rank++)
-        for (int32_t nth = in->first[rank]; nth < in->first[rank + 1]; nth++) {
-            int32_t at = in->list[nth];
-            if (home[rank * experts + at] && in->based[at] == 1) in->tied[at] = 1;
-        }
-}
-
-/* The highest number and its first place; place 0 if there is none above -INFINITY. */
-WIDE static float highest(const float *row, int64_t count, int32_t *at) {
-    float lanes[8], best = -INFINITY;
-    int64_t whole = count - count % 8;
-    for (int lane = 0; lane < 8; lane++) lanes[lane] = -INFINITY;
-    for (int64_t first = 0; first < whole; first += 8)
-        for (int lane = 0; lane < 8; lane++)
-            lanes[lane] = row[first + lane] > lanes[lane] ? row[first + lane] : lanes[lane];
-    for (int lane = 0; lane < 8; lane++) best = lanes[lane] > best ? lanes[lane] : best;
-    for (int64_t rest = whole; rest < count; rest++) best = row[rest] > best ? row[rest] : best;
-    *at = 0;
-    if (best == -INFINITY) return best;
-    while (row[*at] != best) ++*at;
-    return best;
-}
-
-static float lost(const Shape *it, const HandOvers *in, const float *own, const float *shared, int64_t node,
-                  int32_t at) {
-    if (it->nodes == 1) return own[at];
-    return own[at] + (in->near[node * it->experts + at] == 1 ? shared[at] : 0.0f);
-}
-
-/* A rank's cheapest spare replica, what it offers for each expert, and the expert that it values most. Return the
-   value of that one. */
-WIDE static float offer(const Shape *it, const HandOvers *in, const float *own, const float *shared, const uint8_t *must,
-                   int64_t rank, int64_t slots, int64_t limit) {
-    int64_t experts = it->experts, node = node_of(it, rank);
-    const int32_t *beside = in->near + node * experts;
-    float *restrict row = in->row, *restrict offered = in->offered;
-    int32_t *restrict taker = in->taker;
-    for (int64_t at = 0; at < experts; at++)
-        row[at] = it->nodes == 1 ? own[at] : own[at] + (beside[at] == 0 ? shared[at] : 0.0f);
-    float cheapest = INFINITY;
-    in->spare[rank] = 0;
-    for (int32_t nth = in->first[rank]; nth < in->first[rank + 1]; nth++) {
-        int32_t at = in->list[nth];
-        float less = lost(it, in, own, shared, node, at);
-        bool fixed = in->based[at] == 1 && (!must || must[at]);
-        if (!fixed && less < cheapest) cheapest = less, in->spare[rank] = at;
-        row[at] = -INFINITY;
-    }
-    in->room[rank] = in->first[rank + 1] - in->first[rank] < slots;
-    float given_up = in->room[rank] ? 0.0f : cheapest;
-    const float *open = row;
-    if (must) {
-        for (int64_t at = 0; at < experts; at++) in->barred[at] = in->tied[at] && !must[at] ? -INFINITY : row[at];
-        open = in->barred;
-    }
-    for (int64_t at = 0; at < experts; at++) {
-        float more = open[at] - given_up;
-        bool better = more > offered[at];
-        offered[at] = better ? more : offered[at];
-        taker[at] = better ? (int32_t)rank : taker[at];
-    }
-    if (limit < it->ranks)
-        for (int64_t at = 0; at < experts; at++) row[at] = in->count[at] < limit ? row[at] : -INFINITY;
-    return highest(row, experts, &in->taken_up[rank]);
-}
-
-/* Make the best hand-over of a layer if it is one, and exclude all that it touches. */
-static bool pick(const Shape *it, const HandOvers *in, uint8_t *held, int64_t limit) {
-    int64_t experts = it->experts;
-    int32_t giver;
-    float gain = highest(in->gain, it->ranks, &giver);
-    int32_t out = in->handed[giver], up = in->taken_up[giver], to = in->taker[out], down = in->spare[to];
-    /* A chain that would return to its own expert is no gain. */
-    bool good = gain > 1e-7f && up != out && down != up;
-    if (good) {
-        if (!in->room[to]) held[to * experts + down] = 0;
-        held[to * experts + out] = 1;
-        held[giver * experts + out] = 0;
-        held[giver * experts + up] = 1;
-    }
-    in->gain[giver] = in->gain[to] = -INFINITY;
-    for (int64_t rank = 0; rank < it->ranks; rank++) {
-        int32_t mine = in->handed[rank], takes = in->taken_up[rank], taker = in->taker[mine];
-        if (mine == up || mine == down || taker == to || taker == giver || takes == down ||
-            (takes == up && limit < it->ranks) || in->spare[taker] == down)
-            in->gain[rank] = -INFINITY;
-    }
-    return good;
-}
-
-/* handed_over(own, shared (float32), node, changed: held, home or None, layers, slots, most, picks; out: changed
-   [layers]) */
-static bool hand_over(const Argument *arguments, const Shape *it) {
-    int64_t experts = it->experts, ranks = it->ranks, cells = ranks * experts;
-    size_t floats = (size_t)(ranks + 3 * experts);
-    size_t numbers = (size_t)(3 * ranks + (3 + it->nodes) * experts + ranks + 1 + cells);
-    float *memory = malloc(floats * sizeof(float) + numbers * sizeof(int32_t) + (size_t)(ranks + experts));
-    if (!memory) return false;
-    int32_t *next = (int32_t *)(memory + floats);
-    HandOvers in = {.gain = memory, .offered = memory + ranks, .handed = next, .taken_up = next + ranks};
-    in.row = in.offered + experts, in.barred = in.row + experts;
-    in.spare = in.taken_up + ranks, in.taker = in.spare + ranks, in.count = in.taker + experts;
-    in.based = in.count + experts, in.near = in.based + experts, in.first = in.near + it->nodes * experts;
-    in.list = in.first + ranks + 1;
-    in.room = (uint8_t *)(in.list + cells), in.tied = in.room + ranks;
-    for (int64_t layer = 0; layer < it->layers; layer++) {
-        uint8_t *held = AS_B(3) + layer * cells;
-        const uint8_t *home = AS_B(4) ? AS_B(4) + layer * cells : NULL;
-        const float *own = AS_F(0) + layer * cells, *shared = AS_F(1) + layer * it->nodes * experts;
-        read_holders(it, &in, held, home);
-        for (int64_t at = 0; at < experts; at++) in.offered[at] = -INFINITY, in.taker[at] = 0;
-        for (int64_t rank = 0; rank < ranks; rank++)
-            in.gain[rank] = offer(it, &in, own + rank * experts, shared + node_of(it, rank) * experts,
-                                  home ? home + rank * experts : NULL, rank, COUNT(6), COUNT(7));
-        /* The replica that costs a rank least to hand over. */
-        for (int64_t rank = 0; rank < ranks; rank++) {
-            float cost = INFINITY;
-            in.handed[rank] = 0;
-            for (int32_t nth = in.first[rank]; nth < in.first[rank + 1]; nth++) {
-                int32_t at = in.list[nth];
-                float less = lost(it, &in, own + rank * experts, shared + node_of(it, rank) * experts,
-                                  node_of(it, rank), at) -
-                             in.offered[at];
-                if (less < cost) cost = less, in.handed[rank] = at;
-            }
-            in.gain[rank] -= cost;
-        }
-        AS_B(9)[layer] = 0;
-        for (int64_t turn = 0; turn < COUNT(8); turn++) AS_B(9)[layer] |= pick(it, &in, held, COUNT(7));
-    }
-    free(memory);
-    return true;
-}
-
-KERNEL(locality_handed_over) {
-    Shape shape;
-    RUN("fflBbnnnnB",
-        shape_of(&shape, &arguments[0], &arguments[1], &arguments[2], COUNT(5)) && held_fits(arguments, &shape) &&
-            expect(COUNT(9) == COUNT(5), "locality_handed_over: arrays differ in length"),
-        ok = hand_over(arguments, &shape), true);
 }
 
 /* One pool of load flows from slots above their group's mean level to slots below it. */

@@ -37,6 +37,30 @@ def exchange_experts(
     worth = HolderValue(
         worth.own.astype(np.float32, order="C"), worth.shared.astype(np.float32, order="C"), worth.node
     )
+    library = kernels.compiled()
+    if library is None or not held.size:
+        _exchanged(worth, held, slots, most, home, rounds)
+        return held
+    library.locality_exchanged(
+        worth.own,
+        worth.shared,
+        kernels.plain(worth.node),
+        held,
+        None if home is None else kernels.plain(home),
+        len(held),
+        slots,
+        most,
+        _PICKS,
+        _CYCLE,
+        -(-rounds // _CYCLE),
+    )
+    return held
+
+
+def _exchanged(
+    worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None, rounds: int
+) -> None:
+    """Implement `exchange_experts` in numpy, in place."""
     busy = np.arange(len(held))
     for _ in range(0, rounds, _CYCLE):
         part, mine, places = worth.at(busy), held[busy], None if home is None else home[busy]
@@ -50,22 +74,11 @@ def exchange_experts(
         busy = busy[changed]
         if not len(busy):
             break
-    return held
 
 
 def _swapped(worth: HolderValue, held: BoolArray, home: BoolArray | None) -> NDArray[np.bool_]:
     """Exchange sole replicas in place: all pairs of experts that are each other's best partner. bool
     [layers]: layers changed."""
-    library = kernels.compiled()
-    if library is None or not held.size:
-        return _swapped_in_numpy(worth, held, home)
-    changed = np.empty(len(held), bool)
-    library.locality_swapped(worth.own, worth.shared, worth.node, held, home, len(held), changed)
-    return changed
-
-
-def _swapped_in_numpy(worth: HolderValue, held: BoolArray, home: BoolArray | None) -> NDArray[np.bool_]:
-    """Implement `_swapped`."""
     sole = held.sum(axis=1) == 1
     where = held.argmax(axis=1)
     value = worth.own if worth.flat else worth.own + worth.shared[:, worth.node]
@@ -122,20 +135,6 @@ def _handed_over(
     worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None
 ) -> NDArray[np.bool_]:
     """Make hand-overs in place. bool [layers]: layers changed."""
-    library = kernels.compiled()
-    if library is None or not held.size:
-        return _handed_over_in_numpy(worth, held, slots, most, home)
-    changed = np.empty(len(held), bool)
-    library.locality_handed_over(
-        worth.own, worth.shared, worth.node, held, home, len(held), slots, most, _PICKS, changed
-    )
-    return changed
-
-
-def _handed_over_in_numpy(
-    worth: HolderValue, held: BoolArray, slots: int, most: int, home: BoolArray | None
-) -> NDArray[np.bool_]:
-    """Implement `_handed_over`."""
     found = _hand_overs(worth, held, slots, most, home)
     changed, rows = np.zeros(len(held), bool), np.arange(len(held))
     # Several hand-overs per computation of the gains, as long as they do not touch each other.
