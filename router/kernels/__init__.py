@@ -6,6 +6,7 @@ bits. The reasons: docs/decisions/0026-compiled-decisions.md.
 """
 
 from array import array
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 from fleet.arrays import Float32Array, FloatArray, IndexArray, IntArray, KeyArray
@@ -13,6 +14,22 @@ from fleet.compiled import CompiledForm
 
 Hashes: TypeAlias = "array[int]"
 """u64 sequence hashes of the leading blocks of a prompt"""
+
+
+class RecentBlocks(Protocol):
+    """Sequence hashes of blocks in the order of their last use
+    (`router.prefix_index.approximate_index.RecentBlocksInPython`).
+    """
+
+    def touch(self, blocks: Hashes, most: int) -> list[int]:
+        """Use the first `most` blocks of a prompt, from the last to the first. Return those that are new, in
+        this order.
+        """
+
+    def evict(self, count: int) -> list[int]:
+        """Remove as many blocks, and return them: the least recently used, in this order."""
+
+    def __len__(self) -> int: ...
 
 
 class DecisionKernels(Protocol):
@@ -112,6 +129,9 @@ class DecisionKernels(Protocol):
         of a target. Writes the leading blocks of each target, whose slots are `of`, into out, int64
         [targets].
         """
+
+    RecentBlocks: Callable[[int], RecentBlocks]
+    """Its argument is a secret number: without it no client can choose blocks that collide."""
 
     def maxima(self, rows: int, targets: int, table: IntArray) -> tuple[int, ...]:
         """Return the largest number of each row of int64 [rows, targets]. ValueError without targets."""

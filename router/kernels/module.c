@@ -22,7 +22,7 @@ static int filled(PyObject *module) {
     PyObject *terms = term_names();
     int failed = !terms || PyModule_AddObjectRef(module, "TERMS", terms);
     Py_XDECREF(terms);
-    return failed ? -1 : PyModule_AddStringConstant(module, "SOURCE", SOURCE);
+    return failed || add_recent_blocks(module) ? -1 : PyModule_AddStringConstant(module, "SOURCE", SOURCE);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)filled}, {0, NULL}};
