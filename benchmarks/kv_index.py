@@ -83,9 +83,8 @@ class Ours:
 
     def find(self, ids: list[int]) -> tuple[NDArray[np.int64], int]:
         prompt = TokenPrompt(ids)
-        overlap = self.block_index.overlap(self._target_table, prompt)
-        known = int(np.maximum.reduce(overlap))
-        return overlap, prompt.chained(BLOCK_SIZE)[known - 1] if known else 0
+        blocks, known = self.block_index.overlap(self._target_table, prompt)
+        return blocks, prompt.chained(BLOCK_SIZE)[known - 1] if known else 0
 
 
 class Tree:

@@ -6,7 +6,7 @@ bits. The reasons: docs/decisions/0026-compiled-decisions.md.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from fleet.arrays import Float32Array, FloatArray, IndexArray, IntArray, KeyArray
@@ -14,6 +14,36 @@ from fleet.compiled import CompiledForm
 
 Hashes: TypeAlias = "array[int]"
 """u64 sequence hashes of the leading blocks of a prompt"""
+
+
+SALT = hash("places of blocks") % (1 << 64)
+"""Differs from process to process."""
+
+
+class BlockMasks(Protocol):
+    """Masks of the ranks that hold each block (`router.prefix_index.block_masks.MasksInPython`). A block
+    without holders has none.
+    """
+
+    def grant(self, blocks: Sequence[int], bit: int, old: Any, live: int, shared: dict[int, int]) -> int:
+        """Add a rank's bit to the masks of blocks. Return how many lacked it. old: the masks that are swept
+        into these; live: bits that are valid; shared: one object for equal masks. OverflowError for a block
+        outside u64.
+        """
+
+    def withdraw(self, blocks: Sequence[int], bit: int, old: Any, shared: dict[int, int]) -> list[int]:
+        """Remove a rank's bit from the masks of blocks. Return those that had it."""
+
+    def sweep(self, count: int, live: int, into: Any, shared: dict[int, int]) -> list[int]:
+        """Move at most `count` blocks to other masks, with their valid bits. Return those without any: they
+        are removed.
+        """
+
+    def get(self, block: int, /) -> int | None: ...
+
+    def __contains__(self, block: object) -> bool: ...
+
+    def __len__(self) -> int: ...
 
 
 class RecentBlocks(Protocol):
@@ -115,8 +145,8 @@ class DecisionKernels(Protocol):
         size: int,
         seed: int,
         chained: Hashes,
-        masks: dict[int, int],
-        old: dict[int, int],
+        masks: "BlockMasks",
+        old: "BlockMasks",
         held: int,
         gappy: int,
         widest: int,
@@ -130,8 +160,9 @@ class DecisionKernels(Protocol):
         [targets].
         """
 
+    BlockMasks: Callable[[int], BlockMasks]
     RecentBlocks: Callable[[int], RecentBlocks]
-    """Its argument is a secret number: without it no client can choose blocks that collide."""
+    """Their argument is a secret number (`SALT`): without it no client can choose blocks that collide."""
 
     def maxima(self, rows: int, targets: int, table: IntArray) -> tuple[int, ...]:
         """Return the largest number of each row of int64 [rows, targets]. ValueError without targets."""

@@ -2,6 +2,7 @@
    (router.prefix_index.block_index). A prompt is a list of token ids, or a buffer of four bytes a token. */
 #include "arrays.h"
 #include "keyed.h"
+#include "masks.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -152,22 +153,18 @@ PyObject *longest_known(PyObject *self, PyObject *const *given, Py_ssize_t count
 
 /* The walk: masks by hash, and the ranks that hold every block so far. */
 typedef struct {
-    PyObject *masks, *old; /* borrowed dictionaries */
-    PyObject *held;        /* owned */
-    PyObject *gappy;       /* borrowed */
-    int64_t *depths;       /* [slots] leading blocks of each rank: what the walk finds, of ranks that hold any */
+    const Blocks *masks, *old;
+    PyObject *held;  /* owned */
+    PyObject *gappy; /* borrowed */
+    int64_t *depths; /* [slots] leading blocks of each rank: what the walk finds, of ranks that hold any */
     Py_ssize_t slots;
 } Walk;
 
 /* Return those of some ranks (a new reference) that hold a block; NULL with an exception set. */
 static PyObject *holders(const Walk *walk, uint64_t hash, PyObject *among) {
-    PyObject *key = PyLong_FromUnsignedLongLong(hash), *mask = NULL;
-    if (!key) return NULL;
-    mask = PyDict_GetItemWithError(walk->masks, key); /* borrowed */
-    if (!mask && !PyErr_Occurred()) mask = PyDict_GetItemWithError(walk->old, key);
-    Py_DECREF(key);
-    if (!mask) return PyErr_Occurred() ? NULL : PyLong_FromLong(0);
-    return PyNumber_And(among, mask);
+    PyObject *mask = mask_of(walk->masks, hash);
+    if (!mask) mask = mask_of(walk->old, hash);
+    return mask ? PyNumber_And(among, mask) : PyLong_FromLong(0);
 }
 
 /* Note that the prefixes of some ranks end at a depth. */
@@ -256,12 +253,14 @@ static int64_t spread(const Walk *walk, const int64_t *slots, Py_ssize_t targets
 PyObject *walk(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     (void)self;
     if (count != 13) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 13", count);
-    if (!PyDict_Check(given[4]) || !PyDict_Check(given[5]) || !PyLong_Check(given[6]) || !PyLong_Check(given[7]))
-        return PyErr_Format(PyExc_TypeError, "masks are dictionaries, ranks are numbers");
+    const Blocks *masks = masks_of(given[4]), *old = masks ? masks_of(given[5]) : NULL;
+    if (!old) return NULL;
+    if (!PyLong_Check(given[6]) || !PyLong_Check(given[7]))
+        return PyErr_Format(PyExc_TypeError, "ranks are numbers");
     Prompt prompt = {0};
     Py_ssize_t widest = PyLong_AsSsize_t(given[8]), slots = PyLong_AsSsize_t(given[9]);
     Py_ssize_t targets = PyLong_AsSsize_t(given[10]);
-    Walk state = {.masks = given[4], .old = given[5], .held = Py_NewRef(given[6]), .gappy = given[7], .slots = slots};
+    Walk state = {.masks = masks, .old = old, .held = Py_NewRef(given[6]), .gappy = given[7], .slots = slots};
     Arrays arrays = {.held = 0};
     PyObject *found = NULL;
     bool ok = !PyErr_Occurred() && expect(slots >= 0 && targets >= 0, "fewer than no targets");

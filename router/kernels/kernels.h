@@ -20,8 +20,7 @@ bool expect(bool holds, const char *message);
 /* Names of the terms of `price`, in order. */
 PyObject *term_names(void);
 
-/* Add the type `RecentBlocks` to the module. -1 with an exception set. */
-int add_recent_blocks(PyObject *module);
+extern PyType_Spec block_masks, recent_blocks;
 
 PyObject *chain(PyObject *self, PyObject *const *given, Py_ssize_t count);
 PyObject *longest_known(PyObject *self, PyObject *const *given, Py_ssize_t count);

@@ -18,11 +18,20 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static bool add_type(PyObject *module, const char *name, PyType_Spec *spec) {
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    bool ok = type && !PyModule_AddObjectRef(module, name, type);
+    Py_XDECREF(type);
+    return ok;
+}
+
 static int filled(PyObject *module) {
     PyObject *terms = term_names();
     int failed = !terms || PyModule_AddObjectRef(module, "TERMS", terms);
     Py_XDECREF(terms);
-    return failed || add_recent_blocks(module) ? -1 : PyModule_AddStringConstant(module, "SOURCE", SOURCE);
+    if (failed || !add_type(module, "BlockMasks", &block_masks) || !add_type(module, "RecentBlocks", &recent_blocks))
+        return -1;
+    return PyModule_AddStringConstant(module, "SOURCE", SOURCE);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)filled}, {0, NULL}};

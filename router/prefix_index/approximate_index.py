@@ -15,8 +15,6 @@ MAX_BLOCKS = 1 << 21
 """Blocks of all ranks together, about 250 MB (400 in the Python form). With more ranks than this allows
 `capacity`, each gets an equal share.
 """
-_SALT = hash("blocks by last use") % (1 << 64)
-"""Differs from process to process, so that no client can choose blocks that collide."""
 _EVICTED_TOGETHER = 256
 """Most blocks evicted beyond those that must be, so that the next prompts evict none: one loop costs less
 than a few blocks for each prompt.
@@ -87,4 +85,4 @@ class ApproximateIndex:
 
 def _no_blocks() -> RecentBlocks:
     library = kernels.compiled()
-    return RecentBlocksInPython() if library is None else library.RecentBlocks(_SALT)
+    return RecentBlocksInPython() if library is None else library.RecentBlocks(kernels.SALT)

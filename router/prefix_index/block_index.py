@@ -1,11 +1,11 @@
-"""Index from blocks to ranks: one dictionary from a block's sequence hash to the set of its holders, as a bit
+"""Index from blocks to ranks: one table from a block's sequence hash to the set of its holders, as a bit
 mask. Pure, no clock.
 
 A sequence hash identifies the entire prefix that ends with its block. No tree is needed, and blocks of all
-sizes and models share the dictionary. A rank that is cleared or forgotten takes another slot, which
-invalidates its old bits at once. These bits are removed incrementally, a few blocks with each write: all
-entries move to a new dictionary, which also releases the memory of removed blocks. Until then the bits of an
-unused slot are harmless, since every lookup masks them out.
+sizes and models share the table. A rank that is cleared or forgotten takes another slot, which invalidates
+its old bits at once. These bits are removed incrementally, a few blocks with each write: all entries move to
+a new table, which also releases the memory of removed blocks. Until then the bits of an unused slot are
+harmless, since every lookup masks them out.
 """
 
 from array import array
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from router import kernels
 from router.fleet_state.target_table import RankKey, TargetTable
 from router.prefix_index.block_hash_chain import BlockHashChain
+from router.prefix_index.block_masks import MasksInPython, masks_form
 
 NO_RANK = 0
 """Slot that no rank has."""
@@ -79,8 +80,8 @@ class BlockIndex:
     def __init__(self) -> None:
         self.version = 0
         """number of changes of the slots"""
-        self._masks: dict[int, int] = {}
-        self._old: dict[int, int] = {}
+        self._no_masks = masks_form()
+        self._masks, self._old = self._no_masks(), self._no_masks()
         """entries that the sweep has not reached yet; empty when no sweep is in progress"""
         self._shared: dict[int, int] = {}
         self._slots: dict[RankKey, _Slot] = {}
@@ -110,7 +111,7 @@ class BlockIndex:
 
     def holds(self, rank: RankKey, block: int) -> bool:
         slot = self._slots.get(rank)
-        return slot is not None and bool((self._masks.get(block) or self._old.get(block, 0)) & slot.bit)
+        return slot is not None and bool((self._look_up(block) or 0) & slot.bit)
 
     def held(self, rank: RankKey) -> int:
         """Return the number of blocks of one rank."""
@@ -152,55 +153,30 @@ class BlockIndex:
     def add(self, rank: RankKey, blocks: Sequence[int]) -> None:
         """Add blocks to a rank that never loses a block before those that follow it."""
         slot = self._slots.get(rank) or self._assign_slot(rank)
-        masks, shared, bit, old = self._masks, self._shared, slot.bit, self._old
-        added = 0
-        for block in blocks:
-            mask = masks.get(block)
-            if mask is None:
-                if not old:
-                    masks[block] = bit
-                    added += 1
-                    continue
-                # Writing a block sweeps it: it moves to the new dictionary without its stale bits.
-                mask = old.pop(block, 0) & self._live
-            elif mask & bit:
-                continue
-            added += not mask & bit
-            # Integers of many bits are large, and most blocks of a prompt have the same holders: share them.
-            grown = mask | bit
-            masks[block] = shared.setdefault(grown, grown)
+        added = self._masks.grant(blocks, slot.bit, self._old, self._live, self._shared)
         slot.entries += added
         self.entries += added
-        if len(shared) > _MAX_MASKS:
-            shared.clear()
-        if old or self._stale:
-            self.sweep(_MIN_SWEPT + _SWEPT_PER_WRITE * len(blocks))
+        self._after_writing(len(blocks))
 
-    def discard(self, rank: RankKey, blocks: Iterable[int]) -> int:
+    def discard(self, rank: RankKey, blocks: Sequence[int]) -> int:
         """Remove blocks from a rank. Return how many it did not hold."""
         slot = self._slots.get(rank)
         if slot is None:
-            return sum(1 for _ in blocks)
-        missing, lost = 0, list[int]()
-        old, new, bit = self._old, self._masks, slot.bit
-        for block in blocks:
-            masks = old if old and block in old else new
-            mask = masks.get(block, 0)
-            if mask == bit:
-                del masks[block]
-            elif mask & bit:
-                masks[block] = self._shared.setdefault(mask ^ bit, mask ^ bit)
-            else:
-                missing += 1
-                continue
-            lost.append(block)
+            return len(blocks)
+        lost = self._masks.withdraw(blocks, slot.bit, self._old, self._shared)
         slot.entries -= len(lost)
         self.entries -= len(lost)
         if self._children:
-            self._check_children(bit, lost)
+            self._check_children(slot.bit, lost)
+        self._after_writing(len(lost))
+        return len(blocks) - len(lost)
+
+    def _after_writing(self, blocks: int) -> None:
+        """Bound what is shared, and sweep for as many blocks as were written."""
+        if len(self._shared) > _MAX_MASKS:
+            self._shared.clear()
         if self._old or self._stale:
-            self.sweep(_MIN_SWEPT + _SWEPT_PER_WRITE * len(lost))
-        return missing
+            self.sweep(_MIN_SWEPT + _SWEPT_PER_WRITE * blocks)
 
     def _check_children(self, bit: int, lost: list[int]) -> None:
         """Mark a rank as gappy if it still holds a block stored after one that it lost."""
@@ -275,7 +251,11 @@ class BlockIndex:
         stretch holds all of it, unless it may have gaps.
         """
         library = kernels.compiled()
-        if library is None or not isinstance(prompt, BlockHashChain):
+        if (
+            library is None
+            or not isinstance(prompt, BlockHashChain)
+            or isinstance(self._masks, MasksInPython)
+        ):
             look_up = self._look_up if self._old else self._masks.get
             depths = self._spread(ends_of(prompt, look_up, self._live, self._gappy)).take(slots)
             return Overlap(depths, int(depths.max(initial=0)))
@@ -332,18 +312,12 @@ class BlockIndex:
         """Check at most `blocks` blocks for stale bits. Return True if more work remains."""
         if not self._old and not self._begin():
             return False
-        old, masks, shared, live = self._old, self._masks, self._shared, self._live
-        for _ in range(min(blocks, len(old))):
-            block, mask = old.popitem()
-            mask &= live
-            if mask:
-                masks[block] = shared.setdefault(mask, mask)
-            else:
-                self._children.pop(block, None)
-        if len(shared) > _MAX_MASKS:
-            shared.clear()
-        if not old:
-            self._old = {}  # an emptied dictionary keeps its memory
+        for block in self._old.sweep(blocks, self._live, self._masks, self._shared):
+            self._children.pop(block, None)
+        if len(self._shared) > _MAX_MASKS:
+            self._shared.clear()
+        if not self._old:
+            self._old = self._no_masks()  # an emptied table keeps its memory
             self._free += self._swept
             self._swept = []
         return True
@@ -355,7 +329,7 @@ class BlockIndex:
         ):
             return False
         self._swept, self._stale, self._stale_entries = self._stale, [], 0
-        self._old, self._masks, self._shared = self._masks, {}, {}
+        self._old, self._masks, self._shared = self._masks, self._no_masks(), {}
         return True
 
     def _assign_slot(self, rank: RankKey) -> _Slot:

@@ -113,18 +113,19 @@ def test_ids_outside_u32_and_blocks_beyond_the_end_are_refused() -> None:
         chain([1, 2, 3], 2, SEED, array("Q", [1, 2]), 1)
 
 
-def test_a_walk_without_dictionaries_or_slots_is_refused() -> None:
-    nothing, slots, depths = array("Q"), np.zeros(1, np.intp), np.zeros(1, np.int64)
-    with pytest.raises(TypeError, match="masks are dictionaries"):
-        _library().walk([1, 2], 1, SEED, nothing, [], {}, 1, 0, 32, 1, 1, slots, depths)  # type: ignore[arg-type]
+def test_a_walk_without_masks_or_slots_is_refused() -> None:
+    library, nothing, slots = _library(), array("Q"), np.zeros(1, np.intp)
+    depths, masks, none = np.zeros(1, np.int64), library.BlockMasks(1), library.BlockMasks(1)
+    with pytest.raises(TypeError, match="masks are BlockMasks"):
+        library.walk([1, 2], 1, SEED, nothing, masks, {}, 1, 0, 32, 1, 1, slots, depths)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="1 numbers in an array, expected 2"):
-        _library().walk([1, 2], 1, SEED, nothing, {}, {}, 1, 0, 32, 2, 2, slots, depths)
+        library.walk([1, 2], 1, SEED, nothing, masks, none, 1, 0, 32, 2, 2, slots, depths)
     for slot in (-1, 1):
         with pytest.raises(ValueError, match="no such slot"):
-            _library().walk([1, 2], 1, SEED, nothing, {}, {}, 1, 0, 32, 1, 1, slots + slot, depths)
-    masks = dict.fromkeys(TokenPrompt([1, 2]).chained(1), 256)
+            library.walk([1, 2], 1, SEED, nothing, masks, none, 1, 0, 32, 1, 1, slots + slot, depths)
+    masks.grant(TokenPrompt([1, 2]).chained(1)[:], 256, none, 256, {})
     with pytest.raises(OverflowError):  # a rank without a slot
-        _library().walk([1, 2], 1, SEED, nothing, masks, {}, 256, 0, 32, 1, 1, slots, depths)
+        library.walk([1, 2], 1, SEED, nothing, masks, none, 256, 0, 32, 1, 1, slots, depths)
 
 
 def test_the_python_form_serves_while_it_is_asked_for() -> None:
