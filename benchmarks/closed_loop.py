@@ -257,7 +257,8 @@ def beside(one: ClockFigures, eplb: ClockFigures) -> str:
     """Return the differences of two runs on the clock."""
     return (
         f"remote ranks {100 * (one.remote_ranks / eplb.remote_ranks - 1):+.1f} %, balance of steps"
-        f" {one.step_balance - eplb.step_balance:+.3f}, tokens/s"
+        f" {one.step_balance - eplb.step_balance:+.3f} (without those that compute a prompt"
+        f" {one.decode_balance - eplb.decode_balance:+.3f}), tokens/s"
         f" {one.tokens_per_second / eplb.tokens_per_second:.3f}x"
     )
 

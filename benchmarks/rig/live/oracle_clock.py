@@ -61,6 +61,8 @@ class ClockFigures(NamedTuple):
 
     remote_ranks: float
     step_balance: float
+    decode_balance: float
+    """balance of the steps that compute no prompt"""
     balance: float
     tokens_per_second: float
     first_token_seconds: float
@@ -178,6 +180,7 @@ class _Ranks:
         """Count from here on."""
         self.served = np.zeros_like(self.served)
         self.balances: list[float] = []
+        self.with_prompt: list[bool] = []
         self.away = self.tokens = 0.0
 
     def begin(self, request: int, rank: int, now: float) -> None:
@@ -213,6 +216,7 @@ class _Ranks:
                 answered += one.computed >= self._load.prompt
                 begun += [one] if is_prompt and one.computed >= self._load.prompt else []
         self._count(served, sent, prefill + sequences)
+        self.with_prompt.append(bool(prefill.any()))
         ended = [one for held in self._held for one in held if one.computed >= one.all]
         self._held = [[one for one in held if one.computed < one.all] for held in self._held]
         return self._seconds(prefill, sequences, sent, served), answered, begun, ended
@@ -272,10 +276,11 @@ def replayed(
             ranks.forget()
         request = number % len(found.experts)
         ranks.begin(request, choose(request, ranks.load()), waiting.pop())
-    served = ranks.served
+    served, balances = ranks.served, np.array(ranks.balances)
     return ClockFigures(
         ranks.away / ranks.tokens,
-        float(np.mean(ranks.balances)),
+        float(balances.mean()),
+        float(balances[~np.array(ranks.with_prompt)].mean()),
         float((served.mean(axis=1) / served.max(axis=1)).mean()),
         answered / (now - since),
         float(np.median(waits)),
