@@ -243,8 +243,12 @@ class EngineView:
         """float64 [requests, K]: clusters of the requests of `tokens`; None: one of both is unknown."""
         if self.tokens is None or self.clusters is None:
             return None
-        counts = [count_pairs(request, self.shape.experts) for request in self.tokens]
-        return np.asarray(self.clusters.signature(np.array(counts)), np.float64)
+        requests, _, layers, _ = self.tokens.shape
+        # In single precision, as signatures are computed: these arrays are large.
+        counts = np.empty((requests, layers, self.shape.experts), np.float32)
+        for request, out in zip(self.tokens, counts, strict=True):
+            out[...] = count_pairs(request, self.shape.experts)
+        return np.asarray(self.clusters.signature(counts), np.float64)
 
     @cached_property
     def token_halves(self) -> tuple[NDArray[np.int64], ...]:

@@ -84,9 +84,11 @@ def made(table: SlotTable, changes: PlacementChanges) -> SlotTable:
         second, changes.other_slot[which], changes.slot[which]
     )
     # Of several changes of a slot the last one counts.
-    slots, last = np.unique(at[::-1], return_index=True)
-    expert = np.where(second, changes.other_expert[which], changes.expert[which])[::-1]
-    after.reshape(-1)[slots] = expert[last]
+    last = np.full(table.size, -1)
+    np.maximum.at(last, at, np.arange(len(at)))
+    slots = np.flatnonzero(last >= 0)
+    expert = np.where(second, changes.other_expert[which], changes.expert[which])
+    after.reshape(-1)[slots] = expert[last[slots]]
     return after
 
 

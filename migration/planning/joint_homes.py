@@ -113,8 +113,15 @@ def joint(found: PlanningProblem) -> PlanCandidate:
     else:
         goal = _for_tokens(found, end, goal)
     changes = without_reversals(found, ordered_diff(found.table, goal, end.fit, room, found.limits))
-    base = _before(found, known, stay)
-    ways = [_candidate(found, changes, base, one, of) for one, of in _choices(found, known, share, stay, end)]
+    unplanned = (
+        end if share is stay else _expected(found, known, np.zeros_like(share) if stay is None else stay)
+    )
+    # The served placement: under present demand, or with homes alone, whichever is better.
+    base = min((found.before, unplanned.before), key=lambda one: float(one.seconds.sum()))
+    ways = [_candidate(found, changes, base, share, end)]
+    # A budget or a cooldown may have cut the changes short of the placement that the new homes were made for.
+    if stay is not None and stay is not share:
+        ways.append(_candidate(found, changes, base, stay, unplanned))
     best, seconds = min(ways, key=lambda one: one[1])
     # A plan cut short by limits is still worthwhile if its goal is.
     least = float(base.seconds.sum()) - NOTICEABLE * base.figures.seconds.dispatch
@@ -150,20 +157,6 @@ def published_homes(
     )
 
 
-def _choices(
-    found: PlanningProblem,
-    known: RoutingForecast,
-    share: FloatArray,
-    stay: FloatArray | None,
-    end: PlanningProblem,
-) -> list[tuple[FloatArray, PlanningProblem]]:
-    """Return the homes to choose from at the end of the plan. A budget or a cooldown may have cut the changes
-    short of the placement that the new homes were made for, so the present homes are a choice too."""
-    if stay is None or stay is share:
-        return [(share, end)]
-    return [(share, end), (stay, _expected(found, known, stay))]
-
-
 def _worth_going_to(goal: SlotTable, end: PlanningProblem, most: float) -> bool:
     """True if the goal placement takes at most `most` seconds of a step, even if limits allow only a part of
     the way now."""
@@ -191,13 +184,6 @@ def _candidate(
     return min(
         ((way, float(end.price(way.placement(found)).seconds.sum())) for way in ways), key=lambda one: one[1]
     )
-
-
-def _before(found: PlanningProblem, known: RoutingForecast, stay: FloatArray | None) -> PricedPlacement:
-    """Price the served placement: under present demand, or with homes alone, whichever is better."""
-    clusters = len(known.later.shares)
-    predicted = _expected(found, known, np.zeros((clusters, found.ranks)) if stay is None else stay).before
-    return min((found.before, predicted), key=lambda one: float(one.seconds.sum()))
 
 
 def _expected(found: PlanningProblem, known: RoutingForecast, share: FloatArray) -> PlanningProblem:
