@@ -96,14 +96,11 @@ class Kernels(Protocol):
     def placement_traded(self, expert: IndexArray, *arguments: Any) -> None:
         """`migration.solvers.full_placement._traded`: the first four arrays change."""
 
-    def tokens_sent(self, held: BoolArray, experts: IntArray, *arguments: Any) -> None:
-        """`migration.model.sampled_traffic.sent`: the last two arrays are written."""
+    def tokens_destinations(self, held: BoolArray, experts: IntArray, *arguments: Any) -> None:
+        """`migration.model.sampled_traffic.destinations`: the last two arrays are written."""
 
-    def tokens_priced(self, experts: IntArray, served: IntArray, *arguments: Any) -> None:
-        """`migration.solvers.token_swaps._prices`: the last array is written."""
-
-    def tokens_pairs(self, single: IndexArray, *arguments: Any) -> None:
-        """`migration.solvers.token_swaps._best_pairs`: the last two arrays are written."""
+    def tokens_exchanged(self, held: BoolArray, experts: IntArray, *arguments: Any) -> None:
+        """`migration.solvers.token_swaps._searched`: the first array changes, the last two are written."""
 
     def overflow_tried(self, row: IndexArray, *arguments: Any) -> None:
         """`migration.solvers.overflow_copies._tried`."""

@@ -92,8 +92,7 @@ KERNEL(priced_traffic);
 KERNEL(transported);
 KERNEL(spread_sets);
 KERNEL(placement_traded);
-KERNEL(tokens_sent);
-KERNEL(tokens_priced);
-KERNEL(tokens_pairs);
+KERNEL(tokens_destinations);
+KERNEL(tokens_exchanged);
 
 #endif

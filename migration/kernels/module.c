@@ -104,9 +104,8 @@ static PyMethodDef methods[] = {
     METHOD(transported),
     METHOD(spread_sets),
     METHOD(placement_traded),
-    METHOD(tokens_sent),
-    METHOD(tokens_priced),
-    METHOD(tokens_pairs),
+    METHOD(tokens_destinations),
+    METHOD(tokens_exchanged),
     {NULL, NULL, 0, NULL},
 };
 

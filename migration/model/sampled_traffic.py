@@ -40,9 +40,10 @@ class SampledTokens(NamedTuple):
         step = -(-len(self.homes) // max(most, 1)) | 1
         return SampledTokens(self.experts[::step], np.ascontiguousarray(self.homes[::step]))
 
-    def of(self, layer: int) -> IntArray:
-        """Return the experts in one layer, int64 [S, k], contiguous."""
-        return np.ascontiguousarray(self.experts[:, layer], np.int64)
+    @property
+    def by_layer(self) -> IntArray:
+        """Experts, int64 [layers, S, k], contiguous."""
+        return np.ascontiguousarray(self.experts.swapaxes(0, 1), np.int64)
 
 
 class SampledTraffic(NamedTuple):
@@ -94,16 +95,27 @@ def destinations(held: BoolArray, tokens: SampledTokens) -> tuple[FloatArray, Fl
 
     held: [layers, ranks, experts]. An expert that no rank holds counts as one of rank 0.
     """
-    ranks, top_k = held.shape[1], tokens.experts.shape[2]
+    library = kernels.compiled()
+    if library is None:
+        return _destinations(held, tokens)
+    found = np.empty(len(held)), np.empty(len(held))
+    homes = kernels.plain(tokens.homes)
+    library.tokens_destinations(kernels.plain(held), tokens.by_layer, homes, *held.shape[:2], *found)
+    return found
+
+
+def _destinations(held: BoolArray, tokens: SampledTokens) -> tuple[FloatArray, FloatArray]:
+    """Implement `destinations` in numpy."""
+    ranks, top_k = held.shape[1], tokens.top_k
     pairs = np.maximum(np.bincount(tokens.homes, minlength=ranks) * top_k, 1)
     found = np.zeros((2, len(held)))
-    for layer, one in enumerate(held):
-        served, found[0, layer] = sent(one, tokens.of(layer), tokens.homes)
+    for layer, (one, experts) in enumerate(zip(held, tokens.by_layer, strict=True)):
+        served, found[0, layer] = sent(one, experts, tokens.homes)
         to = tokens.homes[:, None] * ranks + served
         mass = np.bincount(to.ravel(), minlength=ranks * ranks).reshape(ranks, ranks) / pairs[:, None]
         reached = 1.0 - _power(1.0 - mass, top_k)
         np.fill_diagonal(reached, 0.0)
-        found[1, layer] = pairs @ reached.sum(axis=1) / pairs.sum()
+        found[1, layer] = (pairs * reached.sum(axis=1)).sum() / pairs.sum()
     return found[0], found[1]
 
 
@@ -121,11 +133,6 @@ def sent(held: BoolArray, experts: IntArray, homes: IntArray) -> tuple[IntArray,
     """Return the rank that serves each pair, int64 [S, k], and the mean number of ranks besides its home that
     serve a token. held: [ranks, experts]; experts: [S, k]; homes: [S].
     """
-    library = kernels.compiled()
-    if library is not None:
-        served, found = np.empty(experts.shape, np.int64), np.zeros(1, np.int64)
-        library.tokens_sent(kernels.plain(held), experts, homes, len(held), served, found)
-        return served, int(found[0]) / max(len(homes), 1)
     holders = np.argsort(~held, axis=0, kind="stable")  # holders first
     nth = np.arange(len(homes))[:, None] % np.maximum(held.sum(axis=0), 1)[experts]
     served = np.where(held[homes[:, None], experts], homes[:, None], holders[nth, experts])

@@ -51,24 +51,58 @@ def exchanged(
     """
     fitted = tokens.thinned(max(_FEW, _CELLS // (tokens.top_k * room.ranks)))
     rounds = max(1, min(_ROUNDS, _PLAN_ROUNDS // (len(table) * room.ranks)))
+    held = held_of(table, room.ranks, load.shape[1])
+    owner, better = _searched(held, fitted, judged, load, room, rounds)
     slot_rank = np.arange(table.shape[1]) * room.ranks // table.shape[1]
     found = table.copy()
-    for layer, held in enumerate(held_of(table, room.ranks, load.shape[1])):
-        owner, after = _searched(held, fitted.of(layer), fitted.homes, load[layer], room, rounds)
-        other = judged.of(layer)
-        if sent(after, other, judged.homes)[1] < sent(held, other, judged.homes)[1]:
-            found[layer] = _with_owners(table[layer], slot_rank, owner)
+    for layer in np.flatnonzero(better).tolist():
+        found[layer] = _with_owners(table[layer], slot_rank, owner[layer])
     return found
+
+
+def _searched(
+    held: BoolArray,
+    tokens: SampledTokens,
+    judged: SampledTokens,
+    load: FloatArray,
+    room: LocalityProblem,
+    rounds: int,
+) -> tuple[IntArray, BoolArray]:
+    """Return the rank that holds each expert after the search, int64 [layers, experts], -1 for an expert with
+    replicas; and whether the other tokens are sent to fewer ranks, bool [layers].
+
+    held: [layers, ranks, experts]; it may change.
+    """
+    owner, better = np.empty(load.shape, np.int64), np.empty(len(load), bool)
+    library = kernels.compiled()
+    if library is not None and held.size:
+        library.tokens_exchanged(
+            held,
+            tokens.by_layer,
+            kernels.plain(tokens.homes),
+            judged.by_layer,
+            kernels.plain(judged.homes),
+            kernels.plain(load),
+            kernels.plain(room.node),
+            room.balance,
+            LEAST,
+            rounds,
+            _TRIED,
+            _BEST,
+            load.shape[1] // _TOGETHER,
+            owner,
+            better,
+        )
+        return owner, better
+    for layer, (experts, others) in enumerate(zip(tokens.by_layer, judged.by_layer, strict=True)):
+        owner[layer], after = _searched_layer(held[layer], experts, tokens.homes, load[layer], room, rounds)
+        better[layer] = sent(after, others, judged.homes)[1] < sent(held[layer], others, judged.homes)[1]
+    return owner, better
 
 
 def _prices(experts: IntArray, served: IntArray, homes: IntArray, shape: tuple[int, int]) -> IntArray:
     """int64 [experts, ranks]: tokens that are sent to a rank for this expert alone, if it is there."""
     width, ranks = shape
-    library = kernels.compiled()
-    if library is not None:
-        prices = np.empty(shape, np.int64)
-        library.tokens_priced(experts, served, homes, ranks, prices)
-        return prices
     counts = pairs_served(served, ranks)
     others = counts[:, None, :] - (served[:, :, None] == np.arange(ranks))
     alone = others == 0
@@ -77,7 +111,7 @@ def _prices(experts: IntArray, served: IntArray, homes: IntArray, shape: tuple[i
     return np.bincount(places[alone], minlength=width * ranks).reshape(width, ranks)
 
 
-def _searched(
+def _searched_layer(
     held: BoolArray,
     experts: IntArray,
     homes: IntArray,
@@ -129,15 +163,8 @@ def _best_pairs(
     """Return the exchanges that save most by their prices, best first."""
     single = np.flatnonzero(owner >= 0)
     part = load / np.maximum(held.sum(axis=0), 1)
-    loads = held @ part
-    most, least = float(loads.mean()) / room.balance, LEAST * tokens
-    library = kernels.compiled()
-    if library is not None:
-        best, found = np.empty((_BEST, 2), np.int64), np.zeros(1, np.int64)
-        library.tokens_pairs(
-            single, owner, prices, part, loads, kernels.plain(room.node), most, least, best, found
-        )
-        return [(one, other) for one, other in best[: found[0]].tolist()]
+    loads = (held * part).sum(axis=1)
+    most = float(loads.mean()) / room.balance
     at = owner[single]
     here, there = prices[single, at], prices[single][:, at]
     saved = here[:, None] + here - there - there.T
@@ -146,7 +173,7 @@ def _best_pairs(
     allowed = (loads[at][:, None] + grown <= full) & (loads[at] - grown <= full)
     allowed &= (at[:, None] != at) & (room.node[at][:, None] == room.node[at])
     gain = np.where(np.triu(allowed, 1), saved, 0)
-    first, second = np.nonzero(gain > least)
+    first, second = np.nonzero(gain > LEAST * tokens)
     order = np.argsort(-gain[first, second], kind="stable")[:_BEST]
     return list(zip(single[first[order]].tolist(), single[second[order]].tolist(), strict=True))
 

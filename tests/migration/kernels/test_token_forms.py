@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fleet.arrays import IntArray
 from migration import kernels
-from migration.model.sampled_traffic import SampledTokens, destinations, sent
+from migration.model.sampled_traffic import SampledTokens, destinations
 from migration.solvers.load_cap import held_of
 from migration.solvers.locality_placement import LocalityProblem
 from migration.solvers.token_swaps import exchanged
@@ -72,35 +72,32 @@ def test_tokens_reach_the_same_ranks(seed: int) -> None:
     held = held_of(case.table, case.ranks, case.experts)
     with kernels.python_form():
         expected = destinations(held, case.judged)
-        served, mean = sent(held[0], case.judged.of(0), case.judged.homes)
     assert all(np.array_equal(*both) for both in zip(destinations(held, case.judged), expected, strict=True))
-    again, reached = sent(held[0], case.judged.of(0), case.judged.homes)
-    assert np.array_equal(again, served)
-    assert reached == mean
 
 
 def test_what_does_not_fit_is_refused() -> None:
     library = kernels.compiled()
     assert library is not None, kernels.missing
-    held, one, two = np.ones((2, 3), np.bool_), np.zeros(1, np.int64), np.zeros(2, np.int64)
+    held, one, two = np.ones((1, 2, 3), np.bool_), np.zeros(1, np.int64), np.zeros(2, np.int64)
 
-    def pairs(single: IntArray, owner: IntArray) -> None:
-        prices, part, loads = np.zeros((3, 2), np.int64), np.ones(3), np.ones(2)
-        library.tokens_pairs(
-            single, owner, prices, part, loads, two, 1.0, 0.0, np.zeros((4, 2), np.int64), one
-        )
+    def reach(experts: IntArray, homes: IntArray, ranks: int = 2) -> None:
+        library.tokens_destinations(held, experts, homes, 1, ranks, np.empty(1), np.empty(1))
+
+    def exchange(experts: IntArray, judged: IntArray, node: IntArray = two, owners: int = 3) -> None:
+        library.tokens_exchanged(
+            held, experts, one, judged, one, np.ones((1, 3)), node, 1.0,
+            0.0, 1, 1, 1, 1, np.zeros(owners, np.int64), np.zeros(1, np.bool_),
+        )  # fmt: skip
 
     for refused, message in (
-        (lambda: library.tokens_sent(held, one + 3, one, 2, one, one), "no such expert"),
-        (lambda: library.tokens_sent(held, one, one + 2, 2, one, one), "no such rank"),
-        (lambda: library.tokens_sent(held, two, one, 2, one, one), "differ in length"),
-        (lambda: library.tokens_sent(held, one, one, 0, one, one), "differ in length"),
-        (lambda: library.tokens_priced(one, one + 2, one, 2, np.zeros((3, 2), np.int64)), "no such rank"),
-        (lambda: library.tokens_priced(one, two, one, 2, np.zeros((3, 2), np.int64)), "differ in length"),
-        (lambda: pairs(one + 3, np.zeros(3, np.int64)), "no such expert"),
-        (lambda: pairs(one, np.full(3, 2)), "no such rank"),
-        (lambda: pairs(one, np.full(3, -1)), "without a rank"),
-        (lambda: pairs(one, np.zeros(2, np.int64)), "differ in length"),
+        (lambda: reach(one + 3, one), "no such expert"),
+        (lambda: reach(one, one + 2), "no such rank"),
+        (lambda: reach(one, two), "differ in length"),
+        (lambda: reach(one, one, 0), "differ in length"),
+        (lambda: exchange(one + 3, one), "no such expert"),
+        (lambda: exchange(one, one - 1), "no such expert"),
+        (lambda: exchange(one, one, np.zeros(3, np.int64)), "differ in length"),
+        (lambda: exchange(one, one, owners=2), "differ in length"),
     ):
         with pytest.raises(ValueError, match=message):
             refused()  # type: ignore[no-untyped-call]
