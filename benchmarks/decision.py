@@ -104,11 +104,11 @@ async def in_turns(
 async def cached(roost: Roost, selection: Selection, asked: Prompts) -> None:
     """Publish the same blocks to both sides. Raises RuntimeError if their indices differ."""
     held = list(asked.held(roost.engines))
-    for each in held:
-        roost.hold(each)
-        selection.hold(each)
-    for each in (held[-1:], held[1::7]):
-        for one in each:
+    for one in held:
+        roost.hold(one)
+        selection.hold(one)
+    for some in (held[-1:], held[1::7]):
+        for one in some:
             expected = roost.overlap(one.ids)
             if not await selection.settled(one.ids, expected):
                 raise RuntimeError(

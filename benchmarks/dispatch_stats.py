@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,12 @@ class Switched(DispatchLog):
         self.spent = 0.0
         """processor time"""
 
-    def add(self, epoch: int, step: FinishedStep) -> None:
+    def add(self, epoch: int, step: FinishedStep, sharded: Sequence[int] = ()) -> None:
         """Count, or skip."""
         counting = len(self.ends) // WINDOW_STEPS % 2 == 0
         began = time.thread_time()
         if counting:
-            super().add(epoch, step)
+            super().add(epoch, step, sharded)
             self.spent += time.thread_time() - began
         self.ends.append(time.perf_counter())
         self.seconds.append(step.seconds)

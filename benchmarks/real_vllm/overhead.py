@@ -105,6 +105,11 @@ def _all(vllm: Running, number: signal.Signals) -> None:
         one.send_signal(number)
 
 
+def _all_of(servers: list[Running], number: signal.Signals) -> None:
+    for vllm in servers:
+        _all(vllm, number)
+
+
 def _processor(vllm: Running) -> float:
     """Return the processor seconds of all processes of a server."""
     total = 0.0
@@ -162,7 +167,7 @@ async def measure(python: Path, minutes: float, report: Report) -> None:
         async with AsyncExitStack() as stack:
             agent = await stack.enter_async_context(WorkerAgent(_SECRET, vote_steps=16).serving())
             known = {"ROOST_AGENT": f"127.0.0.1:{agent.port}", "ROOST_SECRET_FILE": str(folder / "secret")}
-            servers = []
+            servers: list[Running] = []
             for environment in (known, {}):
                 server = Server(
                     python,
@@ -175,7 +180,7 @@ async def measure(python: Path, minutes: float, report: Report) -> None:
                 servers.append(await stack.enter_async_context(running))
                 if environment:
                     await agent.until_connected()
-            stack.callback(lambda: [_all(vllm, signal.SIGCONT) for vllm in servers])
+            stack.callback(_all_of, servers, signal.SIGCONT)
             await judge(servers, agent, minutes, report)
 
 
