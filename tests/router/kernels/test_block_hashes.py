@@ -75,24 +75,33 @@ def test_hashes_are_those_of_dynamo(size: int) -> None:
 @given(st.data())
 def test_leading_blocks_are_the_same_in_both_forms(data: st.DataObject) -> None:
     """Ranks hold beginnings of prompts that branch; some lose blocks, some are cleared and swept."""
-    index, ids = BlockIndex(), list(range(400))
+    ids, index = list(range(400)), BlockIndex()
+    with kernels.python_form():
+        python = BlockIndex()
     for rank in range(data.draw(st.integers(0, 90), label="ranks")):
         tokens = data.draw(st.integers(0, 400), label="held")
         chained = TokenPrompt(ids[:tokens] + [7] * (tokens % 3)).chained(2)[:]
-        index.store((1, rank), None, chained)
-        if chained and data.draw(st.integers(0, 9), label="fate") == 0:
-            index.discard((1, rank), [data.draw(st.sampled_from(chained), label="lost")])
-        elif data.draw(st.integers(0, 9), label="cleared") == 0:
-            index.clear((1, rank))
-    index.sweep(data.draw(st.integers(0, 40), label="swept"))
+        fate = data.draw(st.sampled_from(["lost", "cleared", *8 * ["kept"]]), label="fate")
+        lost = data.draw(st.sampled_from(chained), label="lost") if chained and fate == "lost" else None
+        for one in (index, python):
+            one.store((1, rank), None, chained)
+            if lost is not None:
+                assert one.discard((1, rank), [lost, 5]) == 1
+            elif fate == "cleared":
+                one.clear((1, rank))
+    swept = data.draw(st.integers(0, 40), label="swept")
+    assert index.sweep(swept) == python.sweep(swept)
+    assert (index.entries, len(index)) == (python.entries, len(python))
     asked = ids[: data.draw(st.integers(0, 400), label="asked")] + data.draw(
         st.lists(st.integers(0, 9), max_size=9), label="new"
     )
     with kernels.python_form():
-        expected = index.overlaps(TokenPrompt(asked).chained(2))
+        expected = python.overlaps(TokenPrompt(asked).chained(2))
+        assert index.overlaps(TokenPrompt(asked).chained(2)) == expected
     found = TokenPrompt(asked).chained(2)
     found.reach(data.draw(st.integers(0, len(found)), label="known before"))
     assert index.overlaps(found) == expected
+    assert python.overlaps(found) == expected
     assert found[:] == sequence_hashes(local_hashes(asked, 2))
 
 
