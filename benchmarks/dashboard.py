@@ -145,7 +145,7 @@ async def fleet(report: Report, ranks: int, *, quick: bool) -> None:
     asked = prompts(chance, PROMPT, 0.0, 64)
     model = clusters(chance)
     roost = Roost(ranks, model, tables(chance, [asked]))
-    seconds, rounds = (3.0, 3) if quick else (10.0, 7)
+    seconds, rounds = (1.0, 3) if quick else (10.0, 7)
     async with serving(roost) as url:
         alone = dict(views(roost, asked))
         if ranks == max(FLEETS):
