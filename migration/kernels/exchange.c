@@ -63,6 +63,7 @@ typedef struct {
     float *back;               /* [ranks, ranks]: the same, by the second rank */
     float *base, *top;         /* [experts]: worth of a sole replica where it is; gain of its best exchange */
     int32_t *where, *partner;  /* [experts]: rank of a sole replica, -1; expert of its best exchange, -1 */
+    uint8_t *same;             /* scratch [ranks] */
 } Swaps;
 
 static float worth_at(const Layer *in, int64_t rank, int32_t at) {
@@ -103,15 +104,22 @@ WIDE static float best_sum(const float *restrict value, float base, const float 
     return best;
 }
 
+/* The ranks at which the sum is `top`. */
+WIDE static void match(const float *restrict value, float base, const float *restrict back, float top, int64_t ranks,
+                       uint8_t *restrict same) {
+    for (int64_t rank = 0; rank < ranks; rank++) same[rank] = (value[rank] - base) + back[rank] == top;
+}
+
 /* The first expert by whose exchange with `one` both gain the most. A sum does not fall if one of its terms rises: so
    no other expert of a rank gives more than the one that gains most, but several may give as much. */
 static int32_t find_partner(const Layer *in, const Swaps *use, int32_t one) {
     int64_t ranks = in->shape->ranks, here = use->where[one];
     const float *value = use->value + one * ranks, *back = use->back + here * ranks;
     int32_t found = -1;
-    for (int64_t rank = 0; rank < ranks; rank++) {
+    match(value, use->base[one], back, use->top[one], ranks, use->same);
+    for (const uint8_t *next = use->same; (next = memchr(next, 1, (size_t)(use->same + ranks - next))); next++) {
+        int64_t rank = next - use->same;
         float gain = value[rank] - use->base[one];
-        if (gain + back[rank] != use->top[one]) continue;
         for (int32_t nth = 0; nth < in->number[rank]; nth++) {
             int32_t other = in->list[rank * in->shape->experts + nth];
             if (in->count[other] != 1 || (found >= 0 && other > found)) continue;
@@ -182,9 +190,12 @@ WIDE static float highest(const float *row, int64_t count, int32_t *at) {
             lanes[lane] = row[first + lane] > lanes[lane] ? row[first + lane] : lanes[lane];
     for (int lane = 0; lane < 8; lane++) best = lanes[lane] > best ? lanes[lane] : best;
     for (int64_t rest = whole; rest < count; rest++) best = row[rest] > best ? row[rest] : best;
-    *at = 0;
-    if (best == -INFINITY) return best;
-    while (row[*at] != best) ++*at;
+    int32_t first = (int32_t)count;
+    for (int32_t place = 0; place < count; place++) {
+        int32_t here = row[place] == best ? place : (int32_t)count;
+        first = here < first ? here : first;
+    }
+    *at = best == -INFINITY ? 0 : first;
     return best;
 }
 
@@ -235,13 +246,11 @@ WIDE static float offer(const Layer *in, const HandOvers *use, int64_t rank) {
     return highest(row, experts, &use->taken_up[rank]);
 }
 
-/* Make the best hand-over of a layer if it is one, and exclude all that it touches. */
-static bool pick(const Layer *in, const HandOvers *use) {
-    int32_t giver;
-    float gain = highest(use->gain, in->shape->ranks, &giver);
+/* Make a rank's best hand-over unless it is a chain that would return to its own expert, and exclude all that it
+   touches. */
+static bool pick(const Layer *in, const HandOvers *use, int32_t giver) {
     int32_t out = use->handed[giver], up = use->taken_up[giver], to = use->taker[out], down = use->spare[to];
-    /* A chain that would return to its own expert is no gain. */
-    bool good = gain > LEAST_GAIN && up != out && down != up;
+    bool good = up != out && down != up;
     if (good) {
         if (!use->room[to]) put(in, to, down, false);
         put(in, to, out, true);
@@ -276,7 +285,9 @@ static bool hand_over(const Layer *in, const HandOvers *use, int64_t picks) {
         use->gain[rank] -= cost;
     }
     bool changed = false;
-    for (int64_t turn = 0; turn < picks; turn++) changed |= pick(in, use);
+    int32_t giver;
+    for (int64_t turn = 0; turn < picks && highest(use->gain, ranks, &giver) > LEAST_GAIN; turn++)
+        changed |= pick(in, use, giver);
     return changed;
 }
 
@@ -302,7 +313,7 @@ static bool exchange(const Argument *arguments, const Shape *it) {
     int64_t experts = it->experts, ranks = it->ranks, cells = ranks * experts;
     int64_t floats = cells + 2 * ranks * ranks + 2 * experts + ranks + 3 * experts;
     int64_t numbers = ranks + cells + (2 + it->nodes) * experts + 2 * experts + 3 * ranks + experts;
-    float *memory = malloc((size_t)floats * sizeof(float) + (size_t)numbers * sizeof(int32_t) + (size_t)(ranks + experts));
+    float *memory = malloc((size_t)floats * sizeof(float) + (size_t)numbers * sizeof(int32_t) + (size_t)(2 * ranks + experts));
     if (!memory) return false;
     Layer in = {.shape = it, .slots = COUNT(6), .limit = COUNT(7), .number = (int32_t *)(memory + floats)};
     in.list = in.number + ranks, in.count = in.list + cells, in.based = in.count + experts;
@@ -315,6 +326,7 @@ static bool exchange(const Argument *arguments, const Shape *it) {
     hand_overs.taker = hand_overs.spare + ranks, hand_overs.room = (uint8_t *)(hand_overs.taker + experts);
     hand_overs.offered = hand_overs.gain + ranks, hand_overs.row = hand_overs.offered + experts;
     hand_overs.barred = hand_overs.row + experts, hand_overs.tied = hand_overs.room + ranks;
+    swaps.same = hand_overs.tied + experts;
     for (int64_t layer = 0; layer < it->layers; layer++) {
         in.own = AS_F(0) + layer * cells, in.shared = AS_F(1) + layer * it->nodes * experts;
         in.held = AS_B(3) + layer * cells, in.home = AS_B(4) ? AS_B(4) + layer * cells : NULL;

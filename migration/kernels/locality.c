@@ -80,14 +80,15 @@ static void take_best(const double *score, int64_t count, int64_t slots, double 
 #define FEW 16
 
 /* The same for FEW slots or less: the best so far are kept in order. */
-static void take_few(const double *score, int64_t count, int64_t slots, uint8_t *best) {
-    double top[FEW];
+WIDE static void take_few(const double *score, int64_t count, int64_t slots, uint8_t *best) {
+    double top[FEW], least = -1.0; /* nothing up to `least` is taken */
     int64_t place[FEW], full = 0;
     for (int64_t at = 0; at < count; at++) {
-        if (!(score[at] >= 0.0) || (full == slots && !(score[at] > top[full - 1]))) continue;
+        if (!(score[at] >= 0.0) || !(score[at] > least)) continue;
         int64_t nth = full < slots ? full++ : full - 1;
         for (; nth > 0 && score[at] > top[nth - 1]; nth--) top[nth] = top[nth - 1], place[nth] = place[nth - 1];
         top[nth] = score[at], place[nth] = at;
+        if (full == slots) least = top[full - 1];
     }
     memset(best, 0, (size_t)count);
     for (int64_t nth = 0; nth < full; nth++) best[place[nth]] = 1;
@@ -102,13 +103,22 @@ WIDE static void score_all(const double *restrict own, const double *restrict sh
     }
 }
 
+/* The experts that a rank holds, ascending. Return their number. */
+static int64_t list_held(const uint8_t *mine, int64_t experts, int32_t *list) {
+    int64_t number = 0;
+    for (const uint8_t *next = mine; (next = memchr(next, 1, (size_t)(mine + experts - next))); next++)
+        list[number++] = (int32_t)(next - mine);
+    return number;
+}
+
 /* filled(own, shared, node, changed: held, home or None, layers, slots, most, passes) */
 static bool fill(const Argument *arguments, const Shape *it) {
     int64_t experts = it->experts, cells = it->ranks * experts, slots = COUNT(6);
     int32_t limit = COUNT(7) < INT32_MAX ? (int32_t)COUNT(7) : INT32_MAX;
-    double *score = malloc((size_t)experts * 2 * sizeof(double) + (size_t)(it->nodes + 2) * (size_t)experts * 4);
+    double *score = malloc((size_t)experts * 2 * sizeof(double) + (size_t)(it->nodes + 3) * (size_t)experts * 4);
     if (!score) return false;
     int32_t *count = (int32_t *)(score + 2 * experts), *based = count + experts, *near = based + experts;
+    int32_t *list = near + it->nodes * experts;
     for (int64_t layer = 0; layer < it->layers; layer++) {
         uint8_t *held = AS_B(3) + layer * cells;
         const uint8_t *home = AS_B(4) ? AS_B(4) + layer * cells : NULL;
@@ -121,20 +131,24 @@ static bool fill(const Argument *arguments, const Shape *it) {
             const double *shared = AS_D(1) + (layer * it->nodes + node) * experts;
             int32_t *beside = near + node * experts;
             /* The rank's replicas are removed, so that its own experts are scored as any others. */
-            for (int64_t at = 0; at < experts; at++) {
-                if (!mine[at]) continue;
+            int64_t number = list_held(mine, experts, list);
+            for (int64_t nth = 0; nth < number; nth++) {
+                int64_t at = list[nth];
                 count[at]--, beside[at]--;
                 based[at] -= !must || must[at];
             }
             score_all(own, shared, count, beside, experts, limit, score);
-            for (int64_t at = 0; at < experts; at++)
-                if (mine[at] && (!must || must[at]) && based[at] == 0) score[at] = INFINITY;
+            for (int64_t nth = 0; nth < number; nth++) {
+                int64_t at = list[nth];
+                if ((!must || must[at]) && based[at] == 0) score[at] = INFINITY;
+            }
             if (slots <= FEW && slots < experts)
                 take_few(score, experts, slots, mine);
             else
                 take_best(score, experts, slots, score + experts, mine);
-            for (int64_t at = 0; at < experts; at++) {
-                if (!mine[at]) continue;
+            number = list_held(mine, experts, list);
+            for (int64_t nth = 0; nth < number; nth++) {
+                int64_t at = list[nth];
                 count[at]++, beside[at]++;
                 based[at] += !must || must[at];
             }

@@ -33,10 +33,13 @@ _LITTLE = 0.3
 
 def table_of(held: BoolArray, slots: int) -> SlotTable:
     """int16 [layers, ranks * slots]: experts of each rank in ascending order, then empty slots."""
-    layers, ranks, experts = held.shape
-    order = np.argsort(~held, axis=2, kind="stable")[:, :, : min(slots, experts)]
+    layers, ranks = held.shape[:2]
+    layer, rank, expert = np.nonzero(held)
+    place = layer * ranks + rank
+    nth = np.arange(len(place)) - np.searchsorted(place, place)
+    fits = nth < slots
     table = np.full((layers, ranks, slots), EMPTY, np.int16)
-    table[:, :, : order.shape[2]] = np.where(np.take_along_axis(held, order, 2), order, EMPTY)
+    table[layer[fits], rank[fits], nth[fits]] = expert[fits]
     return table.reshape(layers, ranks * slots)
 
 
