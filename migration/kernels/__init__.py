@@ -78,8 +78,8 @@ class Kernels(Protocol):
     def cap_levelled(self, rank: IndexArray, *arguments: Any) -> None:
         """The rounds of `migration.solvers.load_cap.level`; near and far change."""
 
-    def cap_pairs(self, rows: IndexArray, *arguments: Any) -> None:
-        """`migration.solvers.load_cap._cheapest`."""
+    def cap_stepped(self, rows: IndexArray, *arguments: Any) -> None:
+        """`migration.solvers.load_cap._stepped`; the state of the layers changes."""
 
     def ordered_series(self, table: NDArray[np.int16], *arguments: Any) -> None:
         """`migration.solvers.ordered_diff._series`: the last three arrays are written."""

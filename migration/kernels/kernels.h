@@ -86,7 +86,7 @@ KERNEL(locality_filled);
 KERNEL(locality_one_each);
 KERNEL(locality_exchanged);
 KERNEL(cap_levelled);
-KERNEL(cap_pairs);
+KERNEL(cap_stepped);
 KERNEL(ordered_series);
 KERNEL(priced_traffic);
 KERNEL(transported);

@@ -98,7 +98,7 @@ static PyMethodDef methods[] = {
     METHOD(locality_one_each),
     METHOD(locality_exchanged),
     METHOD(cap_levelled),
-    METHOD(cap_pairs),
+    METHOD(cap_stepped),
     METHOD(ordered_series),
     METHOD(priced_traffic),
     METHOD(transported),

@@ -224,12 +224,40 @@ def levelled(
         # was wrong.
         allowed = np.where(failed % 2 == 1, 1, most)
         # A few exchanges in each of these layers; loads are updated as if weights were constant.
-        for _ in range(_STEPS):
-            rows = busy[state.load[busy].max(axis=1) > cap]
-            if not len(rows):
-                break
-            _make(state, worth, rows, _cheapest(state, worth, rows, cap, allowed, home))
+        _stepped(state, worth, busy, cap, allowed, home)
     return best
+
+
+def _stepped(
+    state: _Layers,
+    worth: HolderValue,
+    busy: NDArray[np.intp],
+    cap: float,
+    most: NDArray[np.intp],
+    home: BoolArray | None,
+) -> None:
+    """Make up to `_STEPS` exchanges in each of these layers. most: [layers], replicas of an expert."""
+    library = kernels.compiled()
+    if library is not None:
+        library.cap_stepped(
+            busy,
+            *state,
+            kernels.plain(worth.own),
+            kernels.plain(worth.shared),
+            kernels.plain(worth.node),
+            None if home is None else kernels.plain(home),
+            None if home is None else (state.held & home).sum(axis=1),
+            most,
+            cap,
+            _STEPS,
+            _PARTNERS,
+        )
+        return
+    for _ in range(_STEPS):
+        rows = busy[state.load[busy].max(axis=1) > cap]
+        if not len(rows):
+            break
+        _make(state, worth, rows, _cheapest(state, worth, rows, cap, most, home))
 
 
 class _Cheapest(NamedTuple):
@@ -259,35 +287,10 @@ def _cheapest(
     ranks = np.sort(np.argsort(loads, axis=1, kind="stable")[:, :_PARTNERS], axis=1)
     here = loads.argmax(axis=1)[:, None] * per + np.arange(per)
     there = (ranks[:, :, None] * per + np.arange(per)).reshape(len(rows), -1)
-    library = kernels.compiled()
-    if library is None:
-        pairs = _pairs(state, rows, here, there)
-        swaps = _swaps(state, worth, pairs, cap, home).reshape(len(rows), -1)
-        copies = _copies(state, worth, pairs, cap, most, home).reshape(len(rows), -1)
-        return _Cheapest(here, there, *_least(swaps), *_least(copies))
-    costs, at = np.empty((2, len(rows))), np.empty((2, len(rows)), np.intp)
-    found = _Cheapest(here, there, costs[0], at[0], costs[1], at[1])
-    library.cap_pairs(
-        rows,
-        here,
-        there,
-        state.table,
-        state.held,
-        state.near,
-        state.replicas,
-        state.each,
-        state.load,
-        state.demand,
-        kernels.plain(worth.own),
-        kernels.plain(worth.shared),
-        worth.node,
-        home,
-        None if home is None else (state.held & home).sum(axis=1),
-        most,
-        cap,
-        *found[2:],
-    )
-    return found
+    pairs = _pairs(state, rows, here, there)
+    swaps = _swaps(state, worth, pairs, cap, home).reshape(len(rows), -1)
+    copies = _copies(state, worth, pairs, cap, most, home).reshape(len(rows), -1)
+    return _Cheapest(here, there, *_least(swaps), *_least(copies))
 
 
 def _least(cost: FloatArray) -> tuple[FloatArray, NDArray[np.intp]]:

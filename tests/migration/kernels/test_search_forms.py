@@ -163,6 +163,16 @@ def test_the_forms_agree_where_ranks_hold_many_experts() -> None:
     assert np.array_equal(locality_placement(demand, room).table, expected.table)
 
 
+def test_the_forms_agree_on_placements_for_locality_of_many_ranks() -> None:
+    dice = np.random.default_rng(3)
+    demand = dice.gamma(0.3, size=(40, 3, 120)).round(1)
+    for most, balance in ((None, 0.97), (3, 0.9)):
+        room = LocalityProblem(np.arange(40) // 8, 4, LocalityPrices(1.0, 1.5), most=most, balance=balance)
+        with kernels.python_form():
+            expected = locality_placement(demand, room)
+        assert np.array_equal(locality_placement(demand, room).table, expected.table)
+
+
 def test_experts_that_do_not_fit_are_refused_by_both_forms() -> None:
     worth = HolderValue(np.ones((1, 2, 4)), np.zeros((1, 1, 4)), np.zeros(2, np.intp))
     home = np.zeros((1, 2, 4), bool)
