@@ -52,6 +52,12 @@ def held_of(table: SlotTable, ranks: int, experts: int) -> BoolArray:
     return held
 
 
+def layer_sums(demand: NDArray[Any]) -> FloatArray:
+    """float64 [layers]: sum of demand [ranks, layers, experts]. Ranks are added one by one, however the demand
+    lies in memory."""
+    return np.asarray(np.ascontiguousarray(demand.sum(axis=2, dtype=np.float64)).sum(axis=0))
+
+
 class LoadCap(NamedTuple):
     """Loads of replicas after levelling by weights, while every node serves as much of its own demand as it
     can.
@@ -164,7 +170,7 @@ class _Layers(NamedTuple):
     def of(cls, table: SlotTable, demand: NDArray[Any], worth: HolderValue) -> "_Layers":
         """Read a table; loads are not known yet. demand: [ranks, layers, experts]."""
         ranks, layers, experts = demand.shape
-        mean = np.maximum(demand.sum(axis=(0, 2)) / ranks, _TINY)[:, None, None]
+        mean = np.maximum(layer_sums(demand) / ranks, _TINY)[:, None, None]
         held = held_of(table, ranks, experts)
         return cls(
             table.copy(),

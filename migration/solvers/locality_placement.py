@@ -21,7 +21,7 @@ from fleet.dispatch import flows, loads
 from fleet.placement import Placement, Split
 from fleet.timing import EngineSpeed
 from migration.solvers.holder_value import HolderValue, filled, held_by_worth
-from migration.solvers.load_cap import held_of, levelled, split_under, table_of
+from migration.solvers.load_cap import held_of, layer_sums, levelled, split_under, table_of
 from migration.solvers.pairwise_exchange import exchange_experts
 
 BALANCE = 0.955
@@ -110,7 +110,7 @@ class LocalityPlacement(NamedTuple):
 def worth_of(demand: NDArray[Any], room: LocalityProblem) -> HolderValue:
     """Return the worth of replicas, as parts of the dispatch cost with nothing local. demand: [ranks, layers,
     experts] pairs."""
-    total = np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), _TINY)[:, None, None]
+    total = np.maximum(layer_sums(demand), _TINY)[:, None, None]
     rank, node = (price / sum(room.prices) for price in room.prices)
     share = np.ascontiguousarray(demand.transpose(1, 0, 2), np.float64) / total
     if node == 0.0 or int(room.node.max()) == 0:
@@ -201,7 +201,7 @@ def _figures(
 ) -> LocalityPlacement:
     placement = Placement(table, experts=demand.shape[2], ranks=room.ranks, split=split)
     sent = flows(placement, demand, room.node)
-    total = np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), _TINY)
+    total = np.maximum(layer_sums(demand), _TINY)
     load = sent.served.reshape(len(table), room.ranks, -1).sum(axis=2)
     balance = np.where(load.max(axis=1) > 0, load.mean(axis=1) / np.maximum(load.max(axis=1), _TINY), 1.0)
     local = sent.kept.sum(axis=1) / total
@@ -215,7 +215,7 @@ def _on_own_node(placement: Placement, demand: NDArray[Any], room: LocalityProbl
     separately."""
     nodes = int(room.node.max()) + 1
     if nodes == 1:
-        return np.asarray(demand.sum(axis=(0, 2), dtype=np.float64))
+        return layer_sums(demand)
     found = np.zeros(placement.layers)
     for at in range(nodes):
         here = room.node == at
