@@ -53,8 +53,8 @@ def held_of(table: SlotTable, ranks: int, experts: int) -> BoolArray:
 
 
 def layer_sums(demand: NDArray[Any]) -> FloatArray:
-    """float64 [layers]: sum of demand [ranks, layers, experts]. Ranks are added one by one, however the demand
-    lies in memory."""
+    """Add up demand [ranks, layers, experts]: float64 [layers]. Ranks are added one by one, in any layout of
+    memory."""
     return np.asarray(np.ascontiguousarray(demand.sum(axis=2, dtype=np.float64)).sum(axis=0))
 
 
