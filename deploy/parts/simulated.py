@@ -23,6 +23,7 @@ from deploy.parts.engine_process import identity
 from deploy.parts.part_tasks import PartTasks
 from deploy.parts.resume import last_record
 from deploy.process import on_hangup
+from deploy.run_directory import home
 from deploy.sections import WorkerConfig
 from deploy.security.rank_security import RankSecurity
 from deploy.security.tls import CertificateError, ServerTls
@@ -30,7 +31,7 @@ from engine_adapter.agent.copy_runner import Staging
 from engine_adapter.agent.engine_agent import Agent
 from engine_adapter.agent.membership import AgentIdentity
 from engine_adapter.config import AgentConfig, TransferConfig
-from engine_adapter.dynamo.card import write_model_folder
+from engine_adapter.dynamo.card import model_folder
 from engine_adapter.dynamo.membership import DynamoFailed
 from engine_adapter.engine import EngineFailed, RankFacts
 from engine_adapter.serving.authentication import NoSecret, RouterAuthentication
@@ -235,9 +236,8 @@ async def _dynamo(
 
     if worker.dynamo is None:
         raise ValueError("worker.dynamo is not set")
-    folder = Path(launch.meet) / "model"
-    write_model_folder(
-        folder,
+    folder = model_folder(
+        home(os.environ) / "models",
         engine.tokenizer.archive,
         end_token=engine.tokenizer.end,
         vocabulary=VOCABULARY,

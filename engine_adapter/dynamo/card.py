@@ -4,8 +4,12 @@ A frontend renders chat templates and tokenizes with the files of a folder that 
 holds no weights; frontends on other machines need it at the same path.
 """
 
+import contextlib
+import hashlib
 import io
 import json
+import shutil
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +75,26 @@ def card_of(
         worker_id=worker_id,
         mode=mode,
     )
+
+
+def model_folder(parent: Path, archive: bytes, *, end_token: int, vocabulary: int, max_context: int) -> Path:
+    """Return the folder below `parent` of a model that has no checkpoint, as of `write_model_folder`. All
+    workers that share `parent` name the same folder: Dynamo's frontends take the cards of two workers for
+    different models if their paths differ, and serve by the first one only.
+    """
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix="new-", dir=parent))
+    try:
+        write_model_folder(
+            draft, archive, end_token=end_token, vocabulary=vocabulary, max_context=max_context
+        )
+        content = b"".join(file.name.encode() + file.read_bytes() for file in sorted(draft.iterdir()))
+        folder = parent / hashlib.sha256(content).hexdigest()[:16]
+        with contextlib.suppress(OSError):  # another worker has written it
+            draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
 
 
 def write_model_folder(

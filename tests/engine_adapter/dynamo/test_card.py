@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine_adapter.dynamo.address import DynamoAddress
-from engine_adapter.dynamo.card import card_of, write_model_folder
+from engine_adapter.dynamo.card import card_of, model_folder, write_model_folder
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
 
@@ -49,3 +49,20 @@ def test_a_frontend_finds_the_tokenizer_and_the_end_token_in_the_folder(tmp_path
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert (config["eos_token_id"], config["max_position_embeddings"]) == (tokenizer.end, 512)
     assert "chat_template" in json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+
+
+def test_workers_of_one_model_name_the_same_folder_and_of_another_one_another(tmp_path: Path) -> None:
+    tokenizer = SimulatedEngine(SimulatedConfig()).tokenizer
+
+    def folder(context: int) -> Path:
+        return model_folder(
+            tmp_path / "models",
+            tokenizer.archive,
+            end_token=tokenizer.end,
+            vocabulary=1000,
+            max_context=context,
+        )
+
+    assert folder(512) == folder(512) != folder(1024)
+    assert len(list((tmp_path / "models").iterdir())) == 2
+    assert Tokenizer.from_file(str(folder(512) / "tokenizer.json")).encode(" the").ids
