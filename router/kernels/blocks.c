@@ -42,14 +42,26 @@ bool reserve(Blocks *it, size_t more) {
     return false;
 }
 
-bool open_blocks(Blocks *it, uint64_t salt) {
-    *it = (Blocks){.salt = salt | 1};
-    return reserve(it, 0);
+PyObject *new_blocks(PyTypeObject *type, PyObject *given, PyObject *named) {
+    unsigned long long salt;
+    if (named && PyDict_Size(named)) return PyErr_Format(PyExc_TypeError, "a table of blocks takes no names");
+    if (!PyArg_ParseTuple(given, "K", &salt)) return NULL;
+    PyObject *made = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); /* zeros */
+    if (!made) return NULL;
+    Blocks *it = &((BlocksObject *)made)->blocks;
+    it->salt = salt | 1;
+    if (!reserve(it, 0)) Py_CLEAR(made);
+    return made;
 }
 
-void close_blocks(Blocks *it) {
-    free(it->entries);
-    free(it->index);
+Py_ssize_t length_of_blocks(PyObject *self) { return ((BlocksObject *)self)->blocks.count; }
+
+void free_blocks(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    free(((BlocksObject *)self)->blocks.entries);
+    free(((BlocksObject *)self)->blocks.index);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
 }
 
 Entry *add_entry(Blocks *it, uint32_t *place, uint64_t block) {

@@ -21,10 +21,17 @@ typedef struct {
     uint32_t count, room, made, free;
 } Blocks;
 
-/* Make an empty table. salt: a secret number, so that no client can choose blocks of one place. False with MemoryError
-   set; `close_blocks` must follow in both cases. */
-bool open_blocks(Blocks *it, uint64_t salt);
-void close_blocks(Blocks *it);
+/* An object that begins with a table. */
+typedef struct {
+    PyObject_HEAD
+    Blocks blocks;
+} BlocksObject;
+
+/* Slots of such types: type(salt), where salt is a secret number, so that no client can choose blocks of one place; the
+   number of blocks; the end, for a table whose entries own nothing. */
+PyObject *new_blocks(PyTypeObject *type, PyObject *given, PyObject *named);
+Py_ssize_t length_of_blocks(PyObject *self);
+void free_blocks(PyObject *self);
 
 /* Make room for `more` further blocks. False with MemoryError set. */
 bool reserve(Blocks *it, size_t more);

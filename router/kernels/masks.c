@@ -34,6 +34,14 @@ static bool read_block(PyObject *given, uint64_t *block) {
     return false;
 }
 
+/* Make room for further blocks. Where the index is made anew, any place may be taken. */
+static bool make_room(Masks *it, size_t more) {
+    uint64_t before = it->blocks.size;
+    if (!reserve(&it->blocks, more)) return false;
+    if (it->blocks.size != before) it->swept = 0;
+    return true;
+}
+
 /* Set a block's mask, whose reference is taken. There must be room. */
 static void put(Masks *it, uint64_t block, PyObject *mask) {
     uint32_t *place = place_of(&it->blocks, block);
@@ -110,7 +118,7 @@ static PyObject *grant(PyObject *self, PyObject *const *given, Py_ssize_t count)
     if (count != 5) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 5", count);
     Change in = {(Masks *)self, opened(given[2]), given[1], given[3], given[4]};
     Py_ssize_t length = in.old ? PySequence_Size(given[0]) : -1;
-    if (length < 0 || !reserve(&in.masks->blocks, (size_t)length)) return NULL;
+    if (length < 0 || !make_room(in.masks, (size_t)length)) return NULL;
     long added = 0;
     for (Py_ssize_t at = 0; at < length; at++) {
         PyObject *item = PySequence_GetItem(given[0], at);
@@ -172,7 +180,7 @@ static PyObject *sweep(PyObject *self, PyObject *const *given, Py_ssize_t count)
     Py_ssize_t most = PyLong_AsSsize_t(given[0]);
     if (!in.masks || PyErr_Occurred()) return NULL;
     if (most > it->blocks.count) most = it->blocks.count;
-    PyObject *gone = reserve(&in.masks->blocks, most > 0 ? (size_t)most : 0) ? PyList_New(0) : NULL;
+    PyObject *gone = make_room(in.masks, most > 0 ? (size_t)most : 0) ? PyList_New(0) : NULL;
     for (; gone && most > 0; most--) {
         while (!it->blocks.index[it->swept]) it->swept++;
         uint64_t block = it->blocks.entries[it->blocks.index[it->swept]].block;
@@ -196,26 +204,11 @@ static int contains(PyObject *self, PyObject *given) {
     return mask_of(&((Masks *)self)->blocks, block) != NULL;
 }
 
-static Py_ssize_t length(PyObject *self) { return ((Masks *)self)->blocks.count; }
-
 static void let_go(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
     Blocks *it = &((Masks *)self)->blocks;
     for (uint64_t at = 0; it->count && at < it->size; at++)
         if (it->index[at]) Py_DECREF(it->entries[it->index[at]].mask);
-    close_blocks(it);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
-
-/* BlockMasks(salt) */
-static PyObject *made(PyTypeObject *type, PyObject *given, PyObject *named) {
-    unsigned long long salt;
-    if (named && PyDict_Size(named)) return PyErr_Format(PyExc_TypeError, "BlockMasks takes no names");
-    if (!PyArg_ParseTuple(given, "K", &salt)) return NULL;
-    Masks *it = (Masks *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (it && !open_blocks(&it->blocks, salt)) Py_CLEAR(it);
-    return (PyObject *)it;
+    free_blocks(self);
 }
 
 static PyMethodDef methods[] = {
@@ -227,8 +220,8 @@ static PyMethodDef methods[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_new, (void *)made},      {Py_tp_dealloc, (void *)let_go},    {Py_tp_methods, methods},
-    {Py_sq_length, (void *)length}, {Py_sq_contains, (void *)contains}, {0, NULL},
+    {Py_tp_new, (void *)new_blocks},          {Py_tp_dealloc, (void *)let_go},    {Py_tp_methods, methods},
+    {Py_sq_length, (void *)length_of_blocks}, {Py_sq_contains, (void *)contains}, {0, NULL},
 };
 
 PyType_Spec block_masks = {"router.kernels._compiled.BlockMasks", sizeof(Masks), 0,

@@ -2,10 +2,6 @@
 #include "blocks.h"
 
 /* The first entry stands for both ends: the newest block is older than it, and the oldest newer. */
-typedef struct {
-    PyObject_HEAD
-    Blocks blocks;
-} Recent;
 
 static void unlink_entry(Entry *entries, uint32_t number) {
     Entry *gone = &entries[number];
@@ -51,7 +47,7 @@ static PyObject *touch(PyObject *self, PyObject *const *given, Py_ssize_t count)
     Py_ssize_t all = blocks.len / 8;
     PyObject *added = PyList_New(0);
     bool ok = added && expect(blocks.len % 8 == 0 && most >= 0, "blocks are numbers of 8 bytes, and not fewer than none");
-    if (ok) ok = touch_all(&((Recent *)self)->blocks, blocks.buf, all < most ? all : most, added);
+    if (ok) ok = touch_all(&((BlocksObject *)self)->blocks, blocks.buf, all < most ? all : most, added);
     PyBuffer_Release(&blocks);
     if (!ok) Py_CLEAR(added);
     return added;
@@ -59,7 +55,7 @@ static PyObject *touch(PyObject *self, PyObject *const *given, Py_ssize_t count)
 
 /* evict(count): remove as many blocks, the least recently used, and return them in that order. */
 static PyObject *evict(PyObject *self, PyObject *given) {
-    Blocks *it = &((Recent *)self)->blocks;
+    Blocks *it = &((BlocksObject *)self)->blocks;
     Py_ssize_t count = PyLong_AsSsize_t(given);
     if (PyErr_Occurred()) return NULL;
     PyObject *gone = PyList_New(0);
@@ -76,25 +72,6 @@ static PyObject *evict(PyObject *self, PyObject *given) {
     return gone;
 }
 
-static Py_ssize_t length(PyObject *self) { return ((Recent *)self)->blocks.count; }
-
-static void let_go(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    close_blocks(&((Recent *)self)->blocks);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
-
-/* RecentBlocks(salt) */
-static PyObject *made(PyTypeObject *type, PyObject *given, PyObject *named) {
-    unsigned long long salt;
-    if (named && PyDict_Size(named)) return PyErr_Format(PyExc_TypeError, "RecentBlocks takes no names");
-    if (!PyArg_ParseTuple(given, "K", &salt)) return NULL;
-    Recent *it = (Recent *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (it && !open_blocks(&it->blocks, salt)) Py_CLEAR(it);
-    return (PyObject *)it;
-}
-
 static PyMethodDef methods[] = {
     {"touch", (PyCFunction)(void (*)(void))touch, METH_FASTCALL, NULL},
     {"evict", evict, METH_O, NULL},
@@ -102,9 +79,9 @@ static PyMethodDef methods[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_new, (void *)made},      {Py_tp_dealloc, (void *)let_go}, {Py_tp_methods, methods},
-    {Py_sq_length, (void *)length}, {0, NULL},
+    {Py_tp_new, (void *)new_blocks},          {Py_tp_dealloc, (void *)free_blocks}, {Py_tp_methods, methods},
+    {Py_sq_length, (void *)length_of_blocks}, {0, NULL},
 };
 
-PyType_Spec recent_blocks = {"router.kernels._compiled.RecentBlocks", sizeof(Recent), 0,
+PyType_Spec recent_blocks = {"router.kernels._compiled.RecentBlocks", sizeof(BlocksObject), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, slots};

@@ -91,6 +91,17 @@ def test_a_sweep_returns_each_block_without_valid_holders_once() -> None:
     assert side.content(set(blocks)) == [0 if block % 3 else 2 for block in blocks]
 
 
+def test_masks_that_are_half_swept_may_grow() -> None:
+    side, blocks = Side(_compiled(1), _compiled(1)), list(range(300))
+    side.change("grant", blocks, 1)
+    side.begin_sweep(2)
+    side.sweep(280)
+    side.old.grant(range(1000, 2000), 4, _compiled(1), 7, {})
+    while side.old:
+        assert side.sweep(9) == []
+    assert side.content({*blocks, *range(1000, 2000)}) == [1] * 300 + [4] * 1000
+
+
 def test_a_hundred_thousand_blocks_come_and_go() -> None:
     masks, none, shared = _compiled(kernels.SALT), _compiled(1), dict[int, int]()
     blocks = [(at * 0x9E3779B97F4A7C15) % 2**64 for at in range(100_000)]
